@@ -36,7 +36,7 @@ TESTS = (
     "tests/gpu/test_transport.py",
 )
 #: Packages that a part uses, beside torch.
-PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "matplotlib", "triton")
+PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "triton")
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ from shardwise.recipes.core.config import (
 )
 from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.recipes.core.progress import make_display
-from shardwise.recipes.core.recipe import Place
+from shardwise.recipes.core.recipe import TrainContext
 from shardwise.recipes.text.config import PRESETS
 from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
 
@@ -120,7 +120,7 @@ class DilocoWorker:
         mesh = plan.make_mesh("cpu")
         rank, device = dist.get_rank(), torch.device("cpu")
         ranks = Ranks(rank, settings.ranks, rank, settings.ranks)
-        place = Place(
+        place = TrainContext(
             world=ranks,
             readers=ranks,
             device=device,

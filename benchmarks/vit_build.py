@@ -38,7 +38,7 @@ from shardwise.recipes.core.build import make_adamw
 from shardwise.recipes.core.config import (
     OptimizerConfig,
     OutputConfig,
-    Precision,
+    PrecisionName,
     ShardingConfig,
     TrainConfig,
     TransportName,
@@ -88,7 +88,7 @@ class VitCase:
     def sharding(self) -> ShardingConfig:
         """As the recipe is told it."""
         return ShardingConfig(
-            param_dtype=Precision(self.dtype),
+            param_dtype=PrecisionName(self.dtype),
             transport=TransportName(self.transport),
             activation_checkpointing=(
                 Checkpointing.FULL if self.checkpointing else Checkpointing.NONE

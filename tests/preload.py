@@ -26,9 +26,6 @@ with importing():
 
     # A machine with a GPU, to which nothing can be added, may not have all of these.
     with suppress(ImportError):
-        import matplotlib.backends.backend_agg  # which draws at the end of every training
-        import matplotlib.figure
-
         import shardwise.cli.main
         import shardwise.recipes.imagenet
         import shardwise.recipes.lm

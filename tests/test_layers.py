@@ -147,6 +147,17 @@ def test_imports_inside_a_package_point_downward() -> None:
     assert not upward, "\n".join(upward)
 
 
+def test_no_class_name_stands_twice() -> None:
+    """A name that is searched for leads to one class."""
+    found: dict[str, list[str]] = {}
+    for name in NAMES:
+        for node in ast.walk(_tree(name)):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(f"{name}:{node.lineno}")
+    twice = [f"{name}: {', '.join(places)}" for name, places in found.items() if len(places) > 1]
+    assert not twice, "say what each is:\n" + "\n".join(twice)
+
+
 def test_private_names_are_touched_in_one_place_only() -> None:
     found = [
         touch

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import clip_grad_norm_, fully_shard, observe
 from shardwise._torch import c10d
-from shardwise.observe import Activity, Memory, Wire
+from shardwise.observe import Activity, Memory, Route
 from shardwise.sharding.module import FSDPModule
 
 
@@ -35,7 +35,7 @@ class Notes:
         return self._number
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         self._number += 1
         self.collectives[self._number] = (

@@ -53,7 +53,7 @@ class Memory(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class Route:
     """What a collective travels over.
 
     Attributes:
@@ -88,7 +88,7 @@ class Observer(Protocol):
         """
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         """Note that a collective is issued. Its :meth:`end` is the end of the wait for it.
 
@@ -162,7 +162,7 @@ def begin(activity: Activity, name: str, dimension: str = "", nbytes: int = 0) -
     return 0 if observer is None else observer.begin(activity, name, dimension, nbytes)
 
 
-def collective(activity: Activity, name: str, wire: Wire, nbytes: int, launches: int) -> int:
+def collective(activity: Activity, name: str, wire: Route, nbytes: int, launches: int) -> int:
     """Report that a collective is issued; see :meth:`Observer.collective`.
 
     Returns:

@@ -19,13 +19,15 @@ from shardwise.elastic.errors import UserError
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import OptionError, ScheduleName
-from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.job import TrainingJob
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Job, LaunchConfig]]:
+def started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> list[tuple[TrainingJob, LaunchConfig]]:
     """The jobs that commands would have started."""
-    jobs: list[tuple[Job, LaunchConfig]] = []
+    jobs: list[tuple[TrainingJob, LaunchConfig]] = []
     monkeypatch.setattr(train, "run", lambda job, launch: jobs.append((job, launch)))
     monkeypatch.chdir(tmp_path)
     return jobs

@@ -19,7 +19,7 @@ from shardwise.cli.main import app
 from shardwise.cli.run import LaunchConfig
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.job import TrainingJob
 from shardwise.recipes.core.rundir import RunDir, locked
 
 Capture = pytest.CaptureFixture[str]
@@ -302,7 +302,7 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
     assert all(other.options == terms.options for _, other in jobs)
 
 
-@pytest.mark.parametrize("missing", ["transformers", "matplotlib"])
+@pytest.mark.parametrize("missing", ["transformers"])
 def test_a_missing_extra_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture, missing: str
 ) -> None:
@@ -334,7 +334,7 @@ def test_optimizers_have_defaults_of_their_own(
     arguments: str,
     expected: tuple[float, float, tuple[float, float]],
 ) -> None:
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
     found: Any = jobs[0].config.train.optimizer
@@ -342,7 +342,7 @@ def test_optimizers_have_defaults_of_their_own(
 
 
 def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     arguments = (
         "--model llama-34m --data a.txt b.txt --data c.txt --steps 7 --batch-size 3 "
@@ -392,7 +392,7 @@ def test_options_for_several_hosts_reach_the_launcher(
 ) -> None:
     calls: list[Any] = []
 
-    def run(job: Job, launch: LaunchConfig) -> None:
+    def run(job: TrainingJob, launch: LaunchConfig) -> None:
         monkeypatch.setattr(job, "check", lambda world: sys.exit(0))  # and start nothing
         calls.append((job, launch))
         cli_run.run(job, launch)
@@ -415,7 +415,7 @@ def test_options_for_several_hosts_reach_the_launcher(
 
 
 def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     options = (
         "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
@@ -430,7 +430,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
 def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     from shardwise.recipes.core.config import as_json, flatten
 
-    jobs: list[Job] = []
+    jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
     common = "--epochs 3 --steps 9 --batch-size 5 --use-gradient-checkpointing --eval-interval 7 "
     mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"

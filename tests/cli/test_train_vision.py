@@ -31,7 +31,7 @@ def test_a_training_on_digits_from_start_to_end(tmp_path: Path) -> None:
     judged = [line.split()[1] for line in lines if line.startswith("evaluation")]
     assert judged == ["step=7", "step=13", "step=20", "step=26"]
     assert told["reloaded"].startswith("accuracy ")
-    for name in ("model.safetensors", "confusion.png", "loss.png", "run.json"):
+    for name in ("model.safetensors", "confusion.png", "report.html", "run.json"):
         assert (tmp_path / "runs" / "mnist" / name).is_file(), name
         assert name == "run.json" or f"runs/mnist/{name}" in out
 

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
 from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core import plot
 from shardwise.recipes.core.config import AUTO, Existing
 from shardwise.recipes.core.training import train
 from shardwise.recipes.text.config import LmConfig
 from tests.devices.device import NAME, figures, register
 from tests.devices.process_group import register_backend
 from tests.harness import run_ranks
-from tests.recipes.running import save_undrawn
 from tests.recipes.small import losses, small_config
 
 
@@ -39,8 +36,7 @@ def _train(rank: int, world_size: int, folder: Path, device: str, existing: Exis
     register_backend()
     world = World(rank, world_size, rank, world_size)
     inputs = _config(folder, device, existing, async_checkpoint=True).check(world)
-    with mock.patch.object(plot, "_save", save_undrawn):
-        train(inputs, RECIPES["lm"].assemble(), world, StopSignals())
+    train(inputs, RECIPES["lm"].assemble(), world, StopSignals())
     return figures.peak
 
 

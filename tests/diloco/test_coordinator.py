@@ -14,8 +14,8 @@ from shardwise.diloco.coordinator import (
     Coordinator,
     Event,
     Kind,
-    Plan,
-    Report,
+    ReplicaReport,
+    RoundPlan,
     State,
     client_name,
 )
@@ -33,7 +33,9 @@ class Replica:
         self.number = number
         self.silent_since: float | None = None
         self.is_connected = True
-        self.report = Report(f"i{next(_incarnations)}", 1, settings, digest, version, State.JOINING)
+        self.report = ReplicaReport(
+            f"i{next(_incarnations)}", 1, settings, digest, version, State.JOINING
+        )
 
     def reports(self, state: State | None = None, **changes: int) -> None:
         self.report = replace(self.report, **changes)  # type: ignore[arg-type]
@@ -59,8 +61,8 @@ class World:
         return replica
 
     @property
-    def plan(self) -> Plan:
-        return Plan.from_json(self.coordinator.plan.to_json().encode())
+    def plan(self) -> RoundPlan:
+        return RoundPlan.from_json(self.coordinator.plan.to_json().encode())
 
     @property
     def attempt(self) -> Attempt:
@@ -513,7 +515,7 @@ def test_a_suspended_server_takes_nobody_for_silent_when_it_wakes() -> None:
 )
 def test_garbage_is_no_report(text: bytes) -> None:
     with pytest.raises(ValueError, match="expected a report"):
-        Report.from_json(text)
+        ReplicaReport.from_json(text)
     world = three()
     silence = {
         client_name(r, each.report.incarnation, 0): 0.0 for r, each in world.replicas.items()
@@ -542,7 +544,7 @@ def test_garbage_is_no_report(text: bytes) -> None:
 def test_a_report_with_impossible_values_is_refused(changes: dict[str, object]) -> None:
     values = {**json.loads(Replica(0).report.to_json()), **changes}
     with pytest.raises(ValueError, match="expected a report"):
-        Report.from_json(json.dumps(values).encode())
+        ReplicaReport.from_json(json.dumps(values).encode())
 
 
 def test_each_rank_of_a_replica_has_to_be_heard() -> None:

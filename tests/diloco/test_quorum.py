@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import fully_shard
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
 from shardwise.diloco.coordinator import Event, Kind
-from shardwise.diloco.membership import Membership
+from shardwise.diloco.membership import ReplicaSession
 from shardwise.diloco.quorum_server import REPORT
 from shardwise.elastic.store import GuardedStore, StoreRefusedError
 from shardwise.errors import PeerLostError, RanksDivergedError
@@ -52,7 +52,7 @@ class Replica:
         self.optimizer = DiLoCo(self.model, inner, every=every, group=quorum, outer=outer)
 
     @property
-    def membership(self) -> Membership:
+    def membership(self) -> ReplicaSession:
         assert self.optimizer._rounds is not None
         return self.optimizer._rounds._quorum
 
@@ -268,9 +268,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
             optimizer.change_group(None)
         optimizer.leave()
         with pytest.raises(ValueError, match="replica: found -1"):
-            Membership(replace(quorum, replica=-1))
+            ReplicaSession(replace(quorum, replica=-1))
         with pytest.raises(ValueError, match=r"expected ADDRESS:PORT"):
-            Membership(replace(quorum, server="nowhere"))
+            ReplicaSession(replace(quorum, server="nowhere"))
     with pytest.raises(ValueError, match="deadline: found 0"):
         QuorumServer(1, deadline=0)
     with pytest.raises(ValueError, match="replicas: found 0"):

@@ -28,7 +28,7 @@ from shardwise.doctor.checks import (
     shortened,
 )
 from shardwise.doctor.facts import Facts
-from shardwise.doctor.measure import Link
+from shardwise.doctor.measure import PairLink
 from shardwise.doctor.probe import Accelerators, Probe
 
 H100 = ("NVIDIA H100 80GB HBM3", 79 * 2**30)
@@ -48,7 +48,7 @@ HOST = Facts(
     probe=Probe(accelerators=GPUS),
     files=4096,
     temporary_free=2**30,
-    memory=Link(gbit=80.0, ms=0.01),
+    memory=PairLink(gbit=80.0, ms=0.01),
     shm_free=2**30,
 )
 OTHER = replace(
@@ -60,7 +60,7 @@ OTHER = replace(
     resolved="10.0.0.2",
 )
 PAIR = [HOST, OTHER]
-FAST = Link(gbit=10.0, ms=0.2)
+FAST = PairLink(gbit=10.0, ms=0.2)
 LINKS = {(0, 0): FAST, (1, 1): FAST, (0, 1): FAST, (1, 0): FAST}
 
 
@@ -278,7 +278,7 @@ def test_backends_choose_interfaces_as_they_document_it() -> None:
     ("change", "level", "text"),
     [
         ({"files": 100}, Level.FAIL, "host 0 (a): 100 open files per process, a rank may need "),
-        ({"memory": Link("no room")}, Level.WARN, "host 0 (a): shared memory: no room"),
+        ({"memory": PairLink("no room")}, Level.WARN, "host 0 (a): shared memory: no room"),
         ({"shm_free": 2**20}, Level.WARN, "host 0 (a): 1 MiB free in /dev/shm"),
         ({"shm_free": -1}, Level.OK, "4096 files, shared memory works"),
         ({"tasks": 255}, Level.FAIL, "host 0 (a): 255 more processes and threads can be started: "),
@@ -301,7 +301,7 @@ def test_ranks_need_more_files_the_more_peers_they_have() -> None:
 
 
 def test_pairs_that_cannot_connect() -> None:
-    links = {**LINKS, (1, 0): Link("10.0.0.1:5: timed out")}
+    links = {**LINKS, (1, 0): PairLink("10.0.0.1:5: timed out")}
     text = found(check_ports(PAIR, links), Level.FAIL)
     assert text.startswith("host 1 (b) cannot connect to host 0 (a): 10.0.0.1:5: timed out")
     assert len(check_links(PAIR, links, 0.0)) == 1, "where nothing passes, nothing is slow"
@@ -311,11 +311,14 @@ def test_pairs_that_cannot_connect() -> None:
 @pytest.mark.parametrize(
     ("link", "advice"),
     [
-        (Link(gbit=0.5, ms=0.2), "expected 1 Gbit/s; train with --strategy hybrid"),
-        (Link(gbit=10, ms=20.0), "expected 5 ms; --strategy hybrid sends fewer, larger messages"),
+        (PairLink(gbit=0.5, ms=0.2), "expected 1 Gbit/s; train with --strategy hybrid"),
+        (
+            PairLink(gbit=10, ms=20.0),
+            "expected 5 ms; --strategy hybrid sends fewer, larger messages",
+        ),
     ],
 )
-def test_links_that_are_slow(link: Link, advice: str) -> None:
+def test_links_that_are_slow(link: PairLink, advice: str) -> None:
     slow, fast = check_links(PAIR, {(0, 1): link, (1, 0): FAST, (0, 0): link}, 1.0)
     assert (slow.level, fast.level) == (Level.WARN, Level.OK)
     assert slow.text == f"host 0 (a) to host 1 (b): {link}"
@@ -323,11 +326,11 @@ def test_links_that_are_slow(link: Link, advice: str) -> None:
 
 
 def test_what_ranks_of_one_host_exchange() -> None:
-    mute = replace(OTHER, memory=Link("it needs Linux"))
+    mute = replace(OTHER, memory=PairLink("it needs Linux"))
     first, second = check_within_hosts([HOST, mute], LINKS)
     both = "shared memory 80.00 Gbit/s, 0.01 ms; messages 10.00 Gbit/s, 0.20 ms"
     assert first.text == f"host 0 (a): {both}"
     assert second.text == "host 1 (b): no shared memory; messages 10.00 Gbit/s, 0.20 ms"
-    down = {(0, 0): Link("127.0.0.1:5: unreachable")}
+    down = {(0, 0): PairLink("127.0.0.1:5: unreachable")}
     text = found(check_within_hosts([HOST], down), Level.FAIL)
     assert text.endswith("bring up the loopback device (ip link set lo up)")

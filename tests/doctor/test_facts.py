@@ -15,7 +15,7 @@ import pytest
 
 from shardwise.doctor import facts
 from shardwise.doctor.facts import Facts, collect_facts
-from shardwise.doctor.measure import Link
+from shardwise.doctor.measure import PairLink
 from shardwise.doctor.probe import Accelerators, Probe
 from shardwise.elastic.hosts import Nodes
 
@@ -24,7 +24,7 @@ ALONE = Nodes(1, 0, "127.0.0.1", 0)
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "measure_shared_memory", lambda: Link(gbit=1.0, ms=1.0))
+    monkeypatch.setattr(facts, "measure_shared_memory", lambda: PairLink(gbit=1.0, ms=1.0))
     there = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
     monkeypatch.setattr(facts, "probe_rank", lambda: Probe(accelerators=there))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)

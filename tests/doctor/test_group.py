@@ -31,9 +31,9 @@ from shardwise.doctor.checks import (
 from shardwise.doctor.diagnose import diagnose
 from shardwise.doctor.facts import Facts, collect_facts
 from shardwise.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.doctor.measure import Link
+from shardwise.doctor.measure import PairLink
 from shardwise.doctor.probe import Accelerators, Probe
-from shardwise.elastic.hosts import Backend, Nodes
+from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
 
@@ -324,15 +324,15 @@ def test_hosts_that_cannot_import_torch_say_so(monkeypatch: pytest.MonkeyPatch) 
 def test_a_backend_that_listens_can_be_reached() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nodes = replace(host_0(), port=listener.getsockname()[1])
-        for backend in (Backend.C10D, Backend.ETCD):
+        for backend in (JobBackend.C10D, JobBackend.ETCD):
             assert check_backend(replace(nodes, backend=backend)).level is Level.OK
 
 
 def test_a_backend_that_does_not_listen_yet_is_well_if_a_host_will_serve_it() -> None:
-    finding = check_backend(replace(host_0(), backend=Backend.C10D))
+    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
     assert finding.level is Level.OK
     assert finding.text.endswith("can be reached; nothing listens there yet")
-    finding = check_backend(replace(host_0(), backend=Backend.ETCD))
+    finding = check_backend(replace(host_0(), backend=JobBackend.ETCD))
     assert finding.level is Level.FAIL
     assert finding.advice == "start etcd there, check the address, open the port"
 
@@ -342,14 +342,14 @@ def test_a_backend_of_an_unknown_name_is_reported(monkeypatch: pytest.MonkeyPatc
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(socket, "create_connection", unknown)
-    finding = check_backend(replace(host_0(), backend=Backend.C10D))
+    finding = check_backend(replace(host_0(), backend=JobBackend.C10D))
     assert "cannot be reached from here (Name or service not known)" in finding.text
     assert finding.advice == "the name does not resolve here; pass the address of host 0"
 
 
 def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody() -> None:
     said: list[Finding] = []
-    assert diagnose(replace(host_0(), backend=Backend.C10D), 1, 0.0, said.append)
+    assert diagnose(replace(host_0(), backend=JobBackend.C10D), 1, 0.0, said.append)
     expected = {"rendezvous", "start", "devices", "names", "interfaces", "limits"}
     assert {finding.check for finding in said} == expected
 
@@ -480,11 +480,11 @@ def test_facts_have_the_types_that_checks_rely_on(change: dict[str, Any]) -> Non
 
 
 def test_links_have_the_types_that_checks_rely_on() -> None:
-    link = Link("", 2.5, 0.1)
-    assert Link.from_json({"error": "", "gbit": 2.5, "ms": 0.1}) == link
+    link = PairLink("", 2.5, 0.1)
+    assert PairLink.from_json({"error": "", "gbit": 2.5, "ms": 0.1}) == link
     for other in ({}, [1, 2], None, {"error": 1, "gbit": 2, "ms": 3}):
-        assert Link.from_json(other) is None
-    assert Link.from_json({"error": "", "gbit": -1, "ms": 0}) is None
+        assert PairLink.from_json(other) is None
+    assert PairLink.from_json({"error": "", "gbit": -1, "ms": 0}) is None
 
 
 Check = Callable[[list[Facts]], list[Finding]]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from shardwise.doctor import measure
-from shardwise.doctor.measure import EchoServer, Link, measure_connection, measure_shared_memory
+from shardwise.doctor.measure import EchoServer, PairLink, measure_connection, measure_shared_memory
 from shardwise.transport.shm import futex
 
 needs_futex = pytest.mark.skipif(not futex.is_available(), reason="needs a futex")
@@ -104,7 +104,7 @@ def test_shared_memory_has_a_bandwidth_and_a_round_trip() -> None:
 def test_a_second_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "START", 0.1)
     monkeypatch.setattr(sys, "executable", "/bin/true")
-    assert measure_shared_memory() == Link("a second process did not answer")
+    assert measure_shared_memory() == PairLink("a second process did not answer")
 
 
 @needs_futex
@@ -116,7 +116,7 @@ def test_memory_that_is_missing_is_an_error_and_leaves_nothing_open(
 
     before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(os, "pwrite", full)
-    assert measure_shared_memory() == Link("No space left on device")
+    assert measure_shared_memory() == PairLink("No space left on device")
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
@@ -127,4 +127,4 @@ def test_a_limit_on_files_is_one_on_shared_memory(monkeypatch: pytest.MonkeyPatc
 
 def test_a_machine_without_futex_has_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futex, "is_available", lambda: False)
-    assert measure_shared_memory() == Link("needs Linux on x86-64")
+    assert measure_shared_memory() == PairLink("needs Linux on x86-64")

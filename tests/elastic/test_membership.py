@@ -15,8 +15,8 @@ from shardwise.elastic import membership
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.membership import (
     Host,
-    Loss,
-    Membership,
+    HostLoss,
+    JobState,
     Next,
     Rules,
     Standing,
@@ -68,7 +68,7 @@ class Job:
         self.nodes, self.clock = nodes, clock
         self.rules = Rules(nodes, why_not, quorum)
         self.timers = Timers(clock.monotonic)
-        self.state = Membership(restarts=restarts)
+        self.state = JobState(restarts=restarts)
 
     def admit(self, host: Host) -> str | None:
         """Let a host take part, and return why it may not."""
@@ -104,7 +104,7 @@ class Job:
         outcome = Outcome(0, result, by)
         self.state.note_end(host.id, self.state.generation, outcome, self.nodes)
 
-    def lose(self, host: Host, loss: Loss = Loss.DEAD) -> None:
+    def lose(self, host: Host, loss: HostLoss = HostLoss.DEAD) -> None:
         self.state.note_lost(host.id, loss, "no sign of life for 10 s")
 
     def join(self, number: int) -> Host:
@@ -544,7 +544,7 @@ def test_regrouping_waits_for_all_to_save_but_not_forever(clock: Clock) -> None:
 def test_the_smaller_part_of_a_job_does_not_continue(
     clock: Clock, silent: int, follows: Next
 ) -> None:
-    for loss, expected in ((Loss.SILENT, follows), (Loss.DEAD, Next.RESTART)):
+    for loss, expected in ((HostLoss.SILENT, follows), (HostLoss.DEAD, Next.RESTART)):
         job = Job(Nodes(4, 0, "a", 1, least=1), clock, restarts=1, quorum=True)
         for host in job.begin(4)[4 - silent :]:
             job.lose(host, loss)
@@ -557,12 +557,12 @@ def test_the_smaller_part_of_a_job_does_not_continue(
 def test_hosts_that_go_silent_one_after_the_other_are_counted_together(clock: Clock) -> None:
     job = Job(Nodes(3, 0, "a", 1), clock, restarts=1, quorum=True)
     hosts = job.begin(3)
-    job.lose(hosts[1], Loss.SILENT)
+    job.lose(hosts[1], HostLoss.SILENT)
     verdict = job.advance()
     assert verdict is not None
     assert verdict.next is Next.RESTART
     job.ready(hosts[0])
-    job.lose(hosts[2], Loss.SILENT)
+    job.lose(hosts[2], HostLoss.SILENT)
     verdict = job.advance()
     assert verdict is not None
     assert verdict.next is Next.FAIL
@@ -602,11 +602,11 @@ _HOSTS = st.builds(
     stepped=st.booleans(),
     result=st.none() | st.sampled_from(Result),
     stopped_by=st.sampled_from(StoppedBy),
-    loss=st.sampled_from(Loss),
+    loss=st.sampled_from(HostLoss),
     why_lost=_TEXTS,
 )
 _STATES = st.builds(
-    Membership,
+    JobState,
     job=_TEXTS,
     restarts=_COUNTS,
     generation=_COUNTS,
@@ -626,9 +626,9 @@ _STATES = st.builds(
 
 @settings(max_examples=40, deadline=None)
 @given(_STATES)
-def test_what_is_written_is_read_the_same(state: Membership) -> None:
-    assert Membership.read(state.written()) == state
-    assert Membership.read(state.written()).written() == state.written(), "order counts, too"
+def test_what_is_written_is_read_the_same(state: JobState) -> None:
+    assert JobState.read(state.written()) == state
+    assert JobState.read(state.written()).written() == state.written(), "order counts, too"
 
 
 def test_the_value_does_not_grow_with_the_hosts_that_came_and_went(clock: Clock) -> None:
@@ -656,7 +656,7 @@ class Backend:
     """One value that changes by compare and set."""
 
     def __init__(self, restarts: int) -> None:
-        self.value = Membership(restarts=restarts).written()
+        self.value = JobState(restarts=restarts).written()
         self.history = [self.value]
 
     def compare_set(self, expected: bytes, desired: bytes) -> bool:
@@ -678,8 +678,8 @@ class Player:
         self.worlds: dict[int, list[str]] = {}  # that it has seen, by generation
         self.runs = self.is_gone = self.was_in = False
         self.held = b""
-        self.seen = Membership()
-        self.changes: list[Callable[[Membership], None]] = []
+        self.seen = JobState()
+        self.changes: list[Callable[[JobState], None]] = []
         self.changes.append(lambda seen: seen.admit(replace(me), rules.nodes))
         self._ready()
 
@@ -692,7 +692,7 @@ class Player:
 
     def write(self) -> None:
         """Write what follows from what was read, unless another host was faster."""
-        seen = Membership.read(self.held or self.backend.value)
+        seen = JobState.read(self.held or self.backend.value)
         for change in self.changes:
             change(seen)
         seen.advance(self.rules, self.timers)
@@ -727,14 +727,14 @@ class Player:
         at = self.generation
         self.changes.append(lambda seen: seen.note_step(self.id, at))
 
-    def lose(self, other: str, loss: Loss) -> None:
+    def lose(self, other: str, loss: HostLoss) -> None:
         self.changes.append(lambda seen: seen.note_lost(other, loss, "it is gone"))
 
 
 def check_history(backend: Backend, rules: Rules, restarts: int) -> dict[int, list[str]]:
     """Check each state against the one before; return the hosts of every generation."""
     worlds: dict[int, list[str]] = {}
-    states = [Membership.read(value) for value in backend.history]
+    states = [JobState.read(value) for value in backend.history]
     refused: set[str] = set()
     restarted = 0
     for before, after in itertools.pairwise(states):
@@ -814,7 +814,7 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
             if player.is_gone or move > 1000:
                 player.end(chance.choice(_OUTCOMES[:5]))
                 for other in dead:
-                    player.lose(other, Loss.DEAD)
+                    player.lose(other, HostLoss.DEAD)
                 continue
             if player.seen.regrouping and chance.random() < 0.2:
                 player.end(_OUTCOMES[4])
@@ -827,9 +827,9 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
                     player.is_gone = True
                     dead.append(player.id)
                 case 4 | 5 | 6 | 7 | 8 | 9 if dead:
-                    player.lose(chance.choice(dead), chance.choice(list(Loss)[1:]))
+                    player.lose(chance.choice(dead), chance.choice(list(HostLoss)[1:]))
                 case 10:
-                    player.lose(chance.choice(here).id, Loss.SILENT)
+                    player.lose(chance.choice(here).id, HostLoss.SILENT)
                 case 11 | 12 | 13 if nodes.is_elastic and len(players) < 12:
                     come(chance.choice([UNNUMBERED, UNNUMBERED, 0, 1]))
         worlds = check_history(backend, rules, restarts)
@@ -837,7 +837,7 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
         for player in players:
             for generation, world in player.worlds.items():
                 assert world == worlds[generation], f"seed {seed}: hosts disagree"
-        state = Membership.read(backend.value)
+        state = JobState.read(backend.value)
         known = {host.id for host in state.hosts} | set(state.parted)
         for player in players:
             assert player.is_gone or player.changes or player.id in known, f"seed {seed}: forgotten"

@@ -17,7 +17,7 @@ from shardwise.elastic.rank import (
     MAX_TEXT,
     STOP_SIGNALS,
     Ending,
-    Report,
+    RankReport,
     Stage,
     StopSignals,
     importing,
@@ -156,7 +156,7 @@ def test_a_rank_reports_why_it_ends(
     if ending is None:
         assert lines == [b"starting"]
         return
-    report = Report.from_json(lines[-1])
+    report = RankReport.from_json(lines[-1])
     assert (report.rank, report.ending, report.exit_code) == (1, ending, code)
     assert report.text.splitlines()[-1] == text
 
@@ -178,18 +178,18 @@ def test_without_a_launcher_every_rank_shows_its_own_error() -> None:
 
 def test_a_stage_is_told_from_a_report() -> None:
     assert [Stage.from_line(stage.value.encode()) for stage in Stage] == list(Stage)
-    assert Stage.from_line(Report(0, Ending.USER, 2, "training").to_json().encode()) is None
+    assert Stage.from_line(RankReport(0, Ending.USER, 2, "training").to_json().encode()) is None
 
 
 def test_a_report_survives_the_pipe() -> None:
-    report = Report(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
-    assert Report.from_json(report.to_json()) == report
+    report = RankReport(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
+    assert RankReport.from_json(report.to_json()) == report
 
 
 def test_a_report_fits_the_buffer_of_a_pipe_however_long_the_traceback() -> None:
-    report = Report(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
+    report = RankReport(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
     line = report.to_json().encode()
     assert len(line) < 65536
-    text = Report.from_json(line).text
+    text = RankReport.from_json(line).text
     assert text.startswith("first")
     assert text.endswith("last")

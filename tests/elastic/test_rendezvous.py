@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import UNNUMBERED, Backend, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes, Terms
 from shardwise.elastic.membership import Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
@@ -33,7 +33,7 @@ SECONDARY = Outcome(1, Result.SECONDARY)
 INTERRUPTED = Outcome(128 + 2, stopped_by=StoppedBy.INTERRUPT)
 TERMINATED = Outcome(128 + 15, stopped_by=StoppedBy.TERMINATE)
 OVER = Verdict(Next.END)
-BACKENDS = pytest.mark.parametrize("backend", [Backend.OURS, Backend.C10D])
+BACKENDS = pytest.mark.parametrize("backend", [JobBackend.OURS, JobBackend.C10D])
 
 
 class Place:
@@ -156,7 +156,7 @@ class Job:
         restarts: int = 0,
         timeout: float = WAIT,
         token: bytes = b"",
-        backend: Backend = Backend.OURS,
+        backend: JobBackend = JobBackend.OURS,
         odd: int = 3,
     ) -> None:
         with listening("127.0.0.1") as free:
@@ -263,7 +263,7 @@ def test_a_job_begins_with_all_at_once_and_with_fewer_after_a_while(
 
 @BACKENDS
 def test_a_host_joins_between_generations_and_that_is_no_restart(
-    job: Callable[..., Job], backend: Backend
+    job: Callable[..., Job], backend: JobBackend
 ) -> None:
     it = job("1:2", restarts=0, backend=backend)
     [first] = it.begin(1)
@@ -553,7 +553,7 @@ def test_a_host_with_another_token_is_told_so(job: Callable[..., Job]) -> None:
 
 @BACKENDS
 def test_a_silent_host_is_lost(
-    job: Callable[..., Job], backend: Backend, monkeypatch: pytest.MonkeyPatch
+    job: Callable[..., Job], backend: JobBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
     it = job("1:3", restarts=1, backend=backend, odd=0)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard, init_mesh
 from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.diloco.members import Report, agree
+from shardwise.diloco.members import MemberReport, agree
 from shardwise.errors import CheckpointError
 from shardwise.transport import peers
 from shardwise.transport.peers import Peers, make_together, new_group
@@ -106,7 +106,7 @@ def _all(rank: int, world_size: int, folder: Path) -> dict[str, str]:
             said["breaks"] = _make_a_group_that_breaks([2, 5], leaves=leaves)
     dist.barrier(three)
     said["checkpoint"] = _save_together(three)
-    mine = Report("", (), (0,), 0, (0,), (0,))
+    mine = MemberReport("", (), (0,), 0, (0,), (0,))
     said["diloco"] = _says(lambda: agree(three, mine))
     assert _is_usable(new_group([0, 1])), "those who are left can meet anew"
     return said

@@ -20,7 +20,7 @@ from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.hf import HfSource, find_config
 from shardwise.checkpoint.formats.native import ShardwiseSource
-from shardwise.checkpoint.formats.source import Source, Window
+from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.formats.torchfile import TorchSource
 from shardwise.checkpoint.formats.xla_files import RankFiles
 from shardwise.checkpoint.ranks.xla import load_rank_checkpoint, rank_file, save_rank_checkpoint
@@ -52,7 +52,7 @@ class Reader:
 def _content(source: Source) -> Content:
     """Everything that a source says, all tensors read."""
     found: dict[str, object] = {}
-    window = Window(_BUFFER)
+    window = ReadWindow(_BUFFER)
     for path, info in source.tensors.items():
         digest = hashlib.blake2b(digest_size=8)
         for chunk in window.chunks(source, path):

@@ -134,7 +134,7 @@ def test_a_recipe_resumes_with_the_random_numbers_of_the_device(
     devices: Devices, tmp_path: Path
 ) -> None:
     """Dropout draws from the generator of the device, whose state is saved."""
-    for name in ("matplotlib", "transformers", "xxhash", "rich"):
+    for name in ("transformers", "xxhash", "rich"):
         pytest.importorskip(name)
     from shardwise.recipes.core.config import Existing
     from tests.recipes.small import losses, small_config

@@ -18,7 +18,7 @@ import shardwise
 from shardwise import DataParallelMeshDims, FSDPModule, FullyShardedDataParallel, fully_shard
 from shardwise.inspect.page import page
 from shardwise.inspect.picture import drawing
-from shardwise.inspect.report import Kind, Report
+from shardwise.inspect.report import ParamKind, Report
 from shardwise.inspect.text import as_text
 from shardwise.sharding.part import take
 from tests.sharding.nets import Net
@@ -73,7 +73,7 @@ def one_dimension() -> None:
     check(net, report)
     assert str(report.grid) == "shard=4"
     assert report.model == "Net"
-    assert report.find("gain").kind is Kind.REPLICATED
+    assert report.find("gain").kind is ParamKind.REPLICATED
     assert report.find("head.weight").group == ""
     assert report.find("blocks.1.up.weight").group == "blocks.1"
     up = report.find("blocks.0.up.weight")
@@ -116,8 +116,8 @@ def tensor_parallel_only(mesh: DeviceMesh) -> None:
     net = tensor_parallel(counted_net(), mesh["tp"])
     report = shardwise.inspect(net, mesh=mesh)
     check(net, report)
-    assert report.find("blocks.0.up.weight").kind is Kind.TENSOR_PARALLEL
-    assert report.find("head.weight").kind is Kind.PLAIN
+    assert report.find("blocks.0.up.weight").kind is ParamKind.TENSOR_PARALLEL
+    assert report.find("head.weight").kind is ParamKind.PLAIN
 
 
 def named_dimensions(mesh: DeviceMesh) -> None:
@@ -140,7 +140,7 @@ def wrapped_with_ignored() -> None:
     report = shardwise.inspect(wrapped)
     check(wrapped, report)
     head = report.find("head.weight")
-    assert head.kind is Kind.PLAIN
+    assert head.kind is ParamKind.PLAIN
     assert head.group is None
     assert head.tiling.by_rank[3].numel == 30
     (remark,) = (each for each in report.remarks if each.kind == "not sharded")
@@ -166,7 +166,7 @@ def not_sharded() -> None:
     net = counted_net()
     report = shardwise.inspect(net)
     check(net, report)
-    assert {each.kind for each in report.parameters} == {Kind.PLAIN}
+    assert {each.kind for each in report.parameters} == {ParamKind.PLAIN}
 
 
 def values_of_ranks(rank: int, mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from shardwise.inspect.grid import Grid
-from shardwise.inspect.report import Kind, ParameterReport, Report, folded, unfolded
+from shardwise.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
 from shardwise.inspect.tiling import Tiling
 from shardwise.sharding.part import Part, full_part
 from tests.inspect.plans import planned_report
@@ -18,7 +18,7 @@ def parameter(
     name: str,
     held: dict[int, tuple[Part, int]],
     shape: tuple[int, ...] = (4, 2),
-    kind: Kind = Kind.SHARDED,
+    kind: ParamKind = ParamKind.SHARDED,
     **others: object,
 ) -> ParameterReport:
     """A parameter of which each rank holds a part, with padding."""
@@ -28,9 +28,9 @@ def parameter(
         "itemsize": 4,
         "trainable": True,
         "group": "",
-        "cut_dim": 0 if kind is Kind.SHARDED else None,
+        "cut_dim": 0 if kind is ParamKind.SHARDED else None,
         "placements": (),
-        "cut_along": ((0,) if kind is Kind.SHARDED else (),),
+        "cut_along": ((0,) if kind is ParamKind.SHARDED else (),),
     }
     return ParameterReport(
         name=name,
@@ -151,7 +151,7 @@ def test_json_has_these_fields(report: Report) -> None:
 
 
 def test_totals_add_up_the_blocks_of_a_rank() -> None:
-    frozen = parameter("b", FULL, kind=Kind.PLAIN, trainable=False)
+    frozen = parameter("b", FULL, kind=ParamKind.PLAIN, trainable=False)
     half = parameter("h", {0: rows(0, 3), 1: rows(3, 1, 4)}, itemsize=2, dtype="bfloat16")
     report = on_two_ranks(parameter("a", EVEN), frozen, half)
     first, second = report.totals
@@ -170,25 +170,25 @@ def test_a_parameter_that_is_not_on_a_rank() -> None:
 
 
 def test_a_parameter_that_no_call_reached() -> None:
-    found = remarks(parameter("a", EVEN), parameter("b", FULL, kind=Kind.PLAIN))
+    found = remarks(parameter("a", EVEN), parameter("b", FULL, kind=ParamKind.PLAIN))
     assert set(found) == {"not sharded"}
     assert found["not sharded"].startswith("1 parameter (32 B) is full on every rank")
     assert found["not sharded"].endswith(": b")
 
 
 def test_one_rank_has_nothing_to_shard() -> None:
-    alone = parameter("b", {0: (full_part((4, 2)), 0)}, kind=Kind.PLAIN)
+    alone = parameter("b", {0: (full_part((4, 2)), 0)}, kind=ParamKind.PLAIN)
     report = Report(model="m", grid=Grid(("rank",), (1,), (0,)), parameters=(alone,))
     assert report.remarks == ()
 
 
 def test_names_of_many_parameters_are_examples() -> None:
-    plain = [parameter(name, FULL, kind=Kind.PLAIN) for name in "abc"]
+    plain = [parameter(name, FULL, kind=ParamKind.PLAIN) for name in "abc"]
     assert remarks(*plain)["not sharded"].endswith(": a, b, ...")
 
 
 def test_replication_of_all_and_of_some() -> None:
-    same = parameter("a", FULL, kind=Kind.REPLICATED)
+    same = parameter("a", FULL, kind=ParamKind.REPLICATED)
     assert remarks(same)["replicated"] == (
         "all parameters are the same on all 2 ranks along dp, 32 B per rank"
     )
@@ -221,7 +221,7 @@ def test_groups_have_their_parameters_and_the_models_own_is_last() -> None:
         parameter("0.w", uneven, group="0"),
         parameter("1.w", EVEN, group="1"),
         parameter("0.b", EVEN, group="0"),
-        parameter("plain", FULL, kind=Kind.PLAIN, group=None),
+        parameter("plain", FULL, kind=ParamKind.PLAIN, group=None),
     )
     assert [(each.name, len(each.parameters)) for each in report.groups] == [
         ("0", 2),
@@ -245,7 +245,7 @@ def test_a_parameter_is_found_by_each_of_its_names() -> None:
 
 
 def test_json_of_some_parameters_has_their_tilings_only() -> None:
-    a, b = parameter("a", EVEN), parameter("b", FULL, kind=Kind.PLAIN)
+    a, b = parameter("a", EVEN), parameter("b", FULL, kind=ParamKind.PLAIN)
     both = Report(
         model="m",
         grid=Grid(("dp",), (2,), (0, 1)),
@@ -262,4 +262,4 @@ def test_json_of_some_parameters_has_their_tilings_only() -> None:
 
 
 def test_every_kind_is_explained() -> None:
-    assert len({kind.meaning for kind in Kind}) == len(Kind)
+    assert len({kind.meaning for kind in ParamKind}) == len(ParamKind)

@@ -245,7 +245,7 @@ def _fails_in_the_middle(rank: int, world_size: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(factored.Update, "compute", fail)
+            patch.setattr(factored.FactoredUpdate, "compute", fail)
         with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
             adafactor.step()
     store = Peers().store

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from shardwise.optim.blocks import BLOCK, Blocks, row_dim
+from shardwise.optim.blocks import BLOCK, MomentBlocks, row_dim
 from shardwise.sharding.layout import Layout
 
 SHAPES = st.lists(st.sampled_from([1, 2, 3, 7, 16, 64, 300]), min_size=2, max_size=4).filter(
@@ -29,8 +29,8 @@ def cut(shape: Sequence[int], dim: int, ranks: int, rank: int) -> tuple[list[int
     return offsets, sizes
 
 
-def whole(shape: Sequence[int]) -> Blocks:
-    return Blocks.part(shape, [0] * len(shape), shape, (), ())
+def whole(shape: Sequence[int]) -> MomentBlocks:
+    return MomentBlocks.part(shape, [0] * len(shape), shape, (), ())
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_every_element_is_in_one_tile_and_in_the_block_of_its_column(
     columns = torch.arange(math.prod(shape)).view(shape) % row
     for rank in range(ranks):
         offsets, sizes = cut(shape, dim, ranks, rank)
-        blocks = Blocks.part(shape, offsets, sizes, [Shard(dim)], [ranks])
+        blocks = MomentBlocks.part(shape, offsets, sizes, [Shard(dim)], [ranks])
         assert math.prod(sizes) == blocks.rows * blocks.columns
         slices = tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
         mine = columns[slices].reshape(blocks.rows, blocks.columns)
@@ -86,7 +86,7 @@ def test_scales_are_cut_where_their_placements_say(shape: list[int], data: st.Da
     ranks = data.draw(st.integers(2, 5))
     for rank in range(ranks):
         offsets, sizes = cut(shape, dim, ranks, rank)
-        blocks = Blocks.part(shape, offsets, sizes, [Shard(dim)], [ranks])
+        blocks = MomentBlocks.part(shape, offsets, sizes, [Shard(dim)], [ranks])
         [placement] = blocks.scales_placements
         cut_dim = placement.dim if isinstance(placement, Shard) else None
         local = Layout(torch.Size(blocks.scales_shape), cut_dim, ranks).shard_shape(rank)
@@ -119,7 +119,7 @@ def test_ranks_share_blocks_only_where_rows_are_cut_inside_them(
     shared: tuple[int, ...],
     scales: list[Placement],
 ) -> None:
-    blocks = Blocks.part(shape, [0] * len(shape), shape, placements, mesh)
+    blocks = MomentBlocks.part(shape, [0] * len(shape), shape, placements, mesh)
     assert blocks.shared_over == shared
     assert list(blocks.scales_placements) == scales
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwise.optim.deal import Matrix, Piece, deal, matrices_of, rounds
+from shardwise.optim.deal import DealtRows, Matrix, deal, matrices_of, rounds
 from shardwise.sharding.part import full_part, placed
 
 
 def _everywhere(count: int, ranks: int) -> list[Matrix]:
     """Matrices of which every rank holds a row."""
-    pieces = {rank: Piece((), ((rank, 1),), ((0, 1),)) for rank in range(ranks)}
+    pieces = {rank: DealtRows((), ((rank, 1),), ((0, 1),)) for rank in range(ranks)}
     return [Matrix(number, (), (ranks, 1), pieces) for number in range(count)]
 
 

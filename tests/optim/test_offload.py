@@ -31,8 +31,8 @@ from shardwise.diloco import DiLoCo
 from shardwise.errors import OffloadError, StepInterruptedError
 from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import entries, masters, optimizer, staging, stores
-from shardwise.optim.offloaded.entries import Form
-from shardwise.optim.offloaded.place import Place
+from shardwise.optim.offloaded.entries import EntryForm
+from shardwise.optim.offloaded.place import StateHome
 from shardwise.scratch import file as scratch
 from tests.harness import run_ranks
 from tests.sharding.nets import (
@@ -144,7 +144,7 @@ def test_parameters_and_states_are_those_of_the_optimizer_alone(name: str, tmp_p
         form.nbytes
         for state in theirs.state.values()
         for value in state.values()
-        if (form := Form.of(value)) is not None
+        if (form := EntryForm.of(value)) is not None
     )
     assert optim.nbytes_kept == kept
     assert optim.nbytes_staging == 0, "between steps"
@@ -1146,7 +1146,7 @@ def test_places_that_are_none_are_refused(to: str) -> None:
 
 def test_a_place_is_what_was_written() -> None:
     for to in ("host", "disk:/a b/c", "disk:relative"):
-        assert str(Place.parse(to)) == to
+        assert str(StateHome.parse(to)) == to
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

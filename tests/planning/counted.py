@@ -27,7 +27,7 @@ from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
 from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
-from shardwise.observe import Activity, Memory, Wire
+from shardwise.observe import Activity, Memory, Route
 from shardwise.planning.events import Start
 from shardwise.planning.memory import memory
 from shardwise.planning.rehearsal import rehearse
@@ -246,7 +246,7 @@ class Counts:
         return 1
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         """Count a collective of the runtime; those of tensor parallelism are torch's."""
         if wire.dimension == TENSOR:

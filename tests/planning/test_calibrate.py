@@ -17,14 +17,14 @@ from shardwise.planning import calibrate
 from shardwise.planning.calibrate import (
     Calibration,
     Effort,
-    Measured,
+    MeasuredRates,
     cache_file,
     check_writable,
     measure_machine,
     stored,
 )
 from shardwise.planning.costs import FAMILIES, op_seconds
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.machine import (
     GROUP,
     Curve,
@@ -35,19 +35,19 @@ from shardwise.planning.machine import (
     SharedBy,
 )
 from shardwise.planning.probe_steps import Size, Sizes
-from shardwise.planning.probes import Recorder, probes
+from shardwise.planning.probes import OperationRecorder, probes
 
 CURVE = Curve((100.0, 1000.0), (1e-6, 5e-6))
 CURVES = {f"{family}.{dtype}": CURVE for family in FAMILIES for dtype in ("float32", "bfloat16")}
 GLOO = Link(name="gloo", bandwidth=1e9, latency=0.0, launch=1e-4, host_cost=1e-9)
 SHM = Link(name="shm", bandwidth=1e15, latency=0.0, launch=1e-5, progress=Progress.WAITING)
-ALONE = Measured(
+ALONE = MeasuredRates(
     ranks=1,
     curves=CURVES,
     overheads={"forward": 1e-6, "backward": 2e-6, "optimizer": 3e-6, GROUP: 1e-4},
     links={},
 )
-PAIR = Measured(
+PAIR = MeasuredRates(
     ranks=2,
     curves={name: Curve(CURVE.sizes, (2e-6, 1e-5)) for name in CURVES},
     overheads={"forward": 2e-6, "backward": 2e-6, "optimizer": 3e-6, GROUP: 0.0},
@@ -106,7 +106,7 @@ def test_every_family_is_probed_in_each_dtype_by_ascending_size() -> None:
 @pytest.mark.parametrize("family", sorted(FAMILIES - {"total_norm"}))
 def test_a_probe_is_an_operation_of_its_family(family: str) -> None:
     probe = next(probe for probe in probes(torch.float32) if probe.family == family)
-    recorder = Recorder()
+    recorder = OperationRecorder()
     with torch.no_grad(), recorder:
         probe.call(*probe.inputs)
     (op,) = (op for op in recorder.ops if op.nbytes)
@@ -121,8 +121,8 @@ def test_a_probe_is_an_operation_of_its_family(family: str) -> None:
 
 def test_products_take_time_by_operations_and_copies_by_bytes() -> None:
     device = FOUND.machine(1).device
-    product = Op("aten.mm.default", "", Phase.FORWARD, 1000, 10, (), "float32", False)
-    copy = Op("aten.copy_.default", "", Phase.FORWARD, 0, 100, (), "bfloat16", False)
+    product = Op("aten.mm.default", "", StepPhase.FORWARD, 1000, 10, (), "float32", False)
+    copy = Op("aten.copy_.default", "", StepPhase.FORWARD, 0, 100, (), "bfloat16", False)
     assert op_seconds(product, device) == 5e-6
     assert op_seconds(copy, device) == 1e-6
 

@@ -10,7 +10,7 @@ from shardwise.frontends.strategies import WantedMesh
 from shardwise.observe import Activity
 from shardwise.planning.clock import StepTime, step_time
 from shardwise.planning.costs import KERNEL
-from shardwise.planning.events import Event, Log, Mark, Op, Phase, Start, Wait
+from shardwise.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.planning.machine import GROUP, Device, Execution, Link, Machine, Progress, SharedBy
 from shardwise.planning.settings import Settings
 
@@ -26,17 +26,19 @@ DEVICE = Device(
     memory_efficiency=1.0,
     op_overhead=0.0,
 )
-OVERHEADS = {phase.value: 0.0 for phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)}
+OVERHEADS = {
+    phase.value: 0.0 for phase in (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
+}
 LINK = Link(name="test", bandwidth=WIRE, latency=0.0, launch=0.0)
 BETWEEN = Link(name="slow", bandwidth=WIRE / 10, latency=0.0, launch=0.0)
 MACHINE = Machine(device=DEVICE, inside=LINK, between=BETWEEN, ranks_per_host=2)
 
 
-def product(seconds: float, phase: Phase = Phase.FORWARD) -> Op:
+def product(seconds: float, phase: StepPhase = StepPhase.FORWARD) -> Op:
     return Op("aten.mm.default", "m", phase, int(seconds * SECOND), 8, (), "float32", False)
 
 
-def copy(seconds: float, phase: Phase = Phase.FORWARD) -> Op:
+def copy(seconds: float, phase: StepPhase = StepPhase.FORWARD) -> Op:
     return Op("aten.mul.Tensor", "m", phase, 0, int(seconds * SECOND), (), "float32", False)
 
 
@@ -64,7 +66,7 @@ def close(seconds: float) -> object:
 
 
 def test_operations_run_one_after_the_other() -> None:
-    found = replayed(product(2), copy(1), product(0.5, Phase.OPTIMIZER), flops=2 * SECOND)
+    found = replayed(product(2), copy(1), product(0.5, StepPhase.OPTIMIZER), flops=2 * SECOND)
     assert found.seconds == close(3.5)
     assert (found.compute, found.optimizer) == (close(3), close(0.5))
     assert found.exposed == found.host == 0
@@ -200,7 +202,7 @@ def test_the_parts_add_up() -> None:
         Wait(1),
         copy(0.1),
         gather(2, 1, activity=Activity.REDUCE_SCATTER),
-        copy(0.2, Phase.OPTIMIZER),
+        copy(0.2, StepPhase.OPTIMIZER),
         machine=replace(MACHINE, device=device),
     )
     parts = found.compute + found.exposed + found.optimizer + found.host

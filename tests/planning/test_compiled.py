@@ -6,20 +6,20 @@ from dataclasses import replace
 
 from shardwise.observe import Memory
 from shardwise.planning.compiled import fused, in_float8
-from shardwise.planning.events import Change, Event, Op, Phase
+from shardwise.planning.events import Change, Event, Op, StepPhase
 
 BLOCK = "model.layers.3.mlp"
 PRODUCT = Op(
     name="aten.mm.default",
     module=BLOCK,
-    phase=Phase.FORWARD,
+    phase=StepPhase.FORWARD,
     flops=2 * 4 * 8 * 16,
     nbytes=2 * (32 + 128 + 64),
     shapes=((4, 8), (8, 16), (4, 16)),
     dtype="bfloat16",
     runtime=False,
 )
-WIDE = Op("aten.mul.Tensor", BLOCK, Phase.FORWARD, 0, 1200, ((10, 10),) * 3, "float32", False)
+WIDE = Op("aten.mul.Tensor", BLOCK, StepPhase.FORWARD, 0, 1200, ((10, 10),) * 3, "float32", False)
 NARROW = replace(WIDE, name="aten._to_copy.default", nbytes=600, shapes=((10, 10),) * 2)
 LEAVES = replace(NARROW, dtype="bfloat16")
 
@@ -44,14 +44,14 @@ def test_allocations_do_not_part_a_kernel_and_phases_do() -> None:
     change = Change(Memory.OTHER, 10, BLOCK, "")
     assert len(names(WIDE, change, WIDE)) == 1
     assert change in list(fused([WIDE, change, WIDE]))
-    assert len(names(WIDE, replace(WIDE, phase=Phase.BACKWARD))) == 2
+    assert len(names(WIDE, replace(WIDE, phase=StepPhase.BACKWARD))) == 2
 
 
 def test_outside_blocks_and_in_the_runtime_nothing_is_fused() -> None:
     for op in (
         replace(WIDE, module="lm_head"),
         replace(WIDE, runtime=True),
-        replace(WIDE, phase=Phase.OPTIMIZER),
+        replace(WIDE, phase=StepPhase.OPTIMIZER),
     ):
         assert names(op, op) == [(op.name, op.nbytes)] * 2
 

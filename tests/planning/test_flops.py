@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.models import find_model
 from shardwise.planning.rehearsal import rehearse
 from shardwise.planning.settings import Settings
@@ -16,10 +16,10 @@ def test_attention_counts_and_is_causal() -> None:
     product = 2 * (2 * 64 * 128) * 64  # of batch, length and width, with all keys; 4 layers
     done = {
         phase: sum(op.flops for op in ops if op.phase is phase and "attention" in op.name)
-        for phase in Phase
+        for phase in StepPhase
     }
-    assert done[Phase.FORWARD] == 4 * 2 * product // 2
-    assert done[Phase.BACKWARD] == 4 * 5 * product // 2
+    assert done[StepPhase.FORWARD] == 4 * 2 * product // 2
+    assert done[StepPhase.BACKWARD] == 4 * 5 * product // 2
     products = sum(op.flops for op in ops if op.name.startswith("aten.mm"))
     assert log.flops == products + 4 * (2 + 4) * product
     assert not any(op.dtype == "bool" and len(op.shapes[-1]) == 4 for op in ops), "a mask"

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from shardwise.observe import Memory
-from shardwise.planning.events import Change, Log, Op, Phase, Place
+from shardwise.planning.events import Change, Log, Op, StepPhase, StorageRegion
 from shardwise.planning.heap import Heap, process_bytes, shared_bytes
 
 MIB = 2**20
@@ -126,11 +126,13 @@ def _log(storages: tuple[Change, ...], *events: Change | Op) -> Log:
     return Log(rank=0, before={}, events=events, tokens=1, flops=0, storages=storages)
 
 
-def _op(phase: Phase) -> Op:
+def _op(phase: StepPhase) -> Op:
     return Op("aten.mm.default", "", phase, 0, 0, (), "float32", runtime=False)
 
 
-def _tensor(number: int, nbytes: int, moment: str = "", place: Place = Place.OWN) -> Change:
+def _tensor(
+    number: int, nbytes: int, moment: str = "", place: StorageRegion = StorageRegion.OWN
+) -> Change:
     return Change(Memory.OTHER, nbytes, "", moment, number, place)
 
 
@@ -138,9 +140,9 @@ def test_a_log_needs_its_tensors_and_shared_memory_counts_apart() -> None:
     storages = (
         Change(Memory.PARAMETERS, 8 * MIB, "", "", 1),
         Change(Memory.OPTIMIZER, 16 * MIB, "", "", 2),
-        _tensor(3, 64 * MIB, place=Place.SHARED),
+        _tensor(3, 64 * MIB, place=StorageRegion.SHARED),
     )
-    log = _log(storages, _tensor(4, 4 * MIB), _tensor(4, -4 * MIB), _op(Phase.OPTIMIZER))
+    log = _log(storages, _tensor(4, 4 * MIB), _tensor(4, -4 * MIB), _op(StepPhase.OPTIMIZER))
     optimizes = _tensor(5, MIB, "optimizer"), _tensor(5, -MIB, "optimizer")
     log = _log(storages, *log.events, *optimizes)
     assert 28 * MIB < process_bytes(log) < 56 * MIB
@@ -149,7 +151,7 @@ def test_a_log_needs_its_tensors_and_shared_memory_counts_apart() -> None:
 
 def test_every_thread_of_a_backend_keeps_its_largest_tensor() -> None:
     copies = [
-        _tensor(nbytes, sign * nbytes, place=Place.THREADS)
+        _tensor(nbytes, sign * nbytes, place=StorageRegion.THREADS)
         for nbytes in (2 * MIB, 6 * MIB, 40 * MIB)
         for sign in (1, -1)
     ]
@@ -159,10 +161,10 @@ def test_every_thread_of_a_backend_keeps_its_largest_tensor() -> None:
 
 
 def test_what_autograd_notes_is_forgotten_after_backward() -> None:
-    forward = [_op(Phase.FORWARD)] * 10_000
+    forward = [_op(StepPhase.FORWARD)] * 10_000
     note = _tensor(1, 1), _tensor(1, -1)
-    once = process_bytes(_log((), *forward, _op(Phase.OPTIMIZER), *note))
-    twice = [*forward, _op(Phase.BACKWARD)] * 2
-    again = process_bytes(_log((), *twice, _op(Phase.OPTIMIZER), *note))
+    once = process_bytes(_log((), *forward, _op(StepPhase.OPTIMIZER), *note))
+    twice = [*forward, _op(StepPhase.BACKWARD)] * 2
+    again = process_bytes(_log((), *twice, _op(StepPhase.OPTIMIZER), *note))
     assert 5 * MIB < once < 15 * MIB
     assert again < 1.2 * once

@@ -10,9 +10,17 @@ import torch
 
 from shardwise.planning import probe_steps
 from shardwise.planning.costs import FAMILIES, family_of
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.machine import Curve, Link
-from shardwise.planning.probe_steps import Clock, Size, Sizes, Step, corrected, ops_of, with_costs
+from shardwise.planning.probe_steps import (
+    Clock,
+    ProbeStep,
+    Size,
+    Sizes,
+    corrected,
+    ops_of,
+    with_costs,
+)
 
 CURVE = Curve((100.0, 10_000.0), (1e-6, 1e-4))
 CURVES = {f"{family}.{dtype}": CURVE for family in FAMILIES for dtype in ("float32", "bfloat16")}
@@ -22,7 +30,7 @@ LINK = Link(name="test", bandwidth=1e9, latency=0.0, launch=0.0)
 
 
 def in_place(nbytes: int) -> Op:
-    return Op("aten.mul_.Tensor", "", Phase.OPTIMIZER, 0, nbytes, (), "float32", False)
+    return Op("aten.mul_.Tensor", "", StepPhase.OPTIMIZER, 0, nbytes, (), "float32", False)
 
 
 @pytest.fixture
@@ -30,7 +38,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Op, float]]:
     """What the operations of a step took."""
     found: list[tuple[Op, float]] = []
 
-    def ops_in_steps(step: Step, steps: int, clock: Clock) -> list[tuple[Op, float]]:
+    def ops_in_steps(step: ProbeStep, steps: int, clock: Clock) -> list[tuple[Op, float]]:
         return found
 
     monkeypatch.setattr(probe_steps, "_ops_in_steps", ops_in_steps)
@@ -53,15 +61,15 @@ def test_between_two_sizes_the_correction_is_interpolated(timed: list[tuple[Op, 
 
 
 def test_a_step_has_the_operations_of_a_transformer() -> None:
-    ops = ops_of(Step(LARGE))
-    assert {op.phase for op in ops} == {Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER}
+    ops = ops_of(ProbeStep(LARGE))
+    assert {op.phase for op in ops} == {StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER}
     found = {family_of(op) for op in ops}
     assert {"product", "attention", "attention_backward", "adamw", "total_norm"} <= found
     assert all(op.nbytes for op in ops), "and nothing that touches no memory"
 
 
 def test_collectives_cost_by_call_and_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Sharded(Step):
+    class Sharded(ProbeStep):
         """A step with as many bytes as its width."""
 
         def __init__(self, size: Size, transport: str) -> None:
@@ -78,7 +86,7 @@ def test_collectives_cost_by_call_and_by_byte(monkeypatch: pytest.MonkeyPatch) -
     for counter, nbytes in zip(counters, (1000, 9000), strict=True):
         counter.nbytes = nbytes
     times = {SMALL.width: 10 * 2e-3 + 1000 * 1e-6, LARGE.width: 10 * 2e-3 + 9000 * 1e-6}
-    monkeypatch.setattr(probe_steps, "Step", Sharded)
+    monkeypatch.setattr(probe_steps, "ProbeStep", Sharded)
     monkeypatch.setattr(probe_steps, "_Collectives", lambda: counters.pop(0))
     monkeypatch.setattr(probe_steps, "observing", lambda counter: contextlib.nullcontext())
     monkeypatch.setattr(probe_steps, "ops_of", lambda step: [])

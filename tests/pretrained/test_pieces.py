@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.hf import HfSource
-from shardwise.checkpoint.formats.source import Window
+from shardwise.checkpoint.formats.source import ReadWindow
 from shardwise.pretrained.pieces import Pieced
 
 SHAPE = (4, 6, 8)
@@ -42,7 +42,7 @@ def _check(source: HfSource, found: Pieced, expected: torch.Tensor) -> None:
     assert found.shape == expected.shape
     for box in _boxes(expected.shape):
         into = torch.full(box.sizes, float("nan"))
-        found.read(source, Window(4096), box, into)
+        found.read(source, ReadWindow(4096), box, into)
         assert torch.equal(into, narrow(expected, box))
 
 
@@ -109,7 +109,7 @@ def test_a_read_fetches_the_wanted_rows_alone(
     )
     stacked = torch.cat([torch.stack(pieced[:2]), torch.stack(pieced[2:])], dim=1)
     box = Box((1, 0, 0, 0), (1, 8, 6, 8))  # of expert 1
-    stacked.read(source, Window(4096), box, torch.empty(box.sizes))
+    stacked.read(source, ReadWindow(4096), box, torch.empty(box.sizes))
     assert sum(fetched) == 2 * torch.Size(SHAPE).numel()
 
 

@@ -7,16 +7,13 @@ import io
 import re
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
-from matplotlib.figure import Figure
 
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
 from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core import plot
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import SaveError
 from shardwise.recipes.core.loop import DivergedError
@@ -50,19 +47,10 @@ def train_here(
     signals: StopSignals | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Train on this rank of the harness, by default on its CPU, with charts that are not drawn.
-
-    Drawing takes longer than a small training. ``tests/cli`` looks at real charts.
-    """
+    """Train on this rank of the harness, by default on its CPU."""
     place = place_for(inputs.train, world, device or torch.device("cpu"))
     assemble = RECIPES[inputs.recipe].assemble()
-    with mock.patch.object(plot, "_save", save_undrawn):
-        train_connected(inputs, assemble, place, signals or StopSignals())
-
-
-def save_undrawn(figure: Figure, path: Path) -> None:
-    """Write a chart's file with only the signature of a PNG."""
-    path.write_bytes(b"\x89PNG\r\n\x1a\n")
+    train_connected(inputs, assemble, place, signals or StopSignals())
 
 
 def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:

@@ -16,9 +16,9 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.planning.text import memory_rows, traffic_rows
 from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import DilocoConfig, Precision, ShardingConfig
+from shardwise.recipes.core.config import DilocoConfig, PrecisionName, ShardingConfig
 from shardwise.recipes.core.dry_run import describe
-from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.job import TrainingJob
 from shardwise.recipes.core.plan import plan_training
 
 TWO = World(0, 2, 0, 2)
@@ -89,7 +89,7 @@ def test_what_this_host_has_is_not_shown() -> None:
 
 
 def test_shards_in_bf16_take_half_the_memory() -> None:
-    bf16 = ShardingConfig(shard_dtype=Precision.BF16)
+    bf16 = ShardingConfig(shard_dtype=PrecisionName.BF16)
     assert _shards(_described("lm", sharding=bf16)) == pytest.approx(
         _shards(_described("lm")) / 2, abs=0.01
     )
@@ -111,4 +111,4 @@ def test_a_training_that_cannot_be_rehearsed_says_what_shows_the_layout(
     example = dataclasses.replace(RECIPES["mnist"].example(RECIPES["mnist"].config), loss=loss)
     monkeypatch.setattr("shardwise.recipes.mnist.example", lambda config: example)
     with pytest.raises(UserError, match=r"(?s)--dry-run: .*labels.*`shardwise inspect` shows"):
-        Job(RECIPES["mnist"], RECIPES["mnist"].config).show_dry_run(TWO)
+        TrainingJob(RECIPES["mnist"], RECIPES["mnist"].config).show_dry_run(TWO)

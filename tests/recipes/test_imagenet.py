@@ -17,7 +17,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.files import Lookup, find_images
 from shardwise.recipes.vision.images import Augment, FolderImages, center_box, random_box
@@ -40,7 +40,7 @@ def test_a_net_learns_however_it_is_sharded(ranks: Ranks, tmp_path: Path) -> Non
         tmp_path,
         "bf16",
         epochs=3,
-        param_dtype=Precision.BF16,
+        param_dtype=PrecisionName.BF16,
         activation_checkpointing=Checkpointing.FULL,
     )
     fake = small_imagenet(tmp_path, "fake", data_dir=None, fake_data=True, steps=2)

@@ -21,8 +21,8 @@ from shardwise.recipes.core.config import (
     TrainConfig,
     as_json,
 )
-from shardwise.recipes.core.job import Folder, Job
-from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.job import Folder, TrainingJob
+from shardwise.recipes.core.position import Position, TrainingSpan
 from shardwise.recipes.core.recipe import Recipe
 from shardwise.recipes.core.rundir import RunDir
 
@@ -53,8 +53,8 @@ class Checked:
     recipe: str = "toy"
 
     @property
-    def span(self) -> Span:
-        return Span.of(self.train, per_epoch=10)
+    def span(self) -> TrainingSpan:
+        return TrainingSpan.of(self.train, per_epoch=10)
 
     def facts(self) -> dict[str, Any]:
         return {"config": as_json(Config(train=self.train)), "model": {}, "data": {}}
@@ -62,11 +62,11 @@ class Checked:
     def check_same(self, before: Mapping[str, Any]) -> None: ...
 
 
-def job_of(out: Path, folder: Folder = Folder.DEFAULT, **changes: Any) -> Job:
+def job_of(out: Path, folder: Folder = Folder.DEFAULT, **changes: Any) -> TrainingJob:
     output = OutputConfig(out=out, existing=changes.pop("existing", Existing.REFUSE))
     settings = {"steps": 10, "batch_size": 2, **changes}
     config = Config(train=TrainConfig(**settings, optimizer=SgdConfig(lr=0.1), output=output))
-    return Job(Recipe(name="toy", config=config, module="no.such.module"), config, folder)
+    return TrainingJob(Recipe(name="toy", config=config, module="no.such.module"), config, folder)
 
 
 def make_runs(default: Path, *names: str, status: str = "finished") -> None:
@@ -236,7 +236,7 @@ def test_a_rank_trains_with_what_was_checked(
     monkeypatch.setattr(training, "train", lambda *given: calls.append(given))
     recipe = SimpleNamespace(assemble=lambda: "assemble")
     config = job_of(tmp_path).config
-    job = Job(recipe, config, options="seed: 0")  # type: ignore[arg-type]
+    job = TrainingJob(recipe, config, options="seed: 0")  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match=r"check\(\) comes first"):
         job.run(ALONE, None)  # type: ignore[arg-type]
     job.check(ALONE)

@@ -18,7 +18,6 @@ from shardwise.recipes.core.journal import (
     RunRecord,
     StepMetrics,
     command_line,
-    draw,
     read_metrics,
     surroundings,
 )
@@ -153,16 +152,6 @@ def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     journal.best(Best(1, 2.0))
     journal.failed(ValueError("it diverged"))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_curve_is_drawn_from_what_was_recorded(tmp_path: Path) -> None:
-    files = RunDir(tmp_path)
-    journal = FileJournal(files, record_of(files), "tokens", 0)
-    journal.step(metrics(1))
-    journal.step(metrics(2, loss=math.nan))
-    journal.close()
-    draw(files, "a title", "nats per token")
-    assert files.picture.read_bytes().startswith(b"\x89PNG")
 
 
 # -- run.json --------------------------------------------------------------------------------------

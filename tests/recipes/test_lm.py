@@ -30,7 +30,7 @@ from shardwise.planning.settings import Checkpointing, Stepping
 from shardwise.recipes import lm
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.core.loop import Loop
 from shardwise.recipes.core.position import Position
@@ -113,7 +113,7 @@ def test_the_world_and_the_mesh_do_not_change_what_is_learned(ranks: Ranks, tmp_
 def test_bf16_learns_nearly_the_same(ranks: Ranks, tmp_path: Path) -> None:
     model = str(write_model(tmp_path, attention_dropout=0.0))
     fp32 = small_config(tmp_path, "fp32", model=model, steps=3)
-    bf16 = small_config(tmp_path, "bf16", model=model, steps=3, param_dtype=Precision.BF16)
+    bf16 = small_config(tmp_path, "bf16", model=model, steps=3, param_dtype=PrecisionName.BF16)
     ranks(train, 2, fp32, bf16)
     assert losses(bf16) != losses(fp32)
     for found, expected in zip(losses(bf16), losses(fp32), strict=True):
@@ -122,7 +122,7 @@ def test_bf16_learns_nearly_the_same(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_all_in_bf16_is_kept_saved_and_resumed_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
     model = str(write_model(tmp_path, attention_dropout=0.0))
-    settings: dict[str, Any] = {"model": model, "shard_dtype": Precision.BF16, "steps": 4}
+    settings: dict[str, Any] = {"model": model, "shard_dtype": PrecisionName.BF16, "steps": 4}
     fp32 = small_config(tmp_path, "fp32", model=model, steps=4)
     whole = small_config(tmp_path, "whole", checkpoint_every=2, **settings)
     ranks(train, 2, fp32, whole)
@@ -153,7 +153,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
 ) -> None:
     disk: dict[str, Any] = {"offload": f"disk:{tmp_path / 'scratch'}"}
     inside = {"stepping": Stepping.IN_BACKWARD, "steps": 4}
-    bf16 = {"shard_dtype": Precision.BF16, "master_dtype": Precision.FP32, "steps": 4}
+    bf16 = {"shard_dtype": PrecisionName.BF16, "master_dtype": PrecisionName.FP32, "steps": 4}
     memory = small_config(tmp_path, "memory", **inside)
     whole = small_config(
         tmp_path, "whole", checkpoint_every=2, async_checkpoint=True, **inside, **disk
@@ -176,7 +176,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     assert losses(again[0]) == losses(whole)
     assert losses(again[1]) == losses(masters)
     other = small_config(
-        tmp_path, "masters-again", steps=5, shard_dtype=Precision.BF16, existing=Existing.RESUME
+        tmp_path, "masters-again", steps=5, shard_dtype=PrecisionName.BF16, existing=Existing.RESUME
     )
     with pytest.raises(OptionError, match="--master-dtype: found None, expected fp32, as the run"):
         check_folder(other.check(World(0, 2, 0, 2)))
@@ -261,11 +261,11 @@ def test_a_complete_run_without_its_results_goes_on_to_make_them(
     assert '"finished"' in text
     record.write_text(text.replace('"finished"', '"running"'))
     (out / "sample.txt").unlink()
-    (out / "loss.png").unlink()
+    (out / "report.html").unlink()
 
     assert ranks(train, 2, again) == [["finished"]] * 2
     assert (out / "sample.txt").exists()
-    assert (out / "loss.png").exists()
+    assert (out / "report.html").exists()
     assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4], "no step was made again"
 
 

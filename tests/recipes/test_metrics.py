@@ -20,7 +20,6 @@ from shardwise.recipes.core.journal import (
     clock,
     read_metrics,
 )
-from shardwise.recipes.core.plot import plot_loss, smooth
 from shardwise.recipes.core.progress import Bar, Lines, Silence, brief, make_display
 from shardwise.units import printable
 
@@ -157,7 +156,6 @@ def test_a_loss_that_is_no_number_is_written_as_none(tmp_path: Path) -> None:
     file.close()
     records = read_metrics(tmp_path / "metrics.jsonl")
     assert records == [{"step": 1, "validation_loss": None, "loss": None}]
-    plot_loss(records, "a title", "nats per token", tmp_path / "loss.png")
 
 
 # -- displays --------------------------------------------------------------------------------------
@@ -215,38 +213,3 @@ def test_what_a_model_writes_cannot_steer_a_terminal() -> None:
 @pytest.mark.parametrize(("count", "text"), [(7, "7"), (99_999, "99,999"), (12_034_435, "12.03 M")])
 def test_counts_are_short(count: int, text: str) -> None:
     assert brief(count) == text
-
-
-# -- the curve -------------------------------------------------------------------------------------
-
-
-def test_the_picture_is_a_png_whatever_there_is_to_draw(tmp_path: Path) -> None:
-    train = [{"step": i, "loss": 5 / i} for i in range(1, 50)]
-    valid = [{"step": 49, "validation_loss": 0.3}]
-    for name, records in {"all": train + valid, "one": train[:1], "none": []}.items():
-        path = tmp_path / f"{name}.png"
-        plot_loss(records, "a title", "nats per token", path)
-        assert path.read_bytes().startswith(b"\x89PNG"), name
-    assert len(list(tmp_path.iterdir())) == 3, "a temporary file was left behind"
-
-
-def test_smoothing_keeps_the_level_and_does_not_lag() -> None:
-    assert smooth([]) == []
-    assert smooth([3.0] * 100) == pytest.approx([3.0] * 100)
-    noisy = [2.0 + (-1) ** i for i in range(400)]
-    assert max(abs(value - 2.0) for value in smooth(noisy)[20:]) < 0.1
-    falling = [10.0 - i / 10 for i in range(60)]
-    assert smooth(falling)[:49] == pytest.approx(falling[:49])
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_named_with_the_file(tmp_path: Path) -> None:
-    """Also by what is raised at the end, when it is tried once more."""
-    path = tmp_path / "metrics.jsonl"
-    metrics = MetricsFile(path, 0)
-    full = os.open("/dev/full", os.O_WRONLY)
-    os.dup2(full, metrics._file.fileno())
-    os.close(full)
-    for act in (lambda: metrics.write({"step": 1}), metrics.close):
-        with pytest.raises(OSError, match=r"No space left on device: '.*/metrics\.jsonl'"):
-            act()

@@ -20,7 +20,7 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.planning.settings import Checkpointing
 from shardwise.recipes.core.begin import check_folder
 from shardwise.recipes.core.build import RunningStatistics
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.config import MnistConfig
 from shardwise.recipes.vision.images import TrainingImages
@@ -68,7 +68,7 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
         "grad-op": {"nested": True, "strategy": Strategy.SHARD_GRAD_OP},
     }
     configs = [small_mnist(tmp_path, name, **changes) for name, changes in variants.items()]
-    bf16 = {"param_dtype": Precision.BF16, "nested": True}
+    bf16 = {"param_dtype": PrecisionName.BF16, "nested": True}
     rounded = [
         # AdamW rounds an element by its place in the tensor, and tensors are whole here.
         small_mnist(tmp_path, "no-shard", strategy=Strategy.NO_SHARD),

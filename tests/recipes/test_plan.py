@@ -21,7 +21,7 @@ from shardwise.recipes.core.config import (
     OptimizerConfig,
     OptimizerName,
     OutputConfig,
-    Precision,
+    PrecisionName,
     SgdConfig,
     ShardingConfig,
     TrainConfig,
@@ -107,7 +107,9 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
             {"outer_states": 3},
         ),
         (
-            _train(OptimizerConfig(lr=1.0), sharding=ShardingConfig(param_dtype=Precision.BF16)),
+            _train(
+                OptimizerConfig(lr=1.0), sharding=ShardingConfig(param_dtype=PrecisionName.BF16)
+            ),
             {"param_dtype": "bf16", "shard_dtype": "fp32"},
         ),
         (

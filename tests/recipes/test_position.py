@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.recipes.core.config import OutputConfig, SgdConfig, TrainConfig
-from shardwise.recipes.core.position import Draw, Position, Shuffle, Span, permute
+from shardwise.recipes.core.position import Draw, Position, Shuffle, TrainingSpan, permute
 from shardwise.transport.mixing import mix
 
 FIRST_EPOCH = [9, 5, 7, 1, 6, 4, 8, 3, 2, 0]  # of 10 examples, with seed 0
@@ -17,13 +17,13 @@ FIRST_EPOCH = [9, 5, 7, 1, 6, 4, 8, 3, 2, 0]  # of 10 examples, with seed 0
 
 
 def test_steps_count_down() -> None:
-    span = Span(steps=10)
+    span = TrainingSpan(steps=10)
     assert [span.left(Position(step), per_step=4) for step in (0, 9, 10, 12)] == [10, 1, 0, 0]
     assert span.shown(Position(3, 12)) == "step 3 of 10"
 
 
 def test_epochs_end_with_the_step_that_takes_the_last_example() -> None:
-    span = Span(epochs=2, per_epoch=10)
+    span = TrainingSpan(epochs=2, per_epoch=10)
     assert span.steps_in_all(per_step=4) == 5
     assert span.steps_in_all(per_step=3) == 7, "one example of a third epoch fills the last step"
     assert span.left(Position(4, 16), per_step=4) == 1
@@ -32,19 +32,19 @@ def test_epochs_end_with_the_step_that_takes_the_last_example() -> None:
 
 
 def test_what_is_left_follows_the_examples_where_a_step_has_changed_its_size() -> None:
-    span = Span(epochs=2, per_epoch=10)
+    span = TrainingSpan(epochs=2, per_epoch=10)
     assert span.left(Position(4, 8), per_step=6) == 2
 
 
 def test_a_training_ends_with_whichever_comes_first() -> None:
-    assert Span(steps=3, epochs=2, per_epoch=10).left(Position(), per_step=4) == 3
-    assert Span(steps=30, epochs=2, per_epoch=10).left(Position(), per_step=4) == 5
+    assert TrainingSpan(steps=3, epochs=2, per_epoch=10).left(Position(), per_step=4) == 3
+    assert TrainingSpan(steps=30, epochs=2, per_epoch=10).left(Position(), per_step=4) == 5
 
 
 def test_evaluations_are_counted_by_whole_epochs() -> None:
-    span = Span(epochs=2, per_epoch=10)
+    span = TrainingSpan(epochs=2, per_epoch=10)
     assert [span.evaluation_count(Position(i, 4 * i)) for i in range(6)] == [0, 0, 0, 1, 1, 2]
-    assert Span(steps=5).evaluation_count(Position(3, 12)) == 3
+    assert TrainingSpan(steps=5).evaluation_count(Position(3, 12)) == 3
 
 
 def test_a_span_is_what_the_configuration_asks_for() -> None:
@@ -56,23 +56,23 @@ def test_a_span_is_what_the_configuration_asks_for() -> None:
         optimizer=SgdConfig(lr=0.1),
         output=OutputConfig(out=Path("out")),
     )
-    assert Span.of(config, per_epoch=100) == Span(steps=7, epochs=3, per_epoch=100)
-    assert Span.of(config) == Span(steps=7, epochs=3, per_epoch=None)
+    assert TrainingSpan.of(config, per_epoch=100) == TrainingSpan(steps=7, epochs=3, per_epoch=100)
+    assert TrainingSpan.of(config) == TrainingSpan(steps=7, epochs=3, per_epoch=None)
     assert config.examples_per_step(6) == 4 * 5 * 6
 
 
 def test_epochs_are_no_measure_where_nothing_is_counted_in_them() -> None:
-    span = Span(steps=5)
+    span = TrainingSpan(steps=5)
     assert span.epoch(Position(3, 12)) is None
-    assert Span(steps=5, per_epoch=8).epoch(Position(3, 12)) == 1.5
-    assert Span(steps=5, per_epoch=8).shown(Position(3, 12)) == "step 3 of 5"
+    assert TrainingSpan(steps=5, per_epoch=8).epoch(Position(3, 12)) == 1.5
+    assert TrainingSpan(steps=5, per_epoch=8).shown(Position(3, 12)) == "step 3 of 5"
 
 
 @pytest.mark.parametrize("per_step", [1, 3, 10, 99, 100, 101, 1000])
 def test_a_training_takes_all_examples_of_its_epochs_and_less_than_a_step_more(
     per_step: int,
 ) -> None:
-    span = Span(epochs=2, per_epoch=50)
+    span = TrainingSpan(epochs=2, per_epoch=50)
     position = Position()
     while span.left(position, per_step):
         position = Position(position.step + 1, position.examples + per_step)

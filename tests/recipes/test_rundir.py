@@ -24,7 +24,7 @@ def a_run(folder: Path) -> RunDir:
     files = RunDir(folder)
     files.begin(output(folder))
     files.write({"recipe": "lm"})
-    for file in (files.metrics, files.picture, files.sample):
+    for file in (files.metrics, files.root / "loss.png", files.sample):
         file.write_text("x")
     (files.checkpoints / "step-00000001").mkdir(parents=True)
     (folder / "notes.txt").write_text("mine")

@@ -21,15 +21,15 @@ from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.batches import validation_tokens
 from shardwise.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
 from shardwise.recipes.text.documents import (
-    Source,
+    StreamSource,
     find_documents,
     is_streamed,
 )
 from shardwise.recipes.text.streams import (
     DocumentOrder,
-    Part,
     ShuffleBuffer,
     StreamBatches,
+    StreamPart,
     streams_for,
 )
 from tests.recipes.corpora import (
@@ -43,12 +43,12 @@ from tests.recipes.corpora import (
 LENGTH = 24
 
 
-def source_of(*paths: object) -> Source:
-    return Source(find_documents([str(path) for path in paths], None))
+def source_of(*paths: object) -> StreamSource:
+    return StreamSource(find_documents([str(path) for path in paths], None))
 
 
 def batches(
-    source: Source,
+    source: StreamSource,
     rank: int,
     size: int,
     streams: int | None,
@@ -63,7 +63,7 @@ class Ranks:
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         size: int,
         streams: int | None,
         shuffle: ShuffleBuffer | None = None,
@@ -182,7 +182,7 @@ def documents_of(order: DocumentOrder) -> list[str]:
 
 def test_a_buffer_gives_every_document_once_in_an_order_of_its_own(corpus: Path) -> None:
     source = source_of(corpus)
-    part = Part(source, 0, 8, 0)
+    part = StreamPart(source, 0, 8, 0)
     plain = documents_of(ShuffleBuffer().order(part, None))
     size = 7
     given = documents_of(ShuffleBuffer(size, seed=1).order(part, None))
@@ -202,7 +202,7 @@ def test_a_buffer_gives_every_document_once_in_an_order_of_its_own(corpus: Path)
 @pytest.mark.parametrize("size", [0, 1, 7, 16, 1000])
 def test_an_order_goes_on_from_any_document(corpus: Path, size: int) -> None:
     # Streams have 47 documents or so: blocks of 16 and 7 end with a short one, 1000 is all.
-    part = Part(source_of(corpus), 1, 8, 0)
+    part = StreamPart(source_of(corpus), 1, 8, 0)
     buffer = ShuffleBuffer(size, seed=5)
     order = buffer.order(part, None)
     expected = documents_of(buffer.order(part, None))
@@ -228,7 +228,7 @@ def test_a_buffer_holds_no_more_than_it_is_asked_to(corpus: Path) -> None:
             yield text
 
     source.training_texts = counted  # type: ignore[method-assign,assignment]
-    order = ShuffleBuffer(10, seed=1).order(Part(source, 0, 4, 0), None)
+    order = ShuffleBuffer(10, seed=1).order(StreamPart(source, 0, 4, 0), None)
     for given in range(40):
         assert read == (given + 10 if given else 0)
         next(order)

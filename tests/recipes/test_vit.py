@@ -42,7 +42,7 @@ from shardwise.recipes.core.config import (
     OptimizerConfig,
     OptionError,
     OutputConfig,
-    Precision,
+    PrecisionName,
     ShardingConfig,
     TrainConfig,
     TransportName,
@@ -51,7 +51,7 @@ from shardwise.recipes.core.config import (
 from shardwise.recipes.core.dry_run import describe
 from shardwise.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.recipes.core.plan import plan_training
-from shardwise.recipes.core.recipe import Example, Place
+from shardwise.recipes.core.recipe import Example, TrainContext
 from shardwise.recipes.core.training import place_for
 from shardwise.recipes.vision.config import VitConfig
 from shardwise.recipes.vision.task import classification_loss
@@ -108,12 +108,12 @@ def _planned(model: PreTrainedModel, ranks: int, nested: bool = True) -> Report:
     )
 
 
-def _built(model: PreTrainedModel, config: ShardingConfig, place: Place) -> None:
+def _built(model: PreTrainedModel, config: ShardingConfig, place: TrainContext) -> None:
     shard_model(model, decoder_layers(model), config, place)
     initialize(model, 0)
 
 
-def _place(config: ShardingConfig, rank: int, world_size: int) -> Place:
+def _place(config: ShardingConfig, rank: int, world_size: int) -> TrainContext:
     world = World(rank, world_size, rank, world_size)
     train = TrainConfig(
         steps=1,
@@ -388,7 +388,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
         "checkpointed": {"activation_checkpointing": Checkpointing.FULL},
     }
     same = [small_vit(tmp_path, name, steps=6, **each) for name, each in variants.items()]
-    bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=Precision.BF16)
+    bf16 = small_vit(tmp_path, "bf16", steps=1, param_dtype=PrecisionName.BF16)
     fake = small_vit(tmp_path, "fake", data_dir=None, fake_data=True, steps=1, layers=1)
     resumed = small_vit(tmp_path, "resumed", steps=6, checkpoint_every=3, existing=Existing.RESUME)
     runs = [plain, *same, bf16, fake]

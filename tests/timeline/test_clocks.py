@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.timeline.clocks import (
+    ClockReport,
     Reading,
     SharedClock,
-    Told,
     ask,
     clock_of_host,
     own_clock,
@@ -54,9 +54,9 @@ def _clock(rank: int, world_size: int) -> str:
 _AHEAD = (0, 3600, -7, -7)
 
 
-def _all_told(names: Sequence[str]) -> dict[int, Told]:
+def _all_told(names: Sequence[str]) -> dict[int, ClockReport]:
     found = Peers().gather_objects(time.perf_counter_ns(), "a test")
-    return {rank: Told(names[rank], now) for rank, now in enumerate(found)}
+    return {rank: ClockReport(names[rank], now) for rank, now in enumerate(found)}
 
 
 def _compared(rank: int, world_size: int) -> tuple[float, float, float]:

@@ -14,7 +14,7 @@ import pytest
 from shardwise.observe import Activity, Memory
 from shardwise.timeline import Timeline, write
 from shardwise.timeline.page import MOST_RANKS, MOST_SPANS, page
-from shardwise.timeline.rank import Change, Step
+from shardwise.timeline.rank import MemoryChange, Step
 from tests import chromium
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
@@ -25,7 +25,7 @@ _STEPS = (Step(5, 0.0, 10.0), Step(6, 10.0, 22.0))
 def _timeline() -> Timeline:
     early = [span(Activity.FORWARD, 10, 15), collective(11, 16), wait(12, 15.9)]
     late = [span(Activity.FORWARD, 13, 15), collective(14, 16), wait(14.5, 15.9)]
-    change = Change(1.0, Memory.GRADIENTS, "layers.0", 2_000_000)
+    change = MemoryChange(1.0, Memory.GRADIENTS, "layers.0", 2_000_000)
     first = dataclasses.replace(rank(0, early, _STEPS), changes=(change,))
     return Timeline((first, rank(1, late, _STEPS)), PREDICTION)
 

@@ -10,7 +10,7 @@ import pytest
 from shardwise.errors import CheckpointError
 from shardwise.observe import Activity, Memory
 from shardwise.timeline.merged import Timeline, packed, together, unpacked
-from shardwise.timeline.rank import Change, RankTimeline, Span, Step
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Span, Step
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 
@@ -26,7 +26,7 @@ FULL = RankTimeline(
         Span(Activity.WAIT, "layers.0", 2.0, 2.25, dimension="dp", device=(2.125, 2.25)),
         span(Activity.FORWARD, 3.0, None),
     ),
-    changes=(Change(1.0, Memory.GRADIENTS, "layers.0", -64),),
+    changes=(MemoryChange(1.0, Memory.GRADIENTS, "layers.0", -64),),
     held={Memory.PARAMETERS: 128},
     steps=(Step(5, 1.0, 4.0), Step(6, 4.0, 8.0)),
     dropped=7,

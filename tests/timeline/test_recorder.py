@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from shardwise import observe
-from shardwise.observe import Activity, Memory, Wire
+from shardwise.observe import Activity, Memory, Route
 from shardwise.timeline.rank import RankTimeline
 from shardwise.timeline.recorder import Recorder
 
-_WIRE = Wire("gloo", "dp", 2, (0, 1))
+_WIRE = Route("gloo", "dp", 2, (0, 1))
 
 
 def _seconds(own: int) -> float:

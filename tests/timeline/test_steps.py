@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.observe import Activity
 from shardwise.timeline.rank import Span, Step
-from shardwise.timeline.steps import Part, StepOfRank, Wait, steps_of, typical
+from shardwise.timeline.steps import Part, StepOfRank, StepWait, steps_of, typical
 from tests.timeline.ranks import collective, rank, span, wait
 
 
@@ -72,10 +72,10 @@ def test_a_wait_says_which_rank_came_late_and_what_the_bytes_took() -> None:
     [step] = steps_of([early, late])
     first, second = step.ranks
     assert first.waits == (
-        Wait("layers.0", "dp", pytest.approx(2.0), 1),
-        Wait("layers.0", "dp", pytest.approx(1.9), None),
+        StepWait("layers.0", "dp", pytest.approx(2.0), 1),
+        StepWait("layers.0", "dp", pytest.approx(1.9), None),
     )
-    assert second.waits == (Wait("layers.0", "dp", pytest.approx(1.4), None),)
+    assert second.waits == (StepWait("layers.0", "dp", pytest.approx(1.4), None),)
     assert step.slowest == 1
     assert step.waited_for(1) == pytest.approx(2.0)
     assert step.waited_for(0) == 0.0

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardwise.observe import Activity, Memory
-from shardwise.planning.clock import Span as Predicted
+from shardwise.planning.clock import PlanSpan as Predicted
 from shardwise.planning.clock import StepTime
 from shardwise.timeline.merged import Timeline
-from shardwise.timeline.rank import Change, RankTimeline, Step
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
 from shardwise.timeline.trace import nested, trace
 from tests.timeline.ranks import collective, rank, span, wait
 
@@ -77,7 +77,7 @@ def _rank() -> RankTimeline:
         span(Activity.REDUCE, 9, None),
     ]
     made = rank(0, spans, [Step(1, 0.0, 10.0), Step(2, 10.0, 20.0)])
-    change = Change(2.0, Memory.GRADIENTS, "layers.0", 2**20)
+    change = MemoryChange(2.0, Memory.GRADIENTS, "layers.0", 2**20)
     values = {f: getattr(made, f) for f in made.__dataclass_fields__}
     return RankTimeline(
         **{**values, "changes": (change,), "held": {Memory.PARAMETERS: 3 * 2**20}, "error": "lost"}

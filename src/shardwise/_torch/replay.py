@@ -67,7 +67,7 @@ _Part = _Made | _Given
 
 
 @dataclass(eq=False, slots=True)
-class Call:
+class ReplayedCall:
     """A call that was made before, or is like one.
 
     Attributes:
@@ -94,7 +94,7 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self._calls: dict[_Key, Call | None] = {}
+        self._calls: dict[_Key, ReplayedCall | None] = {}
         self._mark_memory: Callable[[torch.Tensor], None] = (
             torch._C._set_warn_deprecated_on_mutable_data_ptr
             if self._allow_unsafe_data_ptr_access
@@ -103,7 +103,7 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def again(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Any, Call] | None:
+    ) -> tuple[Any, ReplayedCall] | None:
         """Return the result of an operation, and the call that it is like.
 
         Returns:
@@ -210,14 +210,14 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         tensors: list[torch.Tensor],
         out: Any,
-    ) -> Call | None:
+    ) -> ReplayedCall | None:
         """Return how to make a result like ``out`` again; ``None`` if that is not known."""
         if not isinstance(func, torch._ops.OpOverload) or func.namespace not in ("aten", "prims"):
             return None
         if any(tag in func.tags for tag in _OTHERS):
             return None
         if out is None:
-            return Call((), _nothing)
+            return ReplayedCall((), _nothing)
         if isinstance(out, list | tuple):  # decompositions return tuples with names
             results = list(out)
             several: type[list[Any] | tuple[Any, ...]] | None = (
@@ -238,7 +238,7 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             if part is None:
                 return None
             parts.append(part)
-        return Call(tuple(parts), several)
+        return ReplayedCall(tuple(parts), several)
 
     def _part(self, result: Any, given: _Arguments, storages: Mapping[int, int]) -> _Part | None:
         if type(result) is not FakeTensor or result.constant is not None:
@@ -267,7 +267,7 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     # -- later ones --------------------------------------------------------------------------------
 
-    def _result(self, call: Call, tensors: list[torch.Tensor]) -> Any:
+    def _result(self, call: ReplayedCall, tensors: list[torch.Tensor]) -> Any:
         several = call.several
         if several is None:
             part = call.parts[0]

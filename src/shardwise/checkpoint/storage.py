@@ -45,8 +45,8 @@ from shardwise.checkpoint.disk.entries import (
     Manifest,
     ModelFacts,
     Origin,
-    Piece,
     StatePath,
+    StoredPiece,
     TensorEntry,
     TensorInfo,
     Value,
@@ -141,7 +141,7 @@ class Reader(StorageReader):
             self._manifest = read_manifest(self._path)
         return self._manifest
 
-    def _find(self, index: MetadataIndex) -> tuple[TensorEntry, Piece]:
+    def _find(self, index: MetadataIndex) -> tuple[TensorEntry, StoredPiece]:
         entry = self._entries[index.fqn]
         assert index.index is not None
         return entry, entry.pieces[index.index]
@@ -267,7 +267,7 @@ class Writer(StorageWriter):
                 WriteResult(
                     index,
                     shard.info.nbytes,
-                    Piece(
+                    StoredPiece(
                         path.name,
                         written[shard.key].offset,
                         _box(_chunk(items[index])),
@@ -288,7 +288,7 @@ class Writer(StorageWriter):
         """
         assert self._commit is not None
         partial = self._commit.partial
-        pieces: dict[str, list[Piece]] = {}
+        pieces: dict[str, list[StoredPiece]] = {}
         for result in (each for of_rank in results for each in of_rank):
             pieces.setdefault(result.index.fqn, []).append(result.storage_data)
         entries = tuple(
@@ -330,7 +330,10 @@ class Writer(StorageWriter):
             self._commit = None
 
     def _entry(
-        self, fqn: str, found: TensorStorageMetadata | BytesStorageMetadata, pieces: list[Piece]
+        self,
+        fqn: str,
+        found: TensorStorageMetadata | BytesStorageMetadata,
+        pieces: list[StoredPiece],
     ) -> TensorEntry:
         assert isinstance(found, TensorStorageMetadata)
         origin = self._origins[fqn]
@@ -379,7 +382,7 @@ def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
             )
         return tensor
 
-    piece = Piece("", 0, _box(data.chunk), ())
+    piece = StoredPiece("", 0, _box(data.chunk), ())
     dtype = dtype_name(data.properties.dtype)
     entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
     return TensorData(entry.key(piece), TensorInfo(dtype, piece.box.sizes), load)

@@ -18,7 +18,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import (
     TOKEN,
     TOKEN_FILE,
-    Layout,
+    HostLayout,
     Nodes,
     own_lines,
     slurm_script,
@@ -128,7 +128,7 @@ def launch_lines(
     names: tuple[str, ...] = ()
     if hosts:  # an IPv6 address may stand in its brackets, as with --rdzv
         names = tuple(re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in hosts.split(","))
-    layout = Layout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()), nnodes)
+    layout = HostLayout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()), nnodes)
     layout.check()
     if nnodes is not None and (slurm is not None or torchrun):
         expected = "none with --slurm and --torchrun, whose hosts are known"

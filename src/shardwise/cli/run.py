@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Backend, Nodes, Terms, spans_hosts
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_here, run_over_hosts
 from shardwise.elastic.world import (
@@ -26,7 +26,7 @@ from shardwise.elastic.world import (
     usable_cores,
 )
 from shardwise.recipes.core.config import check_nproc, require
-from shardwise.recipes.core.job import Job
+from shardwise.recipes.core.job import TrainingJob
 from shardwise.recipes.core.option import HOSTS, option
 
 
@@ -65,8 +65,8 @@ class HostsConfig:
             metavar="FILE",
         ),
     )
-    rdzv_backend: Backend = field(
-        default=Backend.OURS,
+    rdzv_backend: JobBackend = field(
+        default=JobBackend.OURS,
         metadata=option(
             "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
             "of --rdzv, which may outlive host 0.",
@@ -157,7 +157,7 @@ def in_workers(
         _BE_WORKER.reset(token)
 
 
-def run(job: Job, launch: LaunchConfig) -> None:
+def run(job: TrainingJob, launch: LaunchConfig) -> None:
     """Be a rank of the world that the environment names, or start this host's part of a world.
 
     Args:
@@ -232,7 +232,7 @@ def run(job: Job, launch: LaunchConfig) -> None:
     sys.exit(code)
 
 
-def _dry_run(job: Job, launch: LaunchConfig, nodes: Nodes | None) -> None:
+def _dry_run(job: TrainingJob, launch: LaunchConfig, nodes: Nodes | None) -> None:
     expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
     require(nodes is None, "--nnodes", launch.nnodes, expected)
     option, size = "--world-size", launch.world_size
@@ -250,7 +250,7 @@ def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
     require(not restarts, "--max-restarts", restarts, "none given: see torchrun's")
 
 
-def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
+def _launch(job: TrainingJob, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
     """Start this host's ranks, and wait for them."""
     _say_starting(processes)
     command = _command_of(job)
@@ -263,7 +263,7 @@ def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) ->
     return run_over_hosts(command, processes, nodes, max_restarts, terms)
 
 
-def _launch_replicas(job: Job, processes: int, deadline: float, max_restarts: int) -> int:
+def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_restarts: int) -> int:
     """Start every replica as a world of its own, and wait for them."""
     count = job.replicas(_world(1, processes))
     _say_starting(processes)
@@ -304,7 +304,7 @@ def meeting(nodes: Nodes) -> str:
     if nodes.least is None:
         who = f"this is {nodes.rank} of {nodes.count}"
     lines = [f"hosts      {who}; meeting at {nodes.where}"]
-    if nodes.backend is Backend.OURS and not nodes.token:
+    if nodes.backend is JobBackend.OURS and not nodes.token:
         lines.append(
             f"hosts      warning: no token, so whoever reaches {nodes.where} may take part; set "
             f"{TOKEN} or {TOKEN_FILE} on all hosts"
@@ -326,7 +326,7 @@ def _world(hosts: int, processes: int) -> World:
     return World(0, hosts * processes, 0, processes)
 
 
-def _expected_hosts(job: Job, processes: int, nodes: Nodes) -> int:
+def _expected_hosts(job: TrainingJob, processes: int, nodes: Nodes) -> int:
     """Return the number of hosts to check the configuration with: the largest one that fits."""
     least = nodes.count if nodes.least is None else nodes.least
     fitting = (
@@ -337,7 +337,7 @@ def _expected_hosts(job: Job, processes: int, nodes: Nodes) -> int:
     return next(fitting, nodes.count)
 
 
-def _why_not(job: Job, world: World) -> str | None:
+def _why_not(job: TrainingJob, world: World) -> str | None:
     """Return why a job cannot run over a world; None: it can."""
     try:
         job.check_world(world)
@@ -346,7 +346,7 @@ def _why_not(job: Job, world: World) -> str | None:
     return None
 
 
-def _command_of(job: Job) -> Callable[[int], list[str]]:
+def _command_of(job: TrainingJob) -> Callable[[int], list[str]]:
     """Return what a rank is started with: this command, in every attempt.
 
     Whether an earlier attempt has begun the run, only the run's folder says: see

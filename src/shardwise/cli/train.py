@@ -17,7 +17,7 @@ from shardwise.cli.values import read_path
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import OptimizerConfig, OptimizerName
-from shardwise.recipes.core.job import Folder, Job
+from shardwise.recipes.core.job import Folder, TrainingJob
 from shardwise.recipes.core.recipe import Recipe, RecipeConfig
 
 _LM = """
@@ -210,7 +210,7 @@ class _Command:
                 return
             named = given["out"] is not None or file.value("--out") is not None
             folder = Folder.NAMED if named else Folder.DEFAULT
-            run(Job(self.recipe, config, folder, text), launching)
+            run(TrainingJob(self.recipe, config, folder, text), launching)
 
         command = with_options(act, [launch, options], self.text, _FILES)
         commands.command(self.recipe.name, epilog=self.examples)(command)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
-from shardwise.diloco.membership import Membership
+from shardwise.diloco.membership import ReplicaSession
 from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.rounds import Rounds, check_alone
 from shardwise.diloco.settings import (
@@ -126,7 +126,7 @@ class DiLoCo(AroundOptimizer):
             self.change_group(group)
             return
         self._rounds = Rounds(
-            Membership(group),
+            ReplicaSession(group),
             check_alone(self._fragments, self._streaming.overlap),
             every=every,
             outer=self._outer,
@@ -272,7 +272,7 @@ class DiLoCo(AroundOptimizer):
             return
         self._all_to_all = AllToAll(group, self._fragments[0].device)
         settings = f"every={self._every}, {self._outer}, {self._wire}, {self._streaming}"
-        mine = members.Report.of(settings, self.steps, self._fragments)
+        mine = members.MemberReport.of(settings, self.steps, self._fragments)
         agreed = members.agree(group, mine)
         self.steps = agreed.leader.steps
         self._reshard()

@@ -5,9 +5,9 @@
        └───────────┘           │ └────────┘ the attempt is given up
          behind <──────────────┘ the others went on without it
 
-Every replica reports what it does (:class:`Report`); from all reports, and from who can be heard,
-the coordinator derives what is to be done (:class:`Plan`). Reports are facts, not requests: a
-report may come twice, late, or not at all, and the next one makes up for it.
+Every replica reports what it does (:class:`ReplicaReport`); from all reports, and from who can be
+heard, the coordinator derives what is to be done (:class:`RoundPlan`). Reports are facts, not
+requests: a report may come twice, late, or not at all, and the next one makes up for it.
 
 A round ends in two phases. Its members average what they have, and keep the result. Once all have
 reported it, the round is committed, and each member applies its result when it learns of that. If a
@@ -47,7 +47,7 @@ class State(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Report:
+class ReplicaReport:
     """What a replica says of itself.
 
     Attributes:
@@ -79,7 +79,7 @@ class Report:
         return json.dumps({**asdict(self), "state": self.state.value})
 
     @classmethod
-    def from_json(cls, text: bytes) -> Report:
+    def from_json(cls, text: bytes) -> ReplicaReport:
         """Read what :meth:`to_json` wrote.
 
         Raises:
@@ -146,7 +146,7 @@ class Fetch:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What is to be done, as all replicas are told.
 
     Attributes:
@@ -176,7 +176,7 @@ class Plan:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: bytes) -> Plan:
+    def from_json(cls, text: bytes) -> RoundPlan:
         """Read what :meth:`to_json` wrote."""
         values = json.loads(text)
         attempt = values["attempt"]
@@ -241,7 +241,7 @@ class Event:
 class _Seen:
     """A replica, as it is seen now."""
 
-    report: Report
+    report: ReplicaReport
     is_connected: bool
     is_silent: bool
 
@@ -264,7 +264,7 @@ class Coordinator:
         self._expected = replicas
         self._deadline = deadline
         self._start_timeout = start_timeout
-        self.plan = Plan(-1, deadline)
+        self.plan = RoundPlan(-1, deadline)
         self._seen: dict[int, _Seen] = {}
         self._began: float | None = None  # of waiting for replicas to come together
         self._called_at: float | None = None
@@ -326,7 +326,7 @@ class Coordinator:
         seen: dict[int, _Seen] = {}
         for replica, text in sorted(reports.items()):
             try:
-                report = Report.from_json(text)
+                report = ReplicaReport.from_json(text)
             except ValueError:  # not by a replica of ours: what else it says counts as little
                 continue
             names = [client_name(replica, report.incarnation, r) for r in range(report.ranks)]
@@ -416,7 +416,7 @@ class Coordinator:
                 self._admit(replica, report, leader, first, alike=alike)
 
     def _admit(
-        self, replica: int, report: Report, leader: Report, first: int, *, alike: bool
+        self, replica: int, report: ReplicaReport, leader: ReplicaReport, first: int, *, alike: bool
     ) -> bool:
         """Let a replica take part; return whether its settings allow that."""
         if report.settings != leader.settings:
@@ -586,7 +586,7 @@ class Coordinator:
         self._groups = {tuple(names.items()): attempt.group}
         self.plan = replace(self.plan, attempt=attempt)
 
-    def _waits(self, report: Report) -> bool:
+    def _waits(self, report: ReplicaReport) -> bool:
         """Whether a replica waits for an attempt: it is ready, or the last one has failed."""
         return report.state in (State.READY, State.AVERAGED, State.FAILED)
 

@@ -20,7 +20,7 @@ from shardwise.transport.peers import Peers
 
 
 @dataclass(frozen=True)
-class Report:
+class MemberReport:
     """What a member reports to the others.
 
     Attributes:
@@ -40,7 +40,7 @@ class Report:
     digests: tuple[int, ...]
 
     @classmethod
-    def of(cls, settings: str, steps: int, fragments: Sequence[Fragment]) -> Report:
+    def of(cls, settings: str, steps: int, fragments: Sequence[Fragment]) -> MemberReport:
         """Return the report of this rank."""
         return cls(
             settings=settings,
@@ -51,7 +51,7 @@ class Report:
             digests=tuple(map(digest, fragments)),
         )
 
-    def lacks(self, other: Report) -> list[bool]:
+    def lacks(self, other: MemberReport) -> list[bool]:
         """Return, for each fragment, whether this member needs what the other one has."""
         return [
             mine != theirs
@@ -74,13 +74,13 @@ class Agreement:
         lacked: for each fragment, whether this rank does.
     """
 
-    leader: Report
+    leader: MemberReport
     leader_rank: int
     needed: list[bool]
     lacked: list[bool]
 
 
-def agree(group: dist.ProcessGroup, mine: Report) -> Agreement:
+def agree(group: dist.ProcessGroup, mine: MemberReport) -> Agreement:
     """Agree on the leader. Every member calls it.
 
     Raises:
@@ -133,7 +133,7 @@ def digest(fragment: Fragment) -> int:
     return found.intdigest()
 
 
-def _difference(one: Report, other: Report) -> tuple[str, str] | None:
+def _difference(one: MemberReport, other: MemberReport) -> tuple[str, str] | None:
     """Return the first thing that two members should have in common and do not, as each has it."""
     if one.settings != other.settings:
         return one.settings, other.settings

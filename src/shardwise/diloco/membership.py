@@ -27,8 +27,8 @@ from shardwise._torch import c10d
 from shardwise.diloco.coordinator import (
     Attempt,
     Fetch,
-    Plan,
-    Report,
+    ReplicaReport,
+    RoundPlan,
     State,
     attempt_of,
     client_name,
@@ -62,7 +62,7 @@ class GivenUpError(Exception):
     """What was waited for will not happen: the plan has changed."""
 
 
-class Membership:
+class ReplicaSession:
     """A rank's part in a quorum.
 
     Args:
@@ -90,9 +90,9 @@ class Membership:
         self._own = Peers(quorum.group) if dist.is_initialized() else None
         self.rank = 0 if self._own is None else self._own.rank
         self.incarnation = self._say(uuid.uuid4().hex)
-        self._report: Report | None = None
+        self._report: ReplicaReport | None = None
         self._store: GuardedStore | None = None
-        self._plan = Plan(-1, 0.0)
+        self._plan = RoundPlan(-1, 0.0)
         self._decided_by = 0  # the number of the plan by which the first rank has decided last
         self._changed = threading.Condition()
         self._poll = _POLL
@@ -144,7 +144,7 @@ class Membership:
         return format_endpoint(self._address, self._port)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> RoundPlan:
         """The plan as this rank knows it."""
         return self._plan
 
@@ -177,7 +177,7 @@ class Membership:
         name = client_name(self.replica, self.incarnation, self.rank)
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
-        self._plan = Plan.from_json(store.get(PLAN))
+        self._plan = RoundPlan.from_json(store.get(PLAN))
         self._store, self._lost_since = store, None
         self._send_report()
 
@@ -189,7 +189,7 @@ class Membership:
                 if store is None:
                     self._connect()
                 else:
-                    plan = Plan.from_json(store.get(PLAN))
+                    plan = RoundPlan.from_json(store.get(PLAN))
                     if plan != self._plan:
                         with self._changed:
                             self._plan = plan
@@ -250,7 +250,7 @@ class Membership:
         finally:
             self._poll = _POLL
 
-    def wait_for(self, find: Callable[[Plan], T | None]) -> T:
+    def wait_for(self, find: Callable[[RoundPlan], T | None]) -> T:
         """Wait until the plan says something; the first rank looks, and tells the others.
 
         Args:
@@ -291,7 +291,7 @@ class Membership:
             wish = Wish(int(numbers[0].item()))
         return wish
 
-    def fetch_for_me(self, plan: Plan) -> Fetch | None:
+    def fetch_for_me(self, plan: RoundPlan) -> Fetch | None:
         """Return the fetch that the plan has for this replica, if it has one."""
         fetch = plan.fetches.get(self.replica)
         return fetch if fetch is not None and fetch.incarnation == self.incarnation else None
@@ -299,7 +299,7 @@ class Membership:
     def see_end_of(self, fetch: Fetch) -> None:
         """Wait until the plan has taken note that a fetch has ended."""
 
-        def find(plan: Plan) -> tuple[bool] | None:
+        def find(plan: RoundPlan) -> tuple[bool] | None:
             is_known = self.fetch_for_me(plan) != fetch or not self.is_connected
             return (True,) if is_known else None
 
@@ -317,10 +317,12 @@ class Membership:
             RanksDivergedError: the others have another model or other settings.
             PeerLostError: as for :meth:`check`.
         """
-        self._report = Report(self.incarnation, self.size, settings, digest, version, State.JOINING)
+        self._report = ReplicaReport(
+            self.incarnation, self.size, settings, digest, version, State.JOINING
+        )
         self._send_report()
 
-        def find(plan: Plan) -> tuple[Fetch | None] | None:
+        def find(plan: RoundPlan) -> tuple[Fetch | None] | None:
             fetch = self.fetch_for_me(plan)
             return (fetch,) if fetch is not None or self.incarnation in plan.welcome else None
 
@@ -336,7 +338,7 @@ class Membership:
 
     # -- exchanges ---------------------------------------------------------------------------------
 
-    def attempt_for_me(self, plan: Plan, version: int) -> Attempt | None:
+    def attempt_for_me(self, plan: RoundPlan, version: int) -> Attempt | None:
         """Return the attempt that this replica is to take part in, if there is one."""
         attempt = plan.attempt
         if attempt is None or attempt.version != version:
@@ -349,7 +351,7 @@ class Membership:
     def outcome(self, attempt: Attempt) -> bool:
         """Wait until an attempt is committed or given up; return whether it is committed."""
 
-        def find(plan: Plan) -> tuple[bool] | None:
+        def find(plan: RoundPlan) -> tuple[bool] | None:
             if plan.version > attempt.version:
                 return self._committed(attempt)
             return None if plan.attempt == attempt else (False,)
@@ -433,7 +435,9 @@ class Membership:
             timeout=timedelta(seconds=self.timeout),
         )
 
-    def _in_thread(self, work: Callable[[], T], is_over: Callable[[Plan], bool], doing: str) -> T:
+    def _in_thread(
+        self, work: Callable[[], T], is_over: Callable[[RoundPlan], bool], doing: str
+    ) -> T:
         """Return what ``work`` returns; leave it behind if the plan says that it is over.
 
         Raises:
@@ -477,7 +481,7 @@ class Membership:
         self._snapshot = snapshot
         self._serve(self._plan)
 
-    def _serve(self, plan: Plan) -> None:
+    def _serve(self, plan: RoundPlan) -> None:
         if self._snapshot is None:
             return
         for fetch in plan.fetches.values():
@@ -545,7 +549,7 @@ class Membership:
             finally:
                 c10d.forget_group_between_worlds(group)
 
-        def is_over(plan: Plan) -> bool:
+        def is_over(plan: RoundPlan) -> bool:
             return self.fetch_for_me(plan) != fetch
 
         version: int | None = None

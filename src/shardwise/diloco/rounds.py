@@ -18,9 +18,9 @@ import xxhash
 from shardwise import devices
 from shardwise.diloco import members
 from shardwise.diloco.average import Average
-from shardwise.diloco.coordinator import Attempt, Fetch, Plan, State
+from shardwise.diloco.coordinator import Attempt, Fetch, RoundPlan, State
 from shardwise.diloco.fragment import Fragment
-from shardwise.diloco.membership import Membership, Wish
+from shardwise.diloco.membership import ReplicaSession, Wish
 from shardwise.diloco.settings import OuterSGD, WireFormat
 from shardwise.transport.all_to_all import AllToAll
 
@@ -45,7 +45,7 @@ class Rounds:
 
     def __init__(
         self,
-        quorum: Membership,
+        quorum: ReplicaSession,
         fragment: Fragment,
         *,
         every: int,
@@ -145,7 +145,7 @@ class Rounds:
         quorum = self._quorum
         quorum.report(state=State.READY, tokens=self._tokens)
 
-        def find(plan: Plan) -> tuple[Attempt | Fetch | None] | None:
+        def find(plan: RoundPlan) -> tuple[Attempt | Fetch | None] | None:
             if not quorum.is_connected:
                 return (None,)
             fetch = quorum.fetch_for_me(plan)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.doctor.facts import Facts
-from shardwise.doctor.measure import Link
+from shardwise.doctor.measure import PairLink
 
 RANKS, WORLD = "node ranks", "world size"
 VERSIONS = "versions"
@@ -36,7 +36,7 @@ _LEAST_SHM = 64 * 2**20
 _LEAST_TEMPORARY = 64 * 2**20
 _CPUS = "CPUs"
 _SAME = ("NCCL", "RCCL")  # ranks with different versions do not communicate
-Links = Mapping[tuple[int, int], Link]
+Links = Mapping[tuple[int, int], PairLink]
 
 
 class Level(enum.Enum):

@@ -10,8 +10,15 @@ from shardwise.doctor import checks, group
 from shardwise.doctor.checks import Finding, Level, fail, ok
 from shardwise.doctor.facts import Facts, collect_facts
 from shardwise.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.doctor.measure import CONNECT, DRAIN, STREAM, EchoServer, Link, measure_connection
-from shardwise.elastic.hosts import Backend, Nodes
+from shardwise.doctor.measure import (
+    CONNECT,
+    DRAIN,
+    STREAM,
+    EchoServer,
+    PairLink,
+    measure_connection,
+)
+from shardwise.elastic.hosts import JobBackend, Nodes
 
 #: The names of all checks, in the order in which they run.
 CHECKS = (
@@ -58,7 +65,7 @@ def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding
             say(finding)
 
     own = collect_facts(nodes, nproc)
-    if nodes.backend is not Backend.OURS:
+    if nodes.backend is not JobBackend.OURS:
         report([check_backend(nodes)])
         report(_check_alone(own))
         return healthy
@@ -127,13 +134,13 @@ def _check_all(
 
 def _measure_all(
     group_: HostGroup, own: Facts, readable: Sequence[bool]
-) -> dict[tuple[int, int], Link]:
+) -> dict[tuple[int, int], PairLink]:
     """Measure from every host to every other and to itself, by index of sender and receiver.
 
     In each round, every host sends to one other. Nothing is sent to peers whose facts could not be
     read: they may be anything.
     """
-    found: dict[tuple[int, int], Link] = {}
+    found: dict[tuple[int, int], PairLink] = {}
     count = len(readable)
     with contextlib.closing(EchoServer()) as server:
         address = own.address or "127.0.0.1"
@@ -141,10 +148,10 @@ def _measure_all(
         for turn in range(count):
             other = (group_.index + turn) % count
             endpoint = endpoints[other] if readable[other] else None
-            link = Link(error="it left") if endpoint is None else measure_connection(*endpoint)
+            link = PairLink(error="it left") if endpoint is None else measure_connection(*endpoint)
             gathered = group_.all_gather(asdict(link), SECONDS["links"])
             for place, each in enumerate(gathered):
-                received = Link.from_json(each)
+                received = PairLink.from_json(each)
                 if received is not None:
                     found[place, (place + turn) % count] = received
     return found

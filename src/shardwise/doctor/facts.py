@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
-from shardwise.doctor.measure import Link, measure_shared_memory
+from shardwise.doctor.measure import PairLink, measure_shared_memory
 from shardwise.doctor.probe import Probe, probe_rank
 from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import address_towards, addresses, interface_of, listening
@@ -69,7 +69,7 @@ class Facts:
     tasks: int = -1
     temporary: str = ""
     temporary_free: int = 0
-    memory: Link = field(default_factory=Link)
+    memory: PairLink = field(default_factory=PairLink)
     shm_free: int = -1
 
     @property
@@ -97,7 +97,7 @@ class Facts:
 def _read(fields_: Fields) -> Facts:
     if fields_.all().keys() != {field.name for field in fields(Facts)}:
         refuse(fields_.where, list(fields_.all()), "the fields of this version")
-    memory = Link.from_json(fields_.any("memory"))
+    memory = PairLink.from_json(fields_.any("memory"))
     if memory is None:
         refuse(fields_.where, fields_.any("memory"), "a measurement")
     interfaces = Fields(fields_.any("interfaces"), "interfaces")

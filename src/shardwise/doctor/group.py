@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from shardwise.doctor.checks import Finding, fail, ok
-from shardwise.elastic.hosts import Backend, Nodes
+from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import addresses, is_address, listening, scope_of
 from shardwise.units import printable
 
@@ -439,7 +439,7 @@ def check_backend(nodes: Nodes) -> Finding:
     try:
         socket.create_connection((nodes.address, nodes.port), timeout=_ANSWER).close()
     except ConnectionRefusedError as error:
-        if nodes.backend is not Backend.C10D:
+        if nodes.backend is not JobBackend.C10D:
             return _unreachable(nodes, error)
         return ok(
             RENDEZVOUS, f"the host of {nodes.where} can be reached; nothing listens there yet"
@@ -458,7 +458,7 @@ def _advice(nodes: Nodes, error: OSError) -> str:
     """Return what to do about an address that cannot be reached."""
     if isinstance(error, socket.gaierror):
         return "the name does not resolve here; pass the address of host 0"
-    if nodes.backend is Backend.ETCD:
+    if nodes.backend is JobBackend.ETCD:
         return "start etcd there, check the address, open the port"
     own = [address for each in addresses().values() for address in each]
     if nodes.address in own:

@@ -43,7 +43,7 @@ _COPY, _NOTHING, _END = 0, 1, 2
 
 
 @dataclass(frozen=True)
-class Link:
+class PairLink:
     """What was measured between two processes.
 
     Attributes:
@@ -57,11 +57,11 @@ class Link:
     ms: float = 0.0
 
     @staticmethod
-    def from_json(values: Any) -> Link | None:
+    def from_json(values: Any) -> PairLink | None:
         """Read what another host has measured; None if it is something else."""
         try:
             fields = Fields(values, "link")
-            return Link(fields.text("error"), fields.real("gbit"), fields.real("ms"))
+            return PairLink(fields.text("error"), fields.real("gbit"), fields.real("ms"))
         except CheckpointError:
             return None
 
@@ -69,15 +69,15 @@ class Link:
         return f"{self.gbit:.2f} Gbit/s, {self.ms:.2f} ms"
 
 
-def measure_connection(address: str, port: int) -> Link:
+def measure_connection(address: str, port: int) -> PairLink:
     """Connect to the :class:`EchoServer` of another host, and time small messages and a stream.
 
     Takes at most ``CONNECT + STREAM + 2 * DRAIN`` seconds.
     """
     try:
-        return Link(gbit=_stream(address, port), ms=_ping(address, port))
+        return PairLink(gbit=_stream(address, port), ms=_ping(address, port))
     except OSError as error:
-        return Link(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
+        return PairLink(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
 
 
 def _ping(address: str, port: int) -> float:
@@ -160,23 +160,23 @@ def _answer_connection(connection: socket.socket) -> None:
             connection.sendall(b"!")
 
 
-def measure_shared_memory() -> Link:
+def measure_shared_memory() -> PairLink:
     """Try shared memory between two processes, and measure it.
 
     Takes half a second, and at most ``START`` + 2 seconds.
     """
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and limit < 2**40:
-        return Link(
+        return PairLink(
             f"files, and so shared memory, are limited to {limit / 2**20:,.0f} MiB (ulimit -f)"
         )
     if not futex.is_available():
-        return Link("needs Linux on x86-64")
+        return PairLink("needs Linux on x86-64")
     try:
         with _shared() as handle:
             return _measure(handle)
     except OSError as error:
-        return Link(error.strerror or str(error))
+        return PairLink(error.strerror or str(error))
 
 
 @contextlib.contextmanager
@@ -223,7 +223,7 @@ class _Side:
         return True
 
 
-def _measure(handle: int) -> Link:
+def _measure(handle: int) -> PairLink:
     command = [sys.executable, "-m", "shardwise.doctor.measure", str(handle)]
     side = _Side(handle, 0)
     turns = 0
@@ -250,7 +250,7 @@ def _measure(handle: int) -> Link:
             gbit = 8e-9 * handed / (time.perf_counter() - began)
             took = statistics.median(turn(_NOTHING) for _ in range(_TURNS))
             turn(_END)
-            return Link(gbit=gbit, ms=1e3 * took)
+            return PairLink(gbit=gbit, ms=1e3 * took)
         finally:
             other.kill()
 

@@ -41,7 +41,7 @@ from shardwise.elastic.hosts import Command
 from shardwise.elastic.membership import SECONDARY, Next
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
-from shardwise.elastic.rank import STOP_SIGNALS, Ending, Report, Stage
+from shardwise.elastic.rank import STOP_SIGNALS, Ending, RankReport, Stage
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.starting import StartWatch, stacks_of
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, usable_cores
@@ -412,7 +412,7 @@ class _RankLogs(LogsSpecs):
 
 
 class LocalRank:
-    """One child process, with its file for stages and a :class:`Report`, and its output.
+    """One child process, with its file for stages and a :class:`RankReport`, and its output.
 
     Args:
         rank: its number among all ranks.
@@ -422,7 +422,7 @@ class LocalRank:
 
     def __init__(self, rank: int, pid: int, folder: Path) -> None:
         self.rank = rank
-        self.report: Report | None = None
+        self.report: RankReport | None = None
         self.stage: Stage | None = None
         self.has_stepped = False
         self.ended_at = 0.0
@@ -445,7 +445,7 @@ class LocalRank:
                 self.stage = stage
                 self.has_stepped |= stage is Stage.TRAINING
             elif self.report is None:
-                self.report = Report.from_json(line)
+                self.report = RankReport.from_json(line)
 
     def _look(self) -> None:
         """Look whether the process has ended, and leave the rest to torch, which started it."""

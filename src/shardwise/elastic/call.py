@@ -199,7 +199,7 @@ def _error(folder: Path, code: int) -> Exception:
         )
     account = folder / "account"
     text = account.read_text().strip() if account.exists() else ""
-    failures = [_Failure.read(file) for file in folder.glob("error-*")]
+    failures = [_RankFailure.read(file) for file in folder.glob("error-*")]
     # A rank that was killed, or has ended itself, has left no error, and may have caused others'.
     if first := _FIRST.findall(text):
         failures = [failure for failure in failures if failure.who == first[-1]]
@@ -213,7 +213,7 @@ class _RankError(Exception):
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _RankFailure:
     """An exception that a rank raised.
 
     Attributes:
@@ -231,8 +231,8 @@ class _Failure:
     pickled: bytes
 
     @staticmethod
-    def read(file: Path) -> _Failure:
-        failure: _Failure = pickle.loads(file.read_bytes())
+    def read(file: Path) -> _RankFailure:
+        failure: _RankFailure = pickle.loads(file.read_bytes())
         return failure
 
     def error(self) -> Exception:
@@ -365,7 +365,7 @@ def _call(folder: Path) -> None:
         pickled = b""
         with contextlib.suppress(Exception):
             pickled = cloudpickle.dumps(error)
-        failure = _Failure(f"rank {rank} of {size}", is_secondary, failed_at, text, pickled)
+        failure = _RankFailure(f"rank {rank} of {size}", is_secondary, failed_at, text, pickled)
         new = folder / f"new-{rank}"
         new.write_bytes(pickle.dumps(failure))
         new.rename(folder / f"error-{rank}")  # it may be killed while it writes

@@ -28,7 +28,7 @@ _MODULE = ("-m", "--module")  # options of run without a value
 _OVER_HOSTS = ("train", "run", "doctor")  # commands that take the options for several hosts
 
 
-class Backend(enum.Enum):
+class JobBackend(enum.Enum):
     """What holds what the hosts of a job share."""
 
     OURS = "shardwise"  # a store behind a token, which host 0 serves
@@ -61,7 +61,7 @@ class Nodes:
     timeout: float = 300.0
     least: int | None = None
     token: bytes = field(default=b"", repr=False)
-    backend: Backend = Backend.OURS
+    backend: JobBackend = JobBackend.OURS
     job: str = "shardwise"
 
     @classmethod
@@ -72,7 +72,7 @@ class Nodes:
         rdzv: str | None,
         timeout: float,
         token_file: Path | None = None,
-        backend: Backend = Backend.OURS,
+        backend: JobBackend = JobBackend.OURS,
         job: str | None = None,
     ) -> Nodes | None:
         """Read the options for several hosts.
@@ -112,7 +112,7 @@ class Nodes:
             )
         if not timeout > 0:
             raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
-        if backend is not Backend.OURS and token_file is not None:
+        if backend is not JobBackend.OURS and token_file is not None:
             expected = "none with --rdzv-backend, which has its own protection"
             raise UserError(f"{TOKEN_FILE}: found {token_file}, expected {expected}")
         token = b"" if launched_here() else read_token(token_file)
@@ -215,7 +215,7 @@ def spans_hosts(nodes: Nodes | None) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class HostLayout:
     """Where a job runs.
 
     Attributes:
@@ -293,7 +293,7 @@ class Layout:
                 )
 
 
-def own_lines(layout: Layout) -> list[tuple[str, str]]:
+def own_lines(layout: HostLayout) -> list[tuple[str, str]]:
     """Return each host with its command line for our own launcher, and one for hosts that join."""
     lines = []
     places = [(host, ["--node-rank", str(rank)]) for rank, host in enumerate(layout.hosts)]
@@ -308,7 +308,7 @@ def own_lines(layout: Layout) -> list[tuple[str, str]]:
     return lines
 
 
-def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
+def torchrun_lines(layout: HostLayout) -> list[tuple[str, str]]:
     """Return each host with its command line for torchrun.
 
     Raises:
@@ -332,7 +332,7 @@ def torchrun_lines(layout: Layout) -> list[tuple[str, str]]:
     return lines
 
 
-def slurm_script(layout: Layout, nodes: int) -> str:
+def slurm_script(layout: HostLayout, nodes: int) -> str:
     """Return a script for ``sbatch`` over ``nodes`` nodes, whichever Slurm assigns."""
     command, rest = map(shlex.join, layout.command())
     doctor = f"shardwise doctor --nproc {layout.nproc}"

@@ -6,7 +6,7 @@ end or hosts are lost, and another one begins with the hosts that remain or have
     gathering ──> running ──> verdict ──┬─> gathering (regroup, expel, restart)
                                         └─> over (end, fail)
 
-The whole state is one value, :class:`Membership`, that all hosts share and any host may change: no
+The whole state is one value, :class:`JobState`, that all hosts share and any host may change: no
 host is special. ``rendezvous.py`` keeps it where all of them can reach it. Here are the decisions,
 without sockets and threads. They depend on the state and on how long this host has seen it.
 """
@@ -43,7 +43,7 @@ class Standing(enum.Enum):
     MEMBER = "member"
 
 
-class Loss(enum.Enum):
+class HostLoss(enum.Enum):
     """What is known of a host that is gone."""
 
     NONE = "none"  # it is there
@@ -81,7 +81,7 @@ class Host:
     stepped: bool = False
     result: Result | None = None
     stopped_by: StoppedBy = StoppedBy.NOTHING
-    loss: Loss = Loss.NONE
+    loss: HostLoss = HostLoss.NONE
     why_lost: str = ""
 
     @property
@@ -97,7 +97,7 @@ class Host:
     @property
     def is_missed(self) -> bool:
         """Whether it is gone, and its ranks had not ended well before."""
-        return self.loss is not Loss.NONE and (self.result is None or self.failed)
+        return self.loss is not HostLoss.NONE and (self.result is None or self.failed)
 
 
 def names(hosts: Sequence[Host]) -> str:
@@ -199,7 +199,7 @@ class Rules:
 
 
 @dataclass
-class Membership:
+class JobState:
     """The hosts of a job, and how far it is.
 
     Attributes:
@@ -236,7 +236,7 @@ class Membership:
     moves: int = 0
 
     @staticmethod
-    def read(data: bytes) -> Membership:
+    def read(data: bytes) -> JobState:
         """Read what :meth:`written` returned."""
         found = json.loads(data)
         found["hosts"] = [
@@ -246,7 +246,7 @@ class Membership:
                     "standing": Standing(host["standing"]),
                     "result": None if host["result"] is None else Result(host["result"]),
                     "stopped_by": StoppedBy(host["stopped_by"]),
-                    "loss": Loss(host["loss"]),
+                    "loss": HostLoss(host["loss"]),
                 }
             )
             for host in found["hosts"]
@@ -254,7 +254,7 @@ class Membership:
         if found["verdict"] is not None:
             found["verdict"] = _verdict(found["verdict"])
         found["parted"] = {id_: _verdict(parted) for id_, parted in found["parted"].items()}
-        return Membership(**found)
+        return JobState(**found)
 
     def written(self) -> bytes:
         """Return the state as JSON."""
@@ -361,15 +361,15 @@ class Membership:
         if stops_the_job:
             self.stopped = self.stopped or host.name
 
-    def note_lost(self, id_: str, loss: Loss, why: str) -> None:
+    def note_lost(self, id_: str, loss: HostLoss, why: str) -> None:
         """Note that a host is gone. While a generation runs, its members stay the same."""
         host = self.host(id_)
-        if host is None or host.loss is Loss.DEAD:
+        if host is None or host.loss is HostLoss.DEAD:
             return
         if not self.is_running or host.standing is Standing.JOINING:
             self.hosts.remove(host)
             if host.standing is not Standing.JOINING:
-                self.silent += loss is Loss.SILENT
+                self.silent += loss is HostLoss.SILENT
             if not self.is_running and not self.is_over and self.generation >= 0:
                 self._notify(f"{host.name} was lost: {why}")
         else:
@@ -439,7 +439,7 @@ class Membership:
         """Ask all hosts to save and stop, once for all that have come, if more can take part."""
         joining = self._joining
         last_call = timers.elapsed("joining", sorted(host.id for host in joining))
-        is_ending = any(host.loss is not Loss.NONE or host.result for host in self.members)
+        is_ending = any(host.loss is not HostLoss.NONE or host.result for host in self.members)
         due = len(self.hosts) == rules.nodes.count or last_call > LAST_CALL
         if not joining or self.regrouping or is_ending or not due:
             return
@@ -456,7 +456,7 @@ class Membership:
     def _decide(self, rules: Rules, timers: Timers) -> None:
         members = self.members
         lost = [host for host in members if host.is_missed]
-        present = [host for host in members if host.loss is Loss.NONE]
+        present = [host for host in members if host.loss is HostLoss.NONE]
         leaving = [host for host in present if self._leaves(host, rules.nodes)]
         failed = [host for host in present if host.failed and host not in leaving]
         causes = [host for host in failed if host.result is not Result.SECONDARY]
@@ -509,8 +509,8 @@ class Membership:
         if not reasons and self.stopped:
             reasons = [f"{self.stopped} was stopped"]
         why = "; ".join(reasons or [f"a rank of {host.name} failed" for host in failed])
-        self.silent = sum(host.loss is Loss.SILENT for host in lost)
-        if rules.quorum and self.silent > sum(host.loss is Loss.NONE for host in self.members):
+        self.silent = sum(host.loss is HostLoss.SILENT for host in lost)
+        if rules.quorum and self.silent > sum(host.loss is HostLoss.NONE for host in self.members):
             self._conclude(Next.FAIL, f"{why}; {_OUTNUMBERED}", {}, rules)
             return
         expelled = self._joined_at_fault(lost, causes)
@@ -540,7 +540,7 @@ class Membership:
         for host in list(self.members):
             if host.id in leaving:
                 self._part_with(host, leaving[host.id])
-            elif host.loss is not Loss.NONE:
+            elif host.loss is not HostLoss.NONE:
                 self.hosts.remove(host)
         text = why
         if next_.begins_again:

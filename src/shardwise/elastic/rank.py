@@ -5,8 +5,8 @@ nothing to save: a signal raises :class:`Stopped` wherever the rank is. Inside `
 signals.deferred():`` it is only noted, and the training loop checks for it between steps.
 
 A rank reports in a file of its own: one line for every :class:`Stage`, then one JSON object, the
-:class:`Report`. The time in it is from the machine's monotonic clock, which all processes of a host
-share, so the launcher can tell which rank failed first.
+:class:`RankReport`. The time in it is from the machine's monotonic clock, which all processes of a
+host share, so the launcher can tell which rank failed first.
 """
 
 from __future__ import annotations
@@ -85,24 +85,24 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _ending(world: World, error: BaseException) -> Report:
+def _ending(world: World, error: BaseException) -> RankReport:
     code = _exit_code(error)
     if isinstance(error, Stopped):
-        return Report(world.rank, Ending.STOPPED, code, error.message)
+        return RankReport(world.rank, Ending.STOPPED, code, error.message)
     if lost_peer_behind(error) is not None:
         text = str(error) if isinstance(error, UserError) else _traceback(error)
-        return Report(world.rank, Ending.PEER, code, text)
+        return RankReport(world.rank, Ending.PEER, code, text)
     if isinstance(error, UserError):
         if error.passing:
-            return Report(world.rank, Ending.FAILED, code, str(error))
-        return Report(world.rank, Ending.USER, code, f"error: {error}")
+            return RankReport(world.rank, Ending.FAILED, code, str(error))
+        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
     if isinstance(error, BrokenPipeError):
-        return Report(world.rank, Ending.USER, code, "error: standard output was closed")
+        return RankReport(world.rank, Ending.USER, code, "error: standard output was closed")
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return Report(world.rank, Ending.USER, code, f"error: {error}")
+        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
     if isinstance(error, OffloadError):  # it says all that a user of the disk can do
-        return Report(world.rank, Ending.FAILED, code, str(error))
-    return Report(world.rank, Ending.FAILED, code, _traceback(error))
+        return RankReport(world.rank, Ending.FAILED, code, str(error))
+    return RankReport(world.rank, Ending.FAILED, code, _traceback(error))
 
 
 def _traceback(error: BaseException) -> str:
@@ -124,7 +124,7 @@ def report_stage(stage: Stage) -> None:
         stage.send(file)
 
 
-def _report(report: Report, world: World) -> None:
+def _report(report: RankReport, world: World) -> None:
     file = os.environ.get(REPORT)
     if file is not None:
         report.send(file)
@@ -257,7 +257,7 @@ class Ending(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """How one rank ended.
 
     Attributes:
@@ -284,10 +284,10 @@ class Report:
         return json.dumps(fields, ensure_ascii=False)
 
     @staticmethod
-    def from_json(line: str | bytes) -> Report:
+    def from_json(line: str | bytes) -> RankReport:
         """Read what :meth:`to_json` wrote."""
         fields = json.loads(line)
-        return Report(**{**fields, "ending": Ending(fields["ending"])})
+        return RankReport(**{**fields, "ending": Ending(fields["ending"])})
 
     def send(self, file: str) -> None:
         """Write to the launcher's file."""

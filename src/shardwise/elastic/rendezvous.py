@@ -1,6 +1,6 @@
 """Where the hosts of a job meet: a torch rendezvous handler for torch's elastic agent.
 
-The hosts share one value, the :class:`Membership`, in any of torch's rendezvous backends. Each of
+The hosts share one value, the :class:`JobState`, in any of torch's rendezvous backends. Each of
 them, in a thread beside its agent, counts up a heartbeat once a second, reads the value, adds what
 has happened here, does what is due by the rules, and writes it back if nobody else has meanwhile
 (compare and set). So every host comes to the same decisions, and none is special.
@@ -49,11 +49,11 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import Backend, Nodes, Terms
+from shardwise.elastic.hosts import JobBackend, Nodes, Terms
 from shardwise.elastic.membership import (
     Host,
-    Loss,
-    Membership,
+    HostLoss,
+    JobState,
     Next,
     Rules,
     Standing,
@@ -90,7 +90,7 @@ _VOTE = "vote/"  # before the id of a host: the last membership that it has read
 # What a store and a backend raise, ours or torch's, that cannot be reached.
 _FAILURES = (OSError, RuntimeError, RendezvousConnectionError)
 
-_Change = Callable[[Membership], None]
+_Change = Callable[[JobState], None]
 
 
 class Order(enum.Enum):
@@ -139,7 +139,7 @@ class Rendezvous(RendezvousHandler):
         self._terms = terms or Terms()
         self._stopped = stopped
         self._restarts = restarts
-        self._ours = nodes.backend is Backend.OURS and not self.is_alone
+        self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
         self._rules = Rules(nodes, self._terms.why_not, quorum=self._ours)
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
@@ -148,7 +148,7 @@ class Rendezvous(RendezvousHandler):
         self._server_port = 0
         self._met_at = ""  # id of the host to which the meeting has moved
         self._ranks_store: Store | None = None  # which the ranks use, if this host is first
-        self._seen = Membership()
+        self._seen = JobState()
         self._changes: deque[_Change] = deque()  # that are not written yet
         self._facts: list[_Change] = []  # what has happened here in this generation
         self._failure: BaseException | None = None
@@ -307,7 +307,7 @@ class Rendezvous(RendezvousHandler):
     def _own_address(self) -> str:
         """Return the address at which the other hosts reach this one."""
         nodes = self.nodes
-        if nodes.rank == 0 and nodes.backend is Backend.OURS:
+        if nodes.rank == 0 and nodes.backend is JobBackend.OURS:
             return nodes.address
         try:
             return address_towards(nodes.address)
@@ -398,7 +398,7 @@ class Rendezvous(RendezvousHandler):
             read_timeout=int(SILENCE),
         )
         create: Any = create_c10d_backend
-        if nodes.backend is Backend.ETCD:
+        if nodes.backend is JobBackend.ETCD:
             from torch.distributed.elastic.rendezvous import etcd_rendezvous_backend
 
             create = etcd_rendezvous_backend.create_backend
@@ -434,7 +434,7 @@ class Rendezvous(RendezvousHandler):
         """Whether the job has begun. A store of torch's may hold one of this name that is over."""
         assert self._backend is not None
         found = self._backend.get_state()
-        return found is not None and (self._ours or not Membership.read(found[0]).is_over)
+        return found is not None and (self._ours or not JobState.read(found[0]).is_over)
 
     def _wait_for_host_0(self, store: Store) -> None:
         deadline = time.monotonic() + self.nodes.timeout
@@ -448,7 +448,7 @@ class Rendezvous(RendezvousHandler):
                 )
             time.sleep(_POLL)
 
-    def _wait_for_generation(self, store_port: int) -> Membership:
+    def _wait_for_generation(self, store_port: int) -> JobState:
         after = self.generation
         self._post_ready(after, store_port)
         while True:
@@ -477,7 +477,7 @@ class Rendezvous(RendezvousHandler):
     def _post_ready(self, generation: int, store_port: int) -> None:
         self._post(lambda seen: seen.note_ready(self._id, generation, store_port))
 
-    def _say_news(self, seen: Membership) -> None:
+    def _say_news(self, seen: JobState) -> None:
         unread = seen.noticed - (self._noticed or 0)
         for text in seen.notices[max(0, len(seen.notices) - unread) :]:
             say(f"hosts      {text}")
@@ -522,9 +522,9 @@ class Rendezvous(RendezvousHandler):
             name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
         return name
 
-    def _note_leaving(self, seen: Membership) -> None:
+    def _note_leaving(self, seen: JobState) -> None:
         if not seen.is_over:
-            seen.note_lost(self._id, Loss.DEAD, "its command has ended")
+            seen.note_lost(self._id, HostLoss.DEAD, "its command has ended")
 
     def _left_behind(self) -> LostError:
         follows = "Once they have ended, start the job again on all hosts with --auto-resume"
@@ -598,7 +598,7 @@ class Rendezvous(RendezvousHandler):
         for id_, beat in zip(others, beats, strict=True):
             # One beat less: the last one may have come that long before it was read.
             if self._timers.elapsed(f"beat of {id_}", beat) > SILENCE - BEAT:
-                self._note_lost(id_, Loss.SILENT, f"no sign of life for {SILENCE:.0f} s")
+                self._note_lost(id_, HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s")
 
     @property
     def _terms_key(self) -> str:
@@ -613,7 +613,7 @@ class Rendezvous(RendezvousHandler):
         """Note the hosts whose connections have ended."""
         assert self._store is not None
         for host in self._seen.hosts:
-            if host.id == self._id or host.loss is Loss.DEAD:
+            if host.id == self._id or host.loss is HostLoss.DEAD:
                 continue
             if self._store.check([CLOSED + host.id]):
                 why = self._store.get(CLOSED + host.id).decode()
@@ -621,7 +621,7 @@ class Rendezvous(RendezvousHandler):
                 # While this host was suspended, the others may have continued, and ended since.
                 self._look_for_pause()
                 is_dead = is_dead and self._woke != self._seen.generation
-                self._note_lost(host.id, Loss.DEAD if is_dead else Loss.SILENT, why)
+                self._note_lost(host.id, HostLoss.DEAD if is_dead else HostLoss.SILENT, why)
 
     def _go_where_they_meet(self) -> None:
         """Go on from ``--rdzv`` to where the hosts meet now, if they have moved.
@@ -645,7 +645,7 @@ class Rendezvous(RendezvousHandler):
             store.close()
             raise
         self._meet_at(server, store)
-        self._seen, self._noticed = Membership(), None
+        self._seen, self._noticed = JobState(), None
         self._repeat()
 
     def _guide_newcomers(self) -> None:
@@ -664,7 +664,7 @@ class Rendezvous(RendezvousHandler):
     def _beat_key(self, id_: str) -> str:
         return f"{self.nodes.job}/beat/{id_}"
 
-    def _note_lost(self, id_: str, loss: Loss, why: str) -> None:
+    def _note_lost(self, id_: str, loss: HostLoss, why: str) -> None:
         self._changes.append(lambda seen: seen.note_lost(id_, loss, why))
 
     def _update(self) -> None:
@@ -673,11 +673,11 @@ class Rendezvous(RendezvousHandler):
         while True:
             posted = list(self._changes)
             found = self._backend.get_state()
-            seen, token = (None, None) if found is None else (Membership.read(found[0]), found[1])
+            seen, token = (None, None) if found is None else (JobState.read(found[0]), found[1])
             if seen is None or (seen.is_over and not self._ours and not self._is_known(seen)):
                 if self.nodes.rank != 0:
                     return  # host 0 begins
-                seen = Membership(restarts=self._restarts, server=self._id)
+                seen = JobState(restarts=self._restarts, server=self._id)
             self._look_for_pause()
             for change in posted:
                 change(seen)
@@ -704,7 +704,7 @@ class Rendezvous(RendezvousHandler):
 
     # -- moving the rendezvous ---------------------------------------------------------------------
 
-    def _is_known(self, seen: Membership) -> bool:
+    def _is_known(self, seen: JobState) -> bool:
         """Whether this host has to do with what a store holds, and not with a job before."""
         return seen.host(self._id) is not None or self._id in seen.parted or self.generation >= 0
 
@@ -737,7 +737,7 @@ class Rendezvous(RendezvousHandler):
         server = seen.host(seen.server)
         gone = [] if server is None else [server]
         dead = set() if silent else {host.id for host in gone if _refuses(host)}
-        voters = [host for host in seen.members if host.loss is Loss.NONE]
+        voters = [host for host in seen.members if host.loss is HostLoss.NONE]
         for host in sorted(voters, key=lambda voter: voter.number):
             if host.id == self._id:
                 self._serve(voters, gone, dead, why, error)
@@ -798,10 +798,10 @@ class Rendezvous(RendezvousHandler):
             store.close()
             raise LostError(self._lost(why)) from error
         # Some may have read later changes than this host.
-        known = [self._seen, *(Membership.read(store.get(f"{_VOTE}{id_}")) for id_ in came)]
+        known = [self._seen, *(JobState.read(store.get(f"{_VOTE}{id_}")) for id_ in came)]
         seen = max(known, key=lambda each: (each.generation, not each.is_running, each.noticed))
         for host in gone:
-            seen.note_lost(host.id, Loss.DEAD if host.id in dead else Loss.SILENT, why)
+            seen.note_lost(host.id, HostLoss.DEAD if host.id in dead else HostLoss.SILENT, why)
         seen.server, seen.moves = self._id, seen.moves + 1
         self._meet_at(self._id, store)
         assert self._backend is not None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.inspect.grid import Coordinate, Grid, coordinates_in, grid_of, names_of, reachable
-from shardwise.inspect.report import MOST_VALUES, Kind, ParameterReport, Report, Values
+from shardwise.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
 from shardwise.inspect.tiling import Tiling
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam
@@ -211,10 +211,10 @@ def _cut_along(tiling: Tiling, grid: Grid) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(dims)) for dims in changed)
 
 
-def _kind(found: Found) -> Kind:
+def _kind(found: Found) -> ParamKind:
     if found.form is not None:
-        return Kind.REPLICATED if found.form.layout.dim is None else Kind.SHARDED
-    return Kind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else Kind.PLAIN
+        return ParamKind.REPLICATED if found.form.layout.dim is None else ParamKind.SHARDED
+    return ParamKind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else ParamKind.PLAIN
 
 
 def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ _BALANCED = 1.05  # largest ratio of bytes on two ranks that deserves no remark
 Values = Mapping[str, Mapping[int, Any]]
 
 
-class Kind(enum.Enum):
+class ParamKind(enum.Enum):
     """How a parameter is stored."""
 
     SHARDED = "sharded"
@@ -43,11 +43,11 @@ class Kind(enum.Enum):
 
 
 _MEANINGS = {
-    Kind.SHARDED: "sharded by fully_shard",
-    Kind.REPLICATED: "managed by fully_shard but not sharded: a scalar, or a mesh that only "
+    ParamKind.SHARDED: "sharded by fully_shard",
+    ParamKind.REPLICATED: "managed by fully_shard but not sharded: a scalar, or a mesh that only "
     "replicates",
-    Kind.TENSOR_PARALLEL: "a DTensor that no fully_shard call manages",
-    Kind.PLAIN: "a plain tensor that no fully_shard call manages: ignored, or not reached",
+    ParamKind.TENSOR_PARALLEL: "a DTensor that no fully_shard call manages",
+    ParamKind.PLAIN: "a plain tensor that no fully_shard call manages: ignored, or not reached",
 }
 
 
@@ -76,7 +76,7 @@ class ParameterReport:
     dtype: str
     itemsize: int
     trainable: bool
-    kind: Kind
+    kind: ParamKind
     group: str | None
     cut_dim: int | None
     placements: tuple[tuple[str, str], ...]
@@ -349,7 +349,7 @@ def _remark(
 def _not_sharded(report: Report) -> Iterator[Remark]:
     if report.grid.size == 1:
         return
-    found = [each for each in report.parameters if each.kind is Kind.PLAIN]
+    found = [each for each in report.parameters if each.kind is ParamKind.PLAIN]
     if found:
         nbytes = sum(each.nbytes for each in found)
         yield _remark(
@@ -364,7 +364,7 @@ def _not_sharded(report: Report) -> Iterator[Remark]:
 
 def _replicated(report: Report) -> Iterator[Remark]:
     """One remark per mesh dimension along which parameters are the same."""
-    sharded = [each for each in report.parameters if each.kind is not Kind.PLAIN]
+    sharded = [each for each in report.parameters if each.kind is not ParamKind.PLAIN]
     for dim, (name, size) in enumerate(zip(report.grid.names, report.grid.shape, strict=True)):
         found = [each for each in sharded if not each.cut_along[dim] and each.tiling.numel]
         if size == 1 or not found:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
-from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, Rates, Update
+from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, FactoredRates, FactoredUpdate
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.pool import Pools
 from shardwise.optim.shards import gradient
@@ -102,7 +102,7 @@ class Adafactor(OwnStates):
         return {ROWS: _form(param, (param.ndim - 1,)), COLUMNS: _form(param, (param.ndim - 2,))}
 
     def _step(self) -> None:
-        updates: list[Update] = []
+        updates: list[FactoredUpdate] = []
         steps: list[Tensor] = []
         names: list[tuple[str, Tensor]] = []
         error: Exception | None = None
@@ -119,7 +119,7 @@ class Adafactor(OwnStates):
         every = (param for group in self.param_groups for param in group["params"])
         self._pools.agree(every, names, _DOING, error)
         try:
-            for part in (Update.measure, Update.compute):
+            for part in (FactoredUpdate.measure, FactoredUpdate.compute):
                 sums = Sums("the means and norms of Adafactor")
                 for update in updates:
                     part(update, sums)
@@ -133,7 +133,7 @@ class Adafactor(OwnStates):
             update.apply()
             step += 1
 
-    def _update_of(self, name: str, param: Tensor, settings: Mapping[str, Any]) -> Update:
+    def _update_of(self, name: str, param: Tensor, settings: Mapping[str, Any]) -> FactoredUpdate:
         grad, state, shard = gradient(name, param), self.state[param], dtensor.plain(param)
         forms = self._forms(param)
         if not state:
@@ -141,7 +141,9 @@ class Adafactor(OwnStates):
         for key, form in forms.items():
             form.check(state.get(key), f"{name}: {key}")
         dtype = next(iter(forms.values())).dtype
-        return Update(param, grad, state, Rates.of(settings, state[STEP] + 1, dtype, shard.device))
+        return FactoredUpdate(
+            param, grad, state, FactoredRates.of(settings, state[STEP] + 1, dtype, shard.device)
+        )
 
 
 def _form(param: Tensor, reduced: tuple[int, ...]) -> Form:

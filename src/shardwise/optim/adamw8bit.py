@@ -22,10 +22,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
-from shardwise.optim.blocks import Blocks
+from shardwise.optim.blocks import MomentBlocks
 from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
 from shardwise.optim.forms import STEP, Form, OwnStates
-from shardwise.optim.moments import CODES, MOMENTS, SCALES, Rates, Scratch, Update, agree_on_scales
+from shardwise.optim.moments import (
+    CODES,
+    MOMENTS,
+    SCALES,
+    MomentScratch,
+    Rates,
+    Update,
+    agree_on_scales,
+)
 
 #: Tensors with fewer elements keep moments in fp32.
 SMALLEST = 4096
@@ -85,7 +93,15 @@ class AdamW8bit(OwnStates):
         yield "weight_decay", options["weight_decay"] >= 0.0, "0 or more"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, whose dtypes are checked too."""
+        """Add a group of parameters, with options of its own.
+
+        Args:
+            param_group: ``params``, and options.
+
+        Raises:
+            TypeError: a parameter has an unsupported dtype.
+            ValueError: an option is out of range.
+        """
         super().add_param_group(param_group)
         for i, param in enumerate(self.param_groups[-1]["params"]):
             if param.dtype not in _DTYPES:
@@ -120,7 +136,7 @@ class AdamW8bit(OwnStates):
                     f"shape {list(param.shape)}, expected a dense one; make the embedding with "
                     "sparse=False"
                 )
-        scratch: dict[torch.device, Scratch] = {}
+        scratch: dict[torch.device, MomentScratch] = {}
         together: list[Update] = []
         for group, param in todo:
             state, plan = self.state[param], self._plan(param)
@@ -129,7 +145,7 @@ class AdamW8bit(OwnStates):
             state[STEP] += 1
             device = dtensor.plain(param).device
             if device not in scratch:
-                scratch[device] = Scratch(device)
+                scratch[device] = MomentScratch(device)
             rates = Rates.of(group, state[STEP])
             books = self._books_of(state[STEP], device)
             update = Update(param, state, plan.blocks, rates, books, scratch[device])
@@ -164,7 +180,7 @@ class _Plan:
     """
 
     forms: Mapping[str, Form]
-    blocks: Blocks | None
+    blocks: MomentBlocks | None
 
     @classmethod
     def of(cls, param: Tensor) -> _Plan:
@@ -174,7 +190,7 @@ class _Plan:
         if param.ndim < 2 or param.numel() < SMALLEST:
             moment = Form(shape, local, torch.float32, mesh, placements)
             return cls(dict.fromkeys(MOMENTS, moment), None)
-        blocks = Blocks.of(param)
+        blocks = MomentBlocks.of(param)
         codes = Form(shape, local, torch.uint8, mesh, placements)
         scales = Form(
             blocks.scales_shape, blocks.scales_local, torch.float32, mesh, blocks.scales_placements

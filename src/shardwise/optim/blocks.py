@@ -50,7 +50,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Blocks next to each other of which a rank has the same number of elements in each row.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MomentBlocks:
     """The blocks of a tensor, and a rank's part of them.
 
     Attributes:
@@ -88,11 +88,11 @@ class Blocks:
     rows: int
     columns: int
     scales_local: tuple[int, ...]
-    runs: tuple[Run, ...]
+    runs: tuple[BlockRun, ...]
     first: int
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> Blocks:
+    def of(cls, tensor: torch.Tensor) -> MomentBlocks:
         """The blocks of a tensor of two dimensions or more, and of this rank's part of it."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
@@ -110,7 +110,7 @@ class Blocks:
         sizes: Sequence[int],
         placements: Sequence[Placement],
         mesh: Sequence[int],
-    ) -> Blocks:
+    ) -> MomentBlocks:
         """The blocks of a tensor and of a part of it.
 
         Args:
@@ -185,9 +185,9 @@ def _cuts_between_blocks(row: Sequence[int], count: int, ranks: int) -> bool:
     return piece % BLOCK == 0 and -(-count // ranks) * BLOCK == piece
 
 
-def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
+def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[BlockRun]:
     """The blocks of a part of a row."""
-    found: list[Run] = []
+    found: list[BlockRun] = []
     column = 0
     for start, length in _stretches(row, offsets, sizes):
         end = start + length
@@ -197,9 +197,9 @@ def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> l
             taken = full * BLOCK or min(BLOCK - into, end - start)
             last = found[-1] if found else None
             if last is not None and last.block + last.count > block:  # more of the same block
-                found[-1] = Run(last.column, block, 1, last.width + taken)
+                found[-1] = BlockRun(last.column, block, 1, last.width + taken)
             else:
-                found.append(Run(column, block, full or 1, BLOCK if full else taken))
+                found.append(BlockRun(column, block, full or 1, BLOCK if full else taken))
             column, start = column + taken, start + taken
     return found
 

@@ -27,7 +27,6 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             param_group: ``params``, and options.
 
         Raises:
-            TypeError: a parameter has an unsupported dtype.
             ValueError: an option is out of range.
         """
         options = {**self.defaults, **param_group}

@@ -28,7 +28,7 @@ ROUND_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
-class Piece:
+class DealtRows:
     """What one rank holds of a matrix.
 
     Attributes:
@@ -66,7 +66,7 @@ class Matrix:
     param: int
     index: tuple[int, ...]
     shape: tuple[int, int]
-    pieces: Mapping[int, Piece]
+    pieces: Mapping[int, DealtRows]
 
     @cached_property
     def numel(self) -> int:
@@ -78,7 +78,7 @@ class Matrix:
         """The ranks that hold all of it."""
         return [rank for rank, piece in self.pieces.items() if piece.numel == self.numel]
 
-    def sources(self, owner: int) -> dict[int, Piece]:
+    def sources(self, owner: int) -> dict[int, DealtRows]:
         """Return the pieces that make up the whole, by the rank that sends each to the owner.
 
         Of the ranks that hold the same piece the owner itself sends it, or the nearest one.
@@ -109,7 +109,7 @@ def matrices_of(param: int, shape: Sequence[int], parts: Mapping[int, Part]) -> 
     }
     for index in itertools.product(*map(range, leading)):
         pieces = {
-            rank: Piece(
+            rank: DealtRows(
                 tuple(held[i] for held, i in zip(inside, index, strict=True)), rows, columns
             )
             for rank, (inside, rows, columns) in kept.items()

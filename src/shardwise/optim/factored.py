@@ -35,7 +35,7 @@ _At = tuple[slice, slice]
 
 
 @dataclass(frozen=True)
-class Rates:
+class FactoredRates:
     """The factors of one step of a parameter.
 
     Attributes:
@@ -59,7 +59,7 @@ class Rates:
     @classmethod
     def of(
         cls, settings: Mapping[str, Any], step: Tensor, dtype: torch.dtype, device: torch.device
-    ) -> Rates:
+    ) -> FactoredRates:
         """The factors from the settings of a parameter group.
 
         Args:
@@ -82,7 +82,7 @@ class Rates:
         )
 
 
-class Update:
+class FactoredUpdate:
     """One step of one parameter, over this rank's part of it.
 
     Call :meth:`measure` and :meth:`compute`, let ranks add up after each, and call :meth:`apply`.
@@ -99,7 +99,7 @@ class Update:
     """
 
     def __init__(
-        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], rates: Rates
+        self, param: Tensor, grad: Tensor, state: Mapping[str, Tensor], rates: FactoredRates
     ) -> None:
         self._rates = rates
         self._param, self._grad = dtensor.plain(param), dtensor.plain(grad)
@@ -183,7 +183,7 @@ class _Means:
 class _Factors:
     """The second moments of matrices, estimated from the means of their rows and columns."""
 
-    def __init__(self, rows: _Means, columns: _Means, rates: Rates) -> None:
+    def __init__(self, rows: _Means, columns: _Means, rates: FactoredRates) -> None:
         self.dtype = rows.averages.dtype
         self._rows, self._columns, self._rates = rows, columns, rates
         self._by_row, self._by_column = (
@@ -226,7 +226,7 @@ class _Factors:
 class _Elements:
     """The second moments of a vector, element by element, (1, 1, elements)."""
 
-    def __init__(self, averages: Tensor, rates: Rates) -> None:
+    def __init__(self, averages: Tensor, rates: FactoredRates) -> None:
         self.dtype = averages.dtype
         self._averages, self._rates = averages, rates
         self._new = averages.clone(memory_format=torch.contiguous_format)

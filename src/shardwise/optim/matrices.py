@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.optim import newton_schulz
-from shardwise.optim.deal import Matrix, Piece, deal, matrices_of, rounds
-from shardwise.optim.pool import Pool
+from shardwise.optim.deal import DealtRows, Matrix, deal, matrices_of, rounds
+from shardwise.optim.pool import RankPool
 from shardwise.optim.shards import gradient, shard_of_state
 from shardwise.optim.whole import Together, compute_alone
 from shardwise.sharding.part import full_part
@@ -68,7 +68,7 @@ class MatrixParam:
         return int(self.settings["ns_steps"])
 
 
-class Plan:
+class MatrixPlan:
     """Who does what for one set of parameters.
 
     Args:
@@ -88,7 +88,7 @@ class Plan:
         self.together = together
 
     @classmethod
-    def of(cls, own: Sequence[MatrixParam], pool: Pool | None) -> Plan:
+    def of(cls, own: Sequence[MatrixParam], pool: RankPool | None) -> MatrixPlan:
         """Deal out the matrices of parameters."""
         params = [each.param for each in own]
         matrices: list[Matrix] = []
@@ -112,11 +112,11 @@ class Plan:
 
 
 class Orthogonalization:
-    """The work on the matrices of one pool in one step; see :class:`shardwise.optim.whole.Task`."""
+    """The work on the matrices of a pool in a step; see :mod:`shardwise.optim.whole`."""
 
     dtype = newton_schulz.DTYPE
 
-    def __init__(self, plan: Plan, own: Sequence[MatrixParam]) -> None:
+    def __init__(self, plan: MatrixPlan, own: Sequence[MatrixParam]) -> None:
         self._plan = plan
         self._own = own
         self.device = own[0].shard.device
@@ -132,7 +132,7 @@ class Orthogonalization:
         else:
             self._plan.together.run(self)
 
-    def prepare(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
+    def prepare(self, matrix: Matrix, piece: DealtRows) -> torch.Tensor:
         """Move the momentum toward the gradient, and return the update."""
         param = self._own[matrix.param]
         momentum = param.settings["momentum"]
@@ -147,7 +147,7 @@ class Orthogonalization:
             whole, settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
         )
 
-    def apply(self, matrix: Matrix, piece: Piece, result: torch.Tensor) -> None:
+    def apply(self, matrix: Matrix, piece: DealtRows, result: torch.Tensor) -> None:
         """Decay the weights, and add the orthogonal update."""
         param = self._own[matrix.param]
         settings = param.settings

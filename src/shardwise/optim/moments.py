@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import devices
 from shardwise._torch import dtensor
-from shardwise.optim.blocks import Blocks, Tile
+from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.codes import CodeBook
 from shardwise.sharding.grad import all_reduce
 from shardwise.transport.peers import Peers
@@ -71,7 +71,7 @@ class Rates:
         )
 
 
-class Scratch:
+class MomentScratch:
     """Memory to work in, for all parameters on a device.
 
     Args:
@@ -135,10 +135,10 @@ class Update:
         self,
         param: Tensor,
         state: Mapping[str, Tensor],
-        blocks: Blocks | None,
+        blocks: MomentBlocks | None,
         rates: Rates,
         books: tuple[CodeBook, CodeBook],
-        scratch: Scratch,
+        scratch: MomentScratch,
     ) -> None:
         self._blocks, self._rates, self._books, self._scratch = blocks, rates, books, scratch
         local = dtensor.plain(param).detach()

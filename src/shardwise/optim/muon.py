@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
 from shardwise.optim.adamw import AdamWStep
-from shardwise.optim.matrices import MatrixParam, Orthogonalization, Plan
-from shardwise.optim.pool import Pool, Pools
+from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
+from shardwise.optim.pool import Pools, RankPool
 from shardwise.optim_names import named_in_group
 
 #: Keller Jordan's coefficients.
@@ -178,11 +178,11 @@ class Muon(torch.optim.Optimizer):
 
     def _forget_plans(self) -> None:
         self._pools = Pools()
-        self._plans: dict[tuple[object, ...], Plan] = {}
+        self._plans: dict[tuple[object, ...], MatrixPlan] = {}
 
     def _agree(
         self, matrices: Sequence[MatrixParam], error: Exception | None
-    ) -> Iterator[tuple[Pool | None, list[MatrixParam]]]:
+    ) -> Iterator[tuple[RankPool | None, list[MatrixParam]]]:
         """Check that all ranks are about to do the same, and return who shares which parameters."""
         every = [
             param
@@ -191,17 +191,17 @@ class Muon(torch.optim.Optimizer):
             for param in group["params"]
         ]
         self._pools.agree(every, [(each.name, each.param) for each in matrices], _DOING, error)
-        found: dict[Pool | None, list[MatrixParam]] = {}
+        found: dict[RankPool | None, list[MatrixParam]] = {}
         for each in matrices:
             found.setdefault(self._pools.of(each.param), []).append(each)
         return iter(found.items())
 
-    def _plan(self, own: Sequence[MatrixParam], pool: Pool | None) -> Plan:
+    def _plan(self, own: Sequence[MatrixParam], pool: RankPool | None) -> MatrixPlan:
         """Return who does what, the same as in earlier steps with the same gradients."""
         key = (pool, *((id(each.param), each.ns_steps) for each in own))
         plan = self._plans.pop(key, None)
         if plan is None:
-            plan = Plan.of(own, pool)
+            plan = MatrixPlan.of(own, pool)
             if len(self._plans) >= _PLANS:
                 del self._plans[next(iter(self._plans))]
         self._plans[key] = plan  # the last one used is the last to be forgotten

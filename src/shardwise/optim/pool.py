@@ -27,7 +27,7 @@ _Key = tuple[DeviceMesh, torch.device]
 
 
 @dataclass(frozen=True)
-class Pool:
+class RankPool:
     """The ranks of a mesh, whatever its shape.
 
     Attributes:
@@ -39,7 +39,7 @@ class Pool:
     all_to_all: AllToAll
 
     @classmethod
-    def over(cls, mesh: DeviceMesh, device: torch.device) -> Pool:
+    def over(cls, mesh: DeviceMesh, device: torch.device) -> RankPool:
         """Return the pool of a mesh. All ranks of the mesh call it.
 
         Args:
@@ -112,9 +112,9 @@ class Pools:
     """The pools that the parameters of an optimizer have, made when they are needed."""
 
     def __init__(self) -> None:
-        self._made: dict[_Key, Pool] = {}
+        self._made: dict[_Key, RankPool] = {}
 
-    def of(self, param: torch.Tensor) -> Pool | None:
+    def of(self, param: torch.Tensor) -> RankPool | None:
         """Return the pool of a parameter that ranks have agreed on; ``None``: this rank is alone.
 
         Args:
@@ -150,7 +150,7 @@ class Pools:
         keys = dict.fromkeys(key for key in map(_key, params) if key is not None)
         for key in keys:
             if key not in self._made:
-                self._made[key] = Pool.over(*key)
+                self._made[key] = RankPool.over(*key)
         differs: RanksDivergedError | None = None
         for key in keys:
             names = [name for name, param in named if _key(param) == key]

@@ -16,14 +16,14 @@ from typing import Protocol
 
 import torch
 
-from shardwise.optim.deal import Dealt, Matrix, Piece
+from shardwise.optim.deal import Dealt, DealtRows, Matrix
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Work
 
-_Pieces = tuple[tuple[Matrix, Piece], ...]
+_Pieces = tuple[tuple[Matrix, DealtRows], ...]
 
 
-class Task(Protocol):
+class MatrixTask(Protocol):
     """What is done with every matrix.
 
     Attributes:
@@ -34,17 +34,17 @@ class Task(Protocol):
     dtype: torch.dtype
     device: torch.device
 
-    def prepare(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
+    def prepare(self, matrix: Matrix, piece: DealtRows) -> torch.Tensor:
         """Return this rank's piece, of its shape and any dtype. Every holder of one is asked."""
 
     def compute(self, matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
         """Return the result, of the shape of the whole, which may be overwritten."""
 
-    def apply(self, matrix: Matrix, piece: Piece, result: torch.Tensor) -> None:
+    def apply(self, matrix: Matrix, piece: DealtRows, result: torch.Tensor) -> None:
         """Use this rank's piece of the result, of the shape of the piece."""
 
 
-def compute_alone(matrices: Sequence[Matrix], task: Task, rank: int = 0) -> None:
+def compute_alone(matrices: Sequence[Matrix], task: MatrixTask, rank: int = 0) -> None:
     """Do all the work on this rank, which holds every matrix as a whole."""
     for matrix in matrices:
         piece = matrix.pieces[rank]
@@ -66,7 +66,7 @@ class Together:
         self._rounds = [_Round.of(dealt, all_to_all.rank) for dealt in rounds]
         self._detail = detail
 
-    def run(self, task: Task) -> None:
+    def run(self, task: MatrixTask) -> None:
         """Do the work. All ranks call it.
 
         If it fails on this rank, the others do not wait for it.
@@ -80,7 +80,7 @@ class Together:
             self._all_to_all.abandon()
             raise
 
-    def _run(self, task: Task) -> None:
+    def _run(self, task: MatrixTask) -> None:
         following = self._gathers(task)
         gathered = next(following, None)
         scattered: _Scatter | None = None
@@ -94,7 +94,7 @@ class Together:
         if scattered is not None:
             scattered.apply(task)
 
-    def _gathers(self, task: Task) -> Iterator[_Gather]:
+    def _gathers(self, task: MatrixTask) -> Iterator[_Gather]:
         """Start the gather of one round after the other."""
         for number, each in enumerate(self._rounds):
             sent = _empty(each.sent_to_owners, task)
@@ -116,7 +116,7 @@ class Together:
             yield _Gather(each, number, received, work)
 
     def _scatter(
-        self, gather: _Gather, results: dict[Matrix, torch.Tensor], task: Task
+        self, gather: _Gather, results: dict[Matrix, torch.Tensor], task: MatrixTask
     ) -> _Scatter:
         each = gather.round
         sent = _empty(each.sent_to_holders, task)
@@ -200,7 +200,7 @@ class _Gather:
         self._received = received
         self._work = work
 
-    def compute(self, task: Task) -> dict[Matrix, torch.Tensor]:
+    def compute(self, task: MatrixTask) -> dict[Matrix, torch.Tensor]:
         """Wait, and return the results of this rank's matrices."""
         self._work.wait()
         each = self.round
@@ -224,7 +224,7 @@ class _Scatter:
         self._received = received
         self._work = work
 
-    def apply(self, task: Task) -> None:
+    def apply(self, task: MatrixTask) -> None:
         """Wait, and apply what has arrived."""
         self._work.wait()
         arrived = _split(self._received, self._round.from_owners)
@@ -236,7 +236,7 @@ def _sizes(by_rank: Sequence[_Pieces]) -> list[int]:
     return [sum(piece.numel for _, piece in pieces) for pieces in by_rank]
 
 
-def _empty(by_rank: Sequence[_Pieces], task: Task) -> torch.Tensor:
+def _empty(by_rank: Sequence[_Pieces], task: MatrixTask) -> torch.Tensor:
     return torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)
 
 
@@ -247,20 +247,20 @@ def _split(flat: torch.Tensor, by_rank: Sequence[_Pieces]) -> list[torch.Tensor]
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _join(whole: torch.Tensor, piece: Piece, values: torch.Tensor) -> None:
+def _join(whole: torch.Tensor, piece: DealtRows, values: torch.Tensor) -> None:
     """Copy a piece to its place in the whole."""
     for mine, its in _blocks(whole, piece, values):
         mine.copy_(its)
 
 
-def _cut(whole: torch.Tensor, piece: Piece, out: torch.Tensor) -> None:
+def _cut(whole: torch.Tensor, piece: DealtRows, out: torch.Tensor) -> None:
     """Copy a piece of the whole to ``out``."""
     for mine, its in _blocks(whole, piece, out):
         its.copy_(mine)
 
 
 def _blocks(
-    whole: torch.Tensor, piece: Piece, part: torch.Tensor
+    whole: torch.Tensor, piece: DealtRows, part: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield what a whole and a piece of it have in common, block by block: views of both."""
     top = 0

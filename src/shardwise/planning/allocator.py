@@ -26,13 +26,13 @@ _STEPS = 3  # after which what is reserved grows no more
 
 
 @dataclass(eq=False, slots=True)
-class _Part:
+class _SegmentPart:
     """A part of a segment, between its neighbors."""
 
     nbytes: int
     small: bool
-    before: _Part | None = None
-    after: _Part | None = None
+    before: _SegmentPart | None = None
+    after: _SegmentPart | None = None
     number: int = 0  # among the free ones; 0: it is not free
 
 
@@ -45,10 +45,10 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: list[tuple[bool, int, int, _Part]] = []
+        self._free: list[tuple[bool, int, int, _SegmentPart]] = []
         self._numbers = 0
 
-    def allocate(self, nbytes: int) -> _Part:
+    def allocate(self, nbytes: int) -> _SegmentPart:
         """Return a part for a tensor."""
         nbytes = max(1, -(-nbytes // _BLOCK)) * _BLOCK
         small = nbytes <= _SMALL
@@ -60,14 +60,14 @@ class CachingAllocator:
             part = self._segment(nbytes, small)
         left = part.nbytes - nbytes
         if left >= _BLOCK if small else left > _SMALL:
-            rest = _Part(left, small, before=part, after=part.after)
+            rest = _SegmentPart(left, small, before=part, after=part.after)
             if rest.after is not None:
                 rest.after.before = rest
             part.after, part.nbytes = rest, nbytes
             self._note_free(rest)
         return part
 
-    def free(self, part: _Part) -> None:
+    def free(self, part: _SegmentPart) -> None:
         """Take a part back, and join it with free neighbors."""
         before, after = part.before, part.after
         if before is not None and before.number:
@@ -85,7 +85,7 @@ class CachingAllocator:
                 part.after.before = part
         self._note_free(part)
 
-    def _segment(self, nbytes: int, small: bool) -> _Part:
+    def _segment(self, nbytes: int, small: bool) -> _SegmentPart:
         if small:
             size = 2 * _MIB
         elif nbytes < 10 * _MIB:
@@ -93,14 +93,14 @@ class CachingAllocator:
         else:
             size = -(-nbytes // (2 * _MIB)) * 2 * _MIB
         self.reserved += size
-        return _Part(size, small)
+        return _SegmentPart(size, small)
 
-    def _note_free(self, part: _Part) -> None:
+    def _note_free(self, part: _SegmentPart) -> None:
         self._numbers += 1
         part.number = self._numbers
         bisect.insort(self._free, (part.small, part.nbytes, part.number, part))
 
-    def _forget_free(self, part: _Part) -> None:
+    def _forget_free(self, part: _SegmentPart) -> None:
         at = bisect.bisect_left(self._free, (part.small, part.nbytes, part.number))
         del self._free[at]
         part.number = 0
@@ -117,7 +117,7 @@ def reserved(log: Log) -> int:
         if kind is not Memory.OPTIMIZER and nbytes:
             allocator.allocate(nbytes)
     changes = [event for event in log.events if isinstance(event, Change)]
-    held: dict[tuple[Memory, str, int], list[_Part]] = defaultdict(list)
+    held: dict[tuple[Memory, str, int], list[_SegmentPart]] = defaultdict(list)
     for step in range(_STEPS):
         for change in changes:
             mine = held[change.kind, change.module, abs(change.nbytes)]

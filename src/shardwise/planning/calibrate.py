@@ -34,7 +34,7 @@ from shardwise.elastic.call import launch
 from shardwise.errors import CheckpointError
 from shardwise.planning import probes
 from shardwise.planning.costs import FAMILIES
-from shardwise.planning.events import Phase
+from shardwise.planning.events import StepPhase
 from shardwise.planning.machine import (
     GROUP,
     Curve,
@@ -62,7 +62,7 @@ _MOST = 1 << 20  # bytes of the file
 #: How much more a byte costs the host through a network than on this machine, where packets are 40
 #: times as long. Fitted on one row of docs/plan.md: two hosts, 10 Gbit/s.
 _THROUGH_A_NETWORK = 1.5
-_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+_PHASES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,7 @@ class Effort:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredRates:
     """What so many processes at once can do, each with its part of the processors.
 
     Attributes:
@@ -115,7 +115,7 @@ class Calibration:
     processor: str
     cores: int
     torch: str
-    measured: tuple[Measured, ...]
+    measured: tuple[MeasuredRates, ...]
 
     def machine(self, ranks_per_host: int, link: str | None = None) -> Machine:
         """Return this machine, as so many ranks at once find it.
@@ -261,14 +261,14 @@ def _rate(curve: Curve) -> float:
     return max(size / took for size, took in zip(curve.sizes, curve.seconds, strict=True))
 
 
-def _json_of(measured: Measured) -> dict[str, Any]:
+def _json_of(measured: MeasuredRates) -> dict[str, Any]:
     values = dataclasses.asdict(measured)
     for link in values["links"].values():
         link["shared_by"], link["progress"] = link["shared_by"].value, link["progress"].value
     return values
 
 
-def _measured_of(fields: Fields) -> Measured:
+def _measured_of(fields: Fields) -> MeasuredRates:
     known = {f"{family}.{dtype}" for family in FAMILIES for dtype in ("float32", "bfloat16")}
     for name, needed in (
         ("curves", known),
@@ -277,7 +277,7 @@ def _measured_of(fields: Fields) -> Measured:
         missing = sorted(needed - fields.object(name).keys())
         if missing:
             refuse(f"{fields.where}, {name!r}", f"none of {missing[0]}", "all that plans need")
-    return Measured(
+    return MeasuredRates(
         ranks=fields.number("ranks", 1, 1 << 20),
         curves={
             name: _curve_of(Fields(each, f"{fields.where}, {name}"))
@@ -443,7 +443,7 @@ def measure_machine(
     )
 
 
-def _mean(measured: Sequence[Measured]) -> Measured:
+def _mean(measured: Sequence[MeasuredRates]) -> MeasuredRates:
     """Return the mean over ranks."""
     first = measured[0]
 
@@ -464,7 +464,7 @@ def _mean(measured: Sequence[Measured]) -> Measured:
     return dataclasses.replace(first, curves=curves, overheads=overheads)
 
 
-def _measure(effort: Effort) -> Measured:
+def _measure(effort: Effort) -> MeasuredRates:
     """Measure on one rank of a job."""
     devices.keep_freed_memory()
     dist.init_process_group(GLOO)
@@ -483,7 +483,7 @@ def _measure(effort: Effort) -> Measured:
         steps = effort.steps, effort.timed_steps
         if ranks == 1:
             beside |= {GROUP: group_overhead(effort.sizes.middle, effort.steps, clock)}
-            return Measured(ranks=ranks, curves=curves, overheads=beside, links={})
+            return MeasuredRates(ranks=ranks, curves=curves, overheads=beside, links={})
         links = {GLOO: _gloo(), "shm": _SHM}
         links = {
             name: with_costs(
@@ -491,7 +491,7 @@ def _measure(effort: Effort) -> Measured:
             )
             for (name, link), transport in zip(links.items(), ("c10d", "shm"), strict=True)
         }
-        return Measured(ranks=ranks, curves=curves, overheads=beside, links=links)
+        return MeasuredRates(ranks=ranks, curves=curves, overheads=beside, links=links)
     finally:
         dist.destroy_process_group()
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from shardwise.observe import Activity
 from shardwise.planning.compiled import fused, in_float8
 from shardwise.planning.costs import calls_of, op_seconds
-from shardwise.planning.events import Log, Mark, Op, Phase, Start, Wait
+from shardwise.planning.events import Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.planning.machine import GROUP, Device, Execution, Link, Machine, Progress, SharedBy
 from shardwise.planning.settings import Compiled, Products, Settings
 
@@ -27,7 +27,7 @@ _PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PlanSpan:
     """Something with a predicted begin and end.
 
     Attributes:
@@ -71,7 +71,7 @@ class StepTime:
     tokens_per_second: float
     mfu: float | None
     bound_by: str
-    spans: tuple[Span, ...] = ()
+    spans: tuple[PlanSpan, ...] = ()
 
 
 def step_time(
@@ -139,7 +139,7 @@ class _Replay:
         self._ends: dict[int, float] = {}
         self._spent: dict[_Part, float] = defaultdict(float)
         self._exposed: dict[str, float] = defaultdict(float)
-        self._spans: list[Span] = []
+        self._spans: list[PlanSpan] = []
         self._open: tuple[Activity, str, float] | None = None
 
     def run(self) -> StepTime:
@@ -168,7 +168,7 @@ class _Replay:
         self._now += seconds
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
-        if op.phase is Phase.OPTIMIZER:
+        if op.phase is StepPhase.OPTIMIZER:
             part = _Part.OPTIMIZER
         else:
             part = _Part.PRODUCTS if op.flops else _Part.MEMORY
@@ -178,7 +178,7 @@ class _Replay:
         overheads = self._device.overheads
         if not overheads:
             return self._device.op_overhead
-        phase = Phase.FORWARD if op.phase is Phase.RECOMPUTE else op.phase
+        phase = StepPhase.FORWARD if op.phase is StepPhase.RECOMPUTE else op.phase
         return overheads[phase.value] * calls_of(op)
 
     def _issue(self, seconds: float) -> None:
@@ -206,7 +206,7 @@ class _Replay:
     def _run_on_wire(self, start: Start, begin: float) -> None:
         end = begin + self._seconds(start)
         self._wires[start.dimension] = self._ends[start.number] = end
-        self._spans.append(Span(start.activity, start.group, start.dimension, begin, end))
+        self._spans.append(PlanSpan(start.activity, start.group, start.dimension, begin, end))
 
     def _wait(self, number: int) -> None:
         start = self._starts.pop(number, None)
@@ -219,7 +219,9 @@ class _Replay:
         self._issue(self._link(start).host_cost * sent(start))
         if end > self._now:
             self._exposed[start.dimension] += end - self._now
-            self._spans.append(Span(Activity.WAIT, start.group, start.dimension, self._now, end))
+            self._spans.append(
+                PlanSpan(Activity.WAIT, start.group, start.dimension, self._now, end)
+            )
             self._now = end
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
@@ -231,7 +233,7 @@ class _Replay:
     def _close(self, end: float) -> None:
         if self._open is not None:
             activity, name, begin = self._open
-            self._spans.append(Span(activity, name, "", begin, end))
+            self._spans.append(PlanSpan(activity, name, "", begin, end))
             self._open = None
 
     # -- wires ------------------------------------------------------------------------------------

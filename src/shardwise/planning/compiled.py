@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from shardwise.planning.costs import is_attention
-from shardwise.planning.events import Change, Event, Op, Phase
+from shardwise.planning.events import Change, Event, Op, StepPhase
 
 _FLOAT8 = "float8_e4m3fn"
 _ITEMSIZES = {"float32": 4, "float64": 8, "int64": 8, "bfloat16": 2, "float16": 2}
@@ -39,7 +39,7 @@ def fused(events: Iterable[Event]) -> Iterator[Event]:
 
 def _fuses(op: Op) -> bool:
     is_computed = not op.flops and not is_attention(op) and not op.runtime
-    return is_computed and op.phase is not Phase.OPTIMIZER and _in_block(op)
+    return is_computed and op.phase is not StepPhase.OPTIMIZER and _in_block(op)
 
 
 def _in_block(op: Op) -> bool:

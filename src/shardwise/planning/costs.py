@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.machine import Curve, Device
 
 #: Seconds that the smallest kernel of an accelerator takes.
@@ -75,7 +75,7 @@ def is_attention(op: Op) -> bool:
 
 def calls_of(op: Op) -> int:
     """Return how often the host's overhead counts for an operation: optimizers work by tensor."""
-    return max(1, len(op.shapes)) if op.phase is Phase.OPTIMIZER else 1
+    return max(1, len(op.shapes)) if op.phase is StepPhase.OPTIMIZER else 1
 
 
 def op_seconds(op: Op, device: Device) -> float:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from shardwise.observe import Activity, Memory
 
 
-class Phase(enum.Enum):
+class StepPhase(enum.Enum):
     """The part of a step that something belongs to."""
 
     FORWARD = "forward"
@@ -39,7 +39,7 @@ class Op:
 
     name: str
     module: str
-    phase: Phase
+    phase: StepPhase
     flops: int
     nbytes: int
     shapes: tuple[tuple[int, ...], ...]
@@ -47,7 +47,7 @@ class Op:
     runtime: bool
 
 
-class Place(enum.Enum):
+class StorageRegion(enum.Enum):
     """Where a storage lies."""
 
     OWN = "in memory of the rank's own"
@@ -73,7 +73,7 @@ class Change:
     module: str
     moment: str
     storage: int = 0
-    place: Place = Place.OWN
+    place: StorageRegion = StorageRegion.OWN
 
 
 @dataclass(frozen=True, slots=True)

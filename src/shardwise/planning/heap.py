@@ -25,7 +25,7 @@ from collections import defaultdict
 
 from shardwise.devices import MOST_IN_HEAP
 from shardwise.observe import Memory
-from shardwise.planning.events import Change, Log, Op, Phase, Place
+from shardwise.planning.events import Change, Log, Op, StepPhase, StorageRegion
 
 _STEPS = 6  # after which a heap has hardly ever grown
 _THREADS = 2  # of gloo, each with a heap of its own
@@ -183,7 +183,7 @@ def _size_of(nbytes: int) -> int:
     return max(_SMALLEST, -(-(nbytes + _HEADER) // _UNIT) * _UNIT)
 
 
-class _Replay:
+class _HeapReplay:
     """Steps of a log on the heap of a process.
 
     Threads of a backend have heaps of their own, each as large as the largest tensor that was ever
@@ -198,8 +198,8 @@ class _Replay:
         self._log = log
         self._own, self._thread = Heap(), 0
         self._held: dict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._phase = Phase.OPTIMIZER
-        self._noted: dict[Phase, list[int]] = defaultdict(list)  # by autograd
+        self._phase = StepPhase.OPTIMIZER
+        self._noted: dict[StepPhase, list[int]] = defaultdict(list)  # by autograd
         self._states = [each for each in log.storages if each.kind is Memory.OPTIMIZER]
         for change in log.storages:
             if change.kind is not Memory.OPTIMIZER:
@@ -224,22 +224,22 @@ class _Replay:
         backward that it is for.
         """
         if op.phase is not self._phase:
-            if self._phase is Phase.RECOMPUTE:
-                self._forget(Phase.RECOMPUTE)
-            if op.phase in (Phase.FORWARD, Phase.OPTIMIZER):
-                self._forget(Phase.FORWARD)
+            if self._phase is StepPhase.RECOMPUTE:
+                self._forget(StepPhase.RECOMPUTE)
+            if op.phase in (StepPhase.FORWARD, StepPhase.OPTIMIZER):
+                self._forget(StepPhase.FORWARD)
             self._phase = op.phase
-        if op.phase in (Phase.FORWARD, Phase.RECOMPUTE) and not op.runtime:
+        if op.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE) and not op.runtime:
             self._noted[op.phase] += map(self._own.allocate, _OF_OPERATION)
 
-    def _forget(self, phase: Phase) -> None:
+    def _forget(self, phase: StepPhase) -> None:
         for address in self._noted.pop(phase, ()):
             self._own.free(address)
 
     def _change(self, change: Change) -> None:
-        if change.place is Place.SHARED:
+        if change.place is StorageRegion.SHARED:
             return
-        if change.place is Place.THREADS:
+        if change.place is StorageRegion.THREADS:
             if self._thread < change.nbytes < MOST_IN_HEAP:
                 self._thread = change.nbytes
             return
@@ -260,7 +260,7 @@ def process_bytes(log: Log) -> int:
     The first step comes before there are optimizer states, as in a training: they then lie between
     what the step has left free.
     """
-    replay = _Replay(log)
+    replay = _HeapReplay(log)
     for _ in range(_STEPS):
         replay.step()
     return replay.most
@@ -269,5 +269,5 @@ def process_bytes(log: Log) -> int:
 def shared_bytes(log: Log) -> int:
     """Return the bytes of a rank's part of the memory that ranks share, which never shrinks."""
     changes = (each for each in log.events if isinstance(each, Change))
-    every = (each for each in (*log.storages, *changes) if each.place is Place.SHARED)
+    every = (each for each in (*log.storages, *changes) if each.place is StorageRegion.SHARED)
     return sum(each.nbytes for each in every)

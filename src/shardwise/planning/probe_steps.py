@@ -26,11 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.observe import Activity, Memory, Wire, observing
+from shardwise.observe import Activity, Memory, Route, observing
 from shardwise.planning import probes
 from shardwise.planning.clock import bytes_sent
 from shardwise.planning.costs import calls_of, family_of, op_seconds, size_of
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.machine import Curve, Device, Link
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.grad import clip_grad_norm_
@@ -38,7 +38,7 @@ from shardwise.sharding.grad import clip_grad_norm_
 Clock = Callable[[], float]
 Curves = Mapping[str, Curve]
 
-_PHASES = (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
+_PHASES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def _rotated(x: torch.Tensor) -> torch.Tensor:
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * cos
 
 
-class Step:
+class ProbeStep:
     """Steps of a small transformer.
 
     Args:
@@ -145,19 +145,19 @@ class Step:
         self._ids = torch.randint(2048, (1, size.tokens))
         self._optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
 
-    def run(self, at: Callable[[Phase], object] = lambda _: None) -> None:
+    def run(self, at: Callable[[StepPhase], object] = lambda _: None) -> None:
         """Take a step; ``at`` is called before each phase."""
-        at(Phase.FORWARD)
+        at(StepPhase.FORWARD)
         loss = self.model(self._ids)
-        at(Phase.BACKWARD)
+        at(StepPhase.BACKWARD)
         loss.backward()
-        at(Phase.OPTIMIZER)
+        at(StepPhase.OPTIMIZER)
         clip_grad_norm_(list(self.model.parameters()), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-class _Timed(probes.Recorder):  # type: ignore[no-untyped-call]
+class _Timed(probes.OperationRecorder):  # type: ignore[no-untyped-call]
     """Writes down operations, and how long each takes."""
 
     def __init__(self, clock: Clock) -> None:
@@ -198,14 +198,14 @@ def corrected(
         lambda: defaultdict(list)
     )
     for size in (sizes.small, sizes.middle, sizes.large):
-        for op, took in _ops_in_steps(Step(size, dtype), steps, clock):
+        for op, took in _ops_in_steps(ProbeStep(size, dtype), steps, clock):
             if (op.dtype in ("bfloat16", "float16")) == half and op.nbytes:
                 points = found[f"{family_of(op)}.{str(dtype).removeprefix('torch.')}"]
                 points[size_of(op)].append((took, op_seconds(op, device)))
     return {name: _corrected(curve, found.get(name, {})) for name, curve in curves.items()}
 
 
-def _ops_in_steps(step: Step, steps: int, clock: Clock) -> list[tuple[Op, float]]:
+def _ops_in_steps(step: ProbeStep, steps: int, clock: Clock) -> list[tuple[Op, float]]:
     """Return the operations of a step, each with its median seconds."""
     for _ in range(2):
         step.run()
@@ -249,9 +249,9 @@ def device_of(curves: Curves) -> Device:
     return Device(name="cpu", memory=1, memory_bandwidth=1.0, flops={"float32": 1}, curves=curves)
 
 
-def ops_of(step: Step) -> list[Op]:
+def ops_of(step: ProbeStep) -> list[Op]:
     """Return the operations of a step."""
-    found = probes.Recorder()
+    found = probes.OperationRecorder()
     with found:
         step.run(found.enter)
     return found.ops
@@ -264,11 +264,11 @@ def overheads(curves: Curves, size: Size, steps: int, clock: Clock) -> dict[str,
     and autograd in the caches, and take less. In the optimizer, overheads count for each tensor.
     """
     device = device_of(curves)
-    step = Step(size)
+    step = ProbeStep(size)
     for _ in range(2):
         step.run()
     ops = ops_of(step)
-    took: dict[Phase, list[float]] = {phase: [] for phase in _PHASES}
+    took: dict[StepPhase, list[float]] = {phase: [] for phase in _PHASES}
     for _ in range(steps):
         marks: list[float] = []
         step.run(lambda _, marks=marks: marks.append(clock()))  # type: ignore[misc]
@@ -289,7 +289,7 @@ def seconds_of(ops: Sequence[Op], device: Device, beside: Mapping[str, float]) -
     return sum(op_seconds(op, device) + beside[op.phase.value] * calls_of(op) for op in ops)
 
 
-def quick(step: Step, steps: int, clock: Clock) -> float:
+def quick(step: ProbeStep, steps: int, clock: Clock) -> float:
     """Return the lower quartile of the seconds of steps that all ranks take at once."""
     took = []
     for _ in range(steps):
@@ -305,7 +305,7 @@ def group_overhead(size: Size, steps: int, clock: Clock) -> float:
 
     Measured on one rank. Over several, it is in what each collective costs.
     """
-    alone, sharded = Step(size), Step(size, transport="auto")
+    alone, sharded = ProbeStep(size), ProbeStep(size, transport="auto")
     for step in (alone, sharded):
         for _ in range(2):
             step.run()
@@ -336,7 +336,7 @@ def with_costs(
     device = device_of(curves)
     found = []
     for size, times in zip((sizes.small, sizes.large), steps, strict=True):
-        step = Step(size, transport=transport)
+        step = ProbeStep(size, transport=transport)
         for _ in range(2):
             step.run()
         counter = _Collectives()
@@ -362,7 +362,7 @@ class _Collectives:
         return 1
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         self.calls += 1
         self.nbytes += bytes_sent(activity, nbytes, wire.ranks)

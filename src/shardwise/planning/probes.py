@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import aten, fake
-from shardwise.planning.events import Op, Phase
+from shardwise.planning.events import Op, StepPhase
 from shardwise.planning.machine import Curve
 from shardwise.planning.work import tensors_in, traits_of, work_of
 
@@ -40,7 +40,7 @@ Inputs = tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Probe:
+class TimedOperation:
     """One operation in one size.
 
     Attributes:
@@ -54,48 +54,48 @@ class Probe:
     call: Callable[..., object]
 
 
-def probes(dtype: torch.dtype) -> Iterator[Probe]:
+def probes(dtype: torch.dtype) -> Iterator[TimedOperation]:
     """Yield all probes in a dtype, families one after the other, by size."""
 
     def rand(*shape: int) -> torch.Tensor:
         return torch.randn(*shape).to(dtype)
 
     for side in (32, 128, 256, 512, 1024):
-        yield Probe("product", (rand(side, side), rand(side, side)), _product)
+        yield TimedOperation("product", (rand(side, side), rand(side, side)), _product)
     for length in (32, 128, 256):
         q, k, v = (rand(2, 8, length, 64) for _ in range(3))
-        yield Probe("attention", (q, k, v), _attention)
+        yield TimedOperation("attention", (q, k, v), _attention)
         saved = (rand(2, 8, length, 64), q, k, v, *_attention(q, k, v))
-        yield Probe("attention_backward", saved, _attention_backward)
+        yield TimedOperation("attention_backward", saved, _attention_backward)
     other = torch.bfloat16 if dtype is torch.float32 else torch.float32
     for numel in _NUMELS:
         width = min(numel, _WIDTH)
         rows = numel // width
         x, y = rand(rows, width), rand(rows, width)
-        yield Probe("arithmetic", (x, y), torch.mul)
-        yield Probe("unary", (x,), torch.neg)
-        yield Probe("exponential", (x,), F.silu)
-        yield Probe("exponential_backward", (x, y), torch.ops.aten.silu_backward.default)
-        yield Probe("copy", (x, y), torch.Tensor.copy_)
-        yield Probe("in_place", (x, y), torch.Tensor.add_)
-        yield Probe("cast", (x,), functools.partial(torch.Tensor.to, dtype=other))
-        yield Probe("strided", (x,), _contiguous_heads)
-        yield Probe("cat", (x, y), _joined)
-        yield Probe("row_sum", (x,), functools.partial(torch.mean, dim=-1, keepdim=True))
-        yield Probe("column_sum", (x,), functools.partial(torch.sum, dim=0))
-        yield Probe("softmax", (x,), functools.partial(torch.log_softmax, dim=-1))
-        yield Probe("softmax_backward", (x, y), _softmax_backward)
-        yield Probe("norm", (x,), _norm)
+        yield TimedOperation("arithmetic", (x, y), torch.mul)
+        yield TimedOperation("unary", (x,), torch.neg)
+        yield TimedOperation("exponential", (x,), F.silu)
+        yield TimedOperation("exponential_backward", (x, y), torch.ops.aten.silu_backward.default)
+        yield TimedOperation("copy", (x, y), torch.Tensor.copy_)
+        yield TimedOperation("in_place", (x, y), torch.Tensor.add_)
+        yield TimedOperation("cast", (x,), functools.partial(torch.Tensor.to, dtype=other))
+        yield TimedOperation("strided", (x,), _contiguous_heads)
+        yield TimedOperation("cat", (x, y), _joined)
+        yield TimedOperation("row_sum", (x,), functools.partial(torch.mean, dim=-1, keepdim=True))
+        yield TimedOperation("column_sum", (x,), functools.partial(torch.sum, dim=0))
+        yield TimedOperation("softmax", (x,), functools.partial(torch.log_softmax, dim=-1))
+        yield TimedOperation("softmax_backward", (x, y), _softmax_backward)
+        yield TimedOperation("norm", (x,), _norm)
         moments = rand(rows, 1), rand(rows, 1)
-        yield Probe("norm_backward", (x, y, *moments, rand(width)), _norm_backward)
+        yield TimedOperation("norm_backward", (x, y, *moments, rand(width)), _norm_backward)
         ids = torch.randint(_ROWS, (rows,))
-        yield Probe("lookup", (rand(_ROWS, width), ids), torch.embedding)
-        yield Probe("lookup_backward", (x, ids), _lookup_backward)
-        yield Probe("fill", (x,), torch.zeros_like)
+        yield TimedOperation("lookup", (rand(_ROWS, width), ids), torch.embedding)
+        yield TimedOperation("lookup_backward", (x, ids), _lookup_backward)
+        yield TimedOperation("fill", (x,), torch.zeros_like)
     for numel in (*_NUMELS, 2**23):
         states = rand(numel), rand(numel), rand(numel), rand(numel).abs(), torch.ones(())
-        yield Probe("adamw", states, _adamw)
-        yield Probe("total_norm", states[:1], _total_norm)
+        yield TimedOperation("adamw", states, _adamw)
+        yield TimedOperation("total_norm", states[:1], _total_norm)
 
 
 def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -221,16 +221,16 @@ def _time(
     return min(took) if clock is time.perf_counter else statistics.median(took)
 
 
-class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down operations as a rehearsal does, and runs them."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.ops: list[Op] = []
         self.written = 0
-        self._phase = Phase.FORWARD
+        self._phase = StepPhase.FORWARD
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: StepPhase) -> None:
         """Begin a part of a step."""
         self._phase = phase
 
@@ -276,9 +276,9 @@ def _makes(args: Any, written: list[torch.Tensor]) -> bool:
     return any(each.untyped_storage().data_ptr() not in given for each in written)
 
 
-def _size(probe: Probe) -> tuple[float, int]:
+def _size(probe: TimedOperation) -> tuple[float, int]:
     """Return the size that a curve has on its axis, and the bytes."""
-    found = Recorder()
+    found = OperationRecorder()
     with found:
         probe.call(*probe.inputs)
     nbytes = sum(op.nbytes for op in found.ops)

@@ -27,11 +27,11 @@ from torch.nn.modules.module import (
 )
 
 from shardwise._torch import autograd, dtensor, fake, replay
-from shardwise.observe import Activity, Memory, Wire
-from shardwise.planning.events import Change, Event, Mark, Op, Phase, Place, Start, Wait
+from shardwise.observe import Activity, Memory, Route
+from shardwise.planning.events import Change, Event, Mark, Op, Start, StepPhase, StorageRegion, Wait
 from shardwise.planning.formulas import MOST_READS, stand_in
 from shardwise.planning.settings import UntraceableError
-from shardwise.planning.work import Traits, Work, tensors_in, traits_of, work_of
+from shardwise.planning.work import CallWork, Traits, tensors_in, traits_of, work_of
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -68,10 +68,10 @@ class Held:
     nbytes: int
     kind: Memory | None
     module: str
-    phase: Phase | None
+    phase: StepPhase | None
     round: int
     number: int
-    place: Place = Place.OWN
+    place: StorageRegion = StorageRegion.OWN
     outlives: bool = False
 
     @property
@@ -79,7 +79,7 @@ class Held:
         """What the storage was for, now that the step is over."""
         if self.kind is not None:
             return self.kind
-        makes = self.phase in (Phase.FORWARD, Phase.RECOMPUTE)
+        makes = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE)
         if makes and self.outlives and self.module != LOSS:
             return Memory.ACTIVATIONS
         return Memory.OTHER
@@ -112,7 +112,7 @@ class Recorded(NamedTuple):
     events: tuple[Event, ...]
 
 
-class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
+class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
 
     Args:
@@ -131,7 +131,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._mode = mode
         self._dimensions = dimensions
         self._records = False
-        self._phase = Phase.FORWARD
+        self._phase = StepPhase.FORWARD
         self.round = 0
         self._events: list[Event | _Growth] = []
         self._held: dict[int, Held] = {}
@@ -232,7 +232,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             held.kind = kind
             self._held_before.append(held.change(held.nbytes, "between steps"))
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: StepPhase) -> None:
         """Begin a part of the step."""
         self._outlive(self._phase)
         self._phase = phase
@@ -263,7 +263,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._number
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         """Note that a collective is issued."""
         self._number += 1
@@ -333,7 +333,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return device
         kwargs = kwargs or {}
         traits = traits_of(func)
-        call: replay.Call | None = None
+        call: replay.ReplayedCall | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
             known = None
@@ -362,7 +362,7 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             else:
                 held = self._hold(storage, module, phase)
                 held.kind, held.place = source.kind, source.place
-                if source.kind is None and module in self._ends and phase is Phase.FORWARD:
+                if source.kind is None and module in self._ends and phase is StepPhase.FORWARD:
                     held.module = LOSS
                 made += 1
         if traits.namespace == "c10d":
@@ -372,14 +372,14 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        work: Work
+        work: CallWork
         if call is None or call.facts is None:
             work = work_of(func, args, kwargs, out, written)
             if call is not None:
                 call.facts = work
         else:
             work = call.facts
-        if not source.runtime and phase in (Phase.FORWARD, Phase.BACKWARD):
+        if not source.runtime and phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
             self.model_flops += work.flops.needed
         self._events.append(
             Op(
@@ -408,14 +408,14 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.formulas.setdefault(module, f"{name} depends on values")
         return found
 
-    def _where(self) -> tuple[Phase, str]:
+    def _where(self) -> tuple[StepPhase, str]:
         """The part of the step, and the innermost module."""
-        if self._phase is not Phase.BACKWARD:
+        if self._phase is not StepPhase.BACKWARD:
             return self._phase, self._module
         if self._modules:
-            return Phase.RECOMPUTE, self._module
+            return StepPhase.RECOMPUTE, self._module
         # Backward itself runs without gradients; what checkpointing runs again, with them.
-        phase = Phase.RECOMPUTE if torch.is_grad_enabled() else Phase.BACKWARD
+        phase = StepPhase.RECOMPUTE if torch.is_grad_enabled() else StepPhase.BACKWARD
         return phase, self._module_of_node()
 
     def _functional_collective(self, traits: Traits, module: str, args: Any, out: Any) -> None:
@@ -431,12 +431,12 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         name, ranks = self._dimensions.get(args[-1], ("", 0))
         full = args[0] if activity is Activity.REDUCE_SCATTER else out
         nbytes = full.numel() * full.element_size()
-        number = self.collective(activity, module, Wire("functional", name, ranks), nbytes, 1)
+        number = self.collective(activity, module, Route("functional", name, ranks), nbytes, 1)
         self._functional[out.untyped_storage()] = number
 
     # -- memory ----------------------------------------------------------------------------------
 
-    def _hold(self, storage: torch.UntypedStorage, module: str, phase: Phase | None) -> Held:
+    def _hold(self, storage: torch.UntypedStorage, module: str, phase: StepPhase | None) -> Held:
         key, nbytes = id(storage), storage.nbytes()
         self._storages += 1
         held = Held(nbytes, None, module, phase, self.round, self._storages)
@@ -473,20 +473,20 @@ class Recorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._records and nbytes:
             self._events.append(_Growth(held, nbytes, self._moment))
 
-    def _outlive(self, phase: Phase) -> None:
+    def _outlive(self, phase: StepPhase) -> None:
         for held in self._held.values():
             if held.phase is phase:
                 held.outlives = True
 
     @property
     def _moment(self) -> str:
-        if self._phase is Phase.OPTIMIZER:
+        if self._phase is StepPhase.OPTIMIZER:
             return "optimizer"
         return f"{self._phase.value} of {self._group or 'the model'}"
 
 
 # Assigned here, since torch wraps what stands in the class, which costs as much as an operation.
-Recorder.__torch_dispatch__ = Recorder._dispatch  # type: ignore[method-assign, assignment]
+RehearsalRecorder.__torch_dispatch__ = RehearsalRecorder._dispatch  # type: ignore[method-assign, assignment]
 
 
 def _group(label: str) -> str:
@@ -509,7 +509,7 @@ class _Source:
 
     runtime: bool
     kind: Memory | None = None
-    place: Place = Place.OWN
+    place: StorageRegion = StorageRegion.OWN
 
 
 _MODEL = _Source(runtime=False)
@@ -536,10 +536,10 @@ _EXCEPTIONS = {
 }
 #: Functions that allocate what stands for memory elsewhere, or of others -> its kind and place.
 _STAND_INS = {
-    "_shared_full_parameters": (Memory.FULL_PARAMETERS, Place.SHARED),
-    "_shared_staging": (Memory.TRANSPORT, Place.SHARED),
-    "_copy_of_gloo": (Memory.OTHER, Place.OWN),
-    "_copy_of_a_thread": (Memory.OTHER, Place.THREADS),
+    "_shared_full_parameters": (Memory.FULL_PARAMETERS, StorageRegion.SHARED),
+    "_shared_staging": (Memory.TRANSPORT, StorageRegion.SHARED),
+    "_copy_of_gloo": (Memory.OTHER, StorageRegion.OWN),
+    "_copy_of_a_thread": (Memory.OTHER, StorageRegion.THREADS),
 }
 
 

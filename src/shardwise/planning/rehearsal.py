@@ -36,10 +36,10 @@ from shardwise.observe import Memory, observing
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
-from shardwise.optim.offloaded.place import Medium, Place
+from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.stores import PlannedStore
-from shardwise.planning.events import Log, Phase
-from shardwise.planning.recorder import Recorder
+from shardwise.planning.events import Log, StepPhase
+from shardwise.planning.recorder import RehearsalRecorder
 from shardwise.planning.settings import (
     DTYPES,
     Checkpointing,
@@ -107,7 +107,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         with _explaining("making a batch"):
             each = range(settings.accumulate)
             batches = [_batch(settings, built.model, name, mode) for _ in each]
-        recorder = Recorder(mode, _dimensions(mesh))
+        recorder = RehearsalRecorder(mode, _dimensions(mesh))
         with recorder, recorder.watching(built.model, built.ends), observing(recorder):
             with _explaining("a step of the optimizer"):
                 optimizer.make_states(built.model)
@@ -303,7 +303,7 @@ class _Optimizer:
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
         if self.inner is not None and settings.offload is not None:
             masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
-            place = Place.parse(settings.offload)
+            place = StateHome.parse(settings.offload)
             stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
             self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
@@ -449,7 +449,7 @@ def _checked(loss: object) -> torch.Tensor:
 
 
 def _step(
-    recorder: Recorder,
+    recorder: RehearsalRecorder,
     settings: Settings,
     model: nn.Module,
     optimizer: _Optimizer,
@@ -461,14 +461,14 @@ def _step(
         recorder.round = micro
         if len(batches) > 1:
             model.set_requires_gradient_sync(micro == len(batches) - 1)
-        recorder.enter(Phase.FORWARD)
+        recorder.enter(StepPhase.FORWARD)
         with _explaining("forward", model):
             loss = _loss(settings, model, batch)
-        recorder.enter(Phase.BACKWARD)
+        recorder.enter(StepPhase.BACKWARD)
         with _explaining("backward", model):
             (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
         del loss
-    recorder.enter(Phase.OPTIMIZER)
+    recorder.enter(StepPhase.OPTIMIZER)
     if settings.stepping is Stepping.IN_BACKWARD:
         return
     if settings.clip_grad:
@@ -479,7 +479,7 @@ def _step(
 
 
 def _warm_up(
-    recorder: Recorder,
+    recorder: RehearsalRecorder,
     settings: Settings,
     model: nn.Module,
     optimizer: _Optimizer,
@@ -509,7 +509,7 @@ def _warm_up(
 
 
 def _label(
-    recorder: Recorder,
+    recorder: RehearsalRecorder,
     model: nn.Module,
     optimizer: _Optimizer,
     batches: Sequence[Any],
@@ -546,7 +546,7 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
     if settings.device_type != devices.CPU.type:
         expected = "None for an accelerator: plans do not count the memory of its host"
         raise SettingsError("offload_parameters", settings.offload_parameters, expected)
-    if Place.parse(settings.offload_parameters).medium is Medium.HOST:
+    if StateHome.parse(settings.offload_parameters).medium is Medium.HOST:
         return frozenset()
     every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= policy.SMALLEST}
     return frozenset(every)

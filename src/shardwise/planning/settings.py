@@ -23,7 +23,7 @@ from shardwise.frontends.strategies import (
     WantedMesh,
     resolve,
 )
-from shardwise.optim.offloaded.place import Place
+from shardwise.optim.offloaded.place import StateHome
 from shardwise.transport.wire import PLAIN, WireFormat, Wires
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Products(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Exchange:
+class PlannedExchange:
     """What the replicas of DiLoCo exchange.
 
     Attributes:
@@ -209,7 +209,7 @@ class Settings:
     compiled: Compiled = Compiled.NOTHING
     products: Products = Products.AS_STORED
     outer_states: int = 0
-    exchange: Exchange | None = None
+    exchange: PlannedExchange | None = None
     batch: Callable[[int], Any] | None = None
     step: Callable[[nn.Module, Any], torch.Tensor] | None = None
 
@@ -238,7 +238,7 @@ class Settings:
             found = getattr(self, name)
             try:
                 if found is not None:
-                    Place.parse(found)
+                    StateHome.parse(found)
             except ValueError:
                 raise SettingsError(name, found, "host, or disk:FOLDER") from None
         if self.master_dtype is not None and self.offload is None:

@@ -54,7 +54,7 @@ def traits_of(func: Any) -> Traits:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class CallWork:
     """What a call computes; the same for all calls with the same shapes."""
 
     flops: fake.Flops
@@ -65,7 +65,7 @@ class Work:
 
 def work_of(
     func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, written: list[torch.Tensor]
-) -> Work:
+) -> CallWork:
     """Return what a call computes.
 
     Args:
@@ -76,7 +76,7 @@ def work_of(
         written: the tensors in it.
     """
     tensors = (*tensors_in((args, tuple(kwargs.values()))), *written)
-    return Work(
+    return CallWork(
         flops=fake.flops_of(func, args, kwargs, out),
         nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors),

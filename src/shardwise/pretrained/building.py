@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
-from shardwise.checkpoint.formats.source import Source, Window, model_tensors
+from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.errors import CheckpointError
 from shardwise.pretrained import hf
 
@@ -105,7 +105,7 @@ def _differ(source: Source, name: str, other: str) -> bool:
         return False
     if source.tensors[paths[name]] != source.tensors[paths[other]]:
         return True
-    windows = Window(_BUFFER), Window(_BUFFER)
+    windows = ReadWindow(_BUFFER), ReadWindow(_BUFFER)
     both = (w.parts(source, paths[n]) for w, n in zip(windows, (name, other), strict=True))
     return any(not torch.equal(a, b) for (_, a), (_, b) in zip(*both, strict=True))
 

@@ -19,7 +19,7 @@ from shardwise import devices
 from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
-from shardwise.checkpoint.formats.source import Source, Window, model_tensors
+from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import parts, read_parts
@@ -52,7 +52,7 @@ class LoadReport:
 
 
 @dataclass
-class _Plan:
+class _FillPlan:
     """Where each tensor of the model comes from, by its name in a plain model.
 
     Attributes:
@@ -138,7 +138,7 @@ def _load(
 ) -> LoadReport:
     """Read what the files have."""
     where = find(name)
-    window = Window(buffer)
+    window = ReadWindow(buffer)
     state = tensors_of(model)
     ties = ties_of(model)
     with open_source(where) as source, torch.no_grad():
@@ -180,8 +180,8 @@ def _load(
     return LoadReport(tuple(missing), tuple(unexpected))
 
 
-def _plan(conversions: hf.Conversions, source: Source) -> _Plan:
-    plan = _Plan()
+def _plan(conversions: hf.Conversions, source: Source) -> _FillPlan:
+    plan = _FillPlan()
     stored = model_tensors(source)
     jobs: dict[str, _Conversion] = {}
     for name in hf.natural_order(stored):
@@ -227,7 +227,7 @@ def _convert(job: _Conversion, conversions: hf.Conversions, source: Source) -> N
 
 
 def _check_shapes(
-    source: Source, plan: _Plan, state: Mapping[str, torch.Tensor], found: Mapping[str, str]
+    source: Source, plan: _FillPlan, state: Mapping[str, torch.Tensor], found: Mapping[str, str]
 ) -> None:
     wrong = [
         f"{name}: found shape {list(plan.shapes[plain])}, expected {list(state[name].shape)}"
@@ -243,10 +243,10 @@ def _check_shapes(
 
 def _read_converted(
     wanted: Mapping[str, Sequence[torch.Tensor]],
-    plan: _Plan,
+    plan: _FillPlan,
     conversions: hf.Conversions,
     source: Source,
-    window: Window,
+    window: ReadWindow,
 ) -> None:
     """Read what conversions make into this rank's parts of tensors, which are given by plain name.
 

@@ -30,9 +30,9 @@ from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, wri
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     BaseSource,
+    ReadWindow,
     Source,
     Watch,
-    Window,
     model_tensors,
     unwatched,
 )
@@ -100,7 +100,7 @@ def merge_lora(
         total = sum(info.nbytes for info in merged.tensors.values())
         with written_beside(destination, adapters, force=force) as folder, torch.no_grad():
             folder.mkdir()
-            write_hf(folder, merged, Window(buffer, watch(total)), max_shard_size)
+            write_hf(folder, merged, ReadWindow(buffer, watch(total)), max_shard_size)
             _write_beside(folder, adapters, folder_of_base, merged.untied)
 
 
@@ -120,7 +120,7 @@ class _Layer:
 
 
 @dataclass
-class _Plan:
+class _MergePlan:
     """What becomes of the tensors of the base.
 
     Attributes:
@@ -301,7 +301,9 @@ def _adapted(model: Any, adapters: Path) -> Any:
         ) from error
 
 
-def _plan(adapted: Any, values: Source, base: Source, stored: Mapping[str, StatePath]) -> _Plan:
+def _plan(
+    adapted: Any, values: Source, base: Source, stored: Mapping[str, StatePath]
+) -> _MergePlan:
     """Find what becomes of each tensor, and check that adapters and base belong together."""
     from peft import get_peft_model_state_dict
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -317,7 +319,7 @@ def _plan(adapted: Any, values: Source, base: Source, stored: Mapping[str, State
         names[id(param)]: (values, given[key]) for key, param in saved.items() if key not in named
     }
     sources |= {name: (values, given[name]) for name in of_base}
-    plan = _Plan()
+    plan = _MergePlan()
 
     def source_of(name: str, plain: str) -> tuple[Source, StatePath]:
         found = sources.get(name)

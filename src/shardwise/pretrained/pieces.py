@@ -19,7 +19,7 @@ import torch
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.source import Source, Window
+from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Pieced:
         dims = tuple(range(len(shape)))
         return cls(shape, [_Piece(full_box(shape), path, (0,) * len(shape), dims)])
 
-    def read(self, source: Source, window: Window, box: Box, into: torch.Tensor) -> None:
+    def read(self, source: Source, window: ReadWindow, box: Box, into: torch.Tensor) -> None:
         """Read a box of the result.
 
         Args:

@@ -8,7 +8,7 @@ from shardwise.inspect.api import Blueprint
 from shardwise.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
 from shardwise.recipes.core.config import SgdConfig
 from shardwise.recipes.core.model import build_classifier, config_json, initialize
-from shardwise.recipes.core.recipe import Example, Place, Task
+from shardwise.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
 from shardwise.recipes.vision.task import (
     Classifier,
@@ -20,7 +20,7 @@ from shardwise.recipes.vision.task import (
 from shardwise.wrap import repeated_blocks
 
 
-def assemble(inputs: ImagenetInputs, place: Place) -> Task:
+def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)

@@ -33,7 +33,7 @@ from shardwise.recipes.core.model import (
     initialize,
     next_token_loss,
 )
-from shardwise.recipes.core.recipe import Example, Gathers, Place, Task, no_more
+from shardwise.recipes.core.recipe import Example, Gathers, Task, TrainContext, no_more
 from shardwise.recipes.core.replicas import replicas_of
 from shardwise.recipes.core.rundir import write_text
 from shardwise.recipes.text.batches import open_data
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from shardwise.recipes.text.adapters import Adapters
 
 
-def assemble(inputs: LmInputs, place: Place) -> Task:
+def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)
@@ -95,7 +95,6 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
     return Task(
-        title=f"{config.model} on {inputs.text.name}",
         model_name=config.model,
         model=sharded,
         model_config=config_json(model),
@@ -113,7 +112,6 @@ def assemble(inputs: LmInputs, place: Place) -> Task:
         span=span,
         position=data.position,
         example=f"sequences x {config.seq_length} tokens",
-        loss_unit="nats per token",
         introduction=[*introduction, ("compute", str(use))],
         close=data.close,
         base=None if adapters is None else config.pretrained,
@@ -229,7 +227,7 @@ def example(config: LmConfig) -> Example:
 
 def _finish(
     inputs: LmInputs,
-    place: Place,
+    place: TrainContext,
     model: FSDPModule,
     vocabulary: Vocabulary,
     adapters: Adapters | None,
@@ -244,7 +242,7 @@ def _finish(
 
 def _write_sample(
     inputs: LmInputs,
-    place: Place,
+    place: TrainContext,
     model: FSDPModule,
     vocabulary: Vocabulary,
     checkpoint: Path,

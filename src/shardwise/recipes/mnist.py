@@ -25,7 +25,7 @@ from shardwise.recipes.core.build import (
     shard,
 )
 from shardwise.recipes.core.config import OptimizerConfig
-from shardwise.recipes.core.recipe import Example, Place, Task
+from shardwise.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.recipes.vision.files import CLASSES, SIDE, IdxSet
 from shardwise.recipes.vision.images import Batch
@@ -42,7 +42,7 @@ WIDTHS = (16, 32)
 HIDDEN = 64
 
 
-def assemble(inputs: MnistInputs, place: Place) -> Task:
+def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     train = inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)

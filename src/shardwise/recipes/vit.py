@@ -34,12 +34,12 @@ from shardwise.recipes.core.model import (
     decoder_layers,
     initialize,
 )
-from shardwise.recipes.core.recipe import Example, Place, Task
+from shardwise.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
 from shardwise.recipes.vision.task import Classifier, ImageData, example_of, vision_task
 
 
-def assemble(inputs: VitInputs, place: Place) -> Task:
+def assemble(inputs: VitInputs, place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)
@@ -63,7 +63,7 @@ def assemble(inputs: VitInputs, place: Place) -> Task:
     return vision_task(inputs, place, ImageData.of(inputs), classifier)
 
 
-def _load_sharded(inputs: VitInputs, place: Place, file: Path) -> PreTrainedModel:
+def _load_sharded(inputs: VitInputs, place: TrainContext, file: Path) -> PreTrainedModel:
     """Load the model from a safetensors file into new shards: no rank has room for all of it."""
     model = build_classifier(inputs.settings, len(inputs.classes))
     shard_model(model, units_of(model, inputs.config), inputs.train.sharding, place)
@@ -89,7 +89,7 @@ def units_of(model: PreTrainedModel, config: VitConfig) -> list[nn.Module]:
 
 
 def shard_model(
-    model: PreTrainedModel, units: Sequence[nn.Module], config: ShardingConfig, place: Place
+    model: PreTrainedModel, units: Sequence[nn.Module], config: ShardingConfig, place: TrainContext
 ) -> FSDPModule:
     """Shard a model that is on the meta device; it gets no memory yet.
 

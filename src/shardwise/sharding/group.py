@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
@@ -51,7 +52,7 @@ class ParamGroup:
             ``reshard_after_forward``.
         makes: how often the full parameters were made anew because the shards were replaced.
         stepper: what updates the shards during backward, if anything does.
-        pages: the shards that are kept on a disk.
+        pages: the shards that are kept on a disk; ``None`` if none is.
     """
 
     def __init__(
@@ -76,9 +77,8 @@ class ParamGroup:
         self._offload = offload
         self.makes = 0
         self.stepper: Stepper | None = None
-        self.pages = Pages([param.form for param in params])
+        self.pages = Pages.of([param.form for param in params])
         self._memory: FullParams | None = None
-        self._label: tuple[str, Label] | None = None
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
         self._steps_when_gathered = 0
@@ -188,7 +188,8 @@ class ParamGroup:
         if source is None:
             self._gathered = self._versions()
             self._steps_when_gathered = self.steps_in_backward
-            self.pages.load(self.label.name)
+            if self.pages is not None:
+                self.pages.load(self.label.name)
         if self._memory.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
                 self._memory.start(self.label, source)
@@ -404,7 +405,7 @@ class ParamGroup:
             if self.phase is not Phase.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
-            self._label = None
+            self.__dict__.pop("label", None)
             self._discard_memory()
 
     def refuse_replaced(self) -> NoReturn:
@@ -454,16 +455,19 @@ class ParamGroup:
         self.mesh = mesh
         self._discard_memory()
 
-    @property
+    def rename(self, fqn: str) -> None:
+        """Take another name."""
+        self.fqn = fqn
+        self.__dict__.pop("label", None)
+
+    @functools.cached_property
     def label(self) -> Label:
         """The name of the group in messages, and the parameters that ranks must agree on."""
-        if self._label is None or self._label[0] != self.fqn:
-            lines = [
-                f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
-                for param in self.params
-            ]
-            self._label = self.fqn, Label(self.fqn or "the root group", "\n".join(lines))
-        return self._label[1]
+        lines = [
+            f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
+            for param in self.params
+        ]
+        return Label(self.fqn or "the root group", "\n".join(lines))
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -540,7 +544,8 @@ class ParamGroup:
         if forms:
             self.wait_for_offload()
             self.stepper.step(self.label.name, forms)
-            self.pages.let_go()
+            if self.pages is not None:
+                self.pages.let_go()
 
     def _step_own(self) -> None:
         """Have the stepper update the parameters that no other group has."""
@@ -640,7 +645,8 @@ class ParamGroup:
         self._free_memory()
 
     def _free_memory(self) -> None:
-        self.pages.let_go()
+        if self.pages is not None:
+            self.pages.let_go()
         if self._memory is not None:
             if self.options.keep_unsharded_storage:
                 self._memory.retain()

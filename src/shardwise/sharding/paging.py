@@ -22,15 +22,21 @@ class Pages:
     """The shards of a group that are kept on a disk.
 
     Args:
-        forms: the parameters of the group.
+        forms: the parameters that are.
 
     Attributes:
         order: in which order groups come; those of one model share it, once its root is known.
     """
 
     def __init__(self, forms: Sequence[ShardedParam]) -> None:
-        self._forms = [form for form in forms if form.offload.disk is not None]
+        self._forms = forms
         self.order = ReadOrder()
+
+    @classmethod
+    def of(cls, forms: Sequence[ShardedParam]) -> Pages | None:
+        """Return those of a group's parameters that are kept on a disk; ``None`` without any."""
+        paged = [form for form in forms if form.offload.disk is not None]
+        return cls(paged) if paged else None
 
     def load(self, name: str) -> None:
         """Bring the shards into memory, and start to read those of the group that comes next.
@@ -41,8 +47,6 @@ class Pages:
         Raises:
             OffloadError: they cannot be read; the message names the parameter and the rank.
         """
-        if not self._forms:
-            return
         with observe.during(Activity.COPY, name):
             for form in self._forms:
                 try:

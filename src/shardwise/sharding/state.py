@@ -538,7 +538,8 @@ class FSDPState:
             state.root = self.root
             for group in state.groups:
                 group.refresh()
-                group.pages.order = self.root.read_order
+                if group.pages is not None:
+                    group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
         if self._keep_if_root:
             for group in self.groups:
@@ -549,7 +550,7 @@ class FSDPState:
         for state in self.root.states:
             fqn = ", ".join(names[module] for module in state.modules if module in names)
             for group in state.groups:
-                group.fqn = fqn
+                group.rename(fqn)
                 for param in group.params:
                     owner = param.form.owners[0]
                     prefix = names.get(owner.module)

@@ -76,7 +76,7 @@ def clock_of_host() -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ClockReport:
     """What a rank says of its clock to the others.
 
     Attributes:
@@ -95,7 +95,7 @@ def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> Reading:
 
 def read_clock(
     peers: Peers,
-    told: Mapping[int, Told],
+    told: Mapping[int, ClockReport],
     meeting: str,
     now: Callable[[], int] = time.perf_counter_ns,
 ) -> Reading:

@@ -12,7 +12,7 @@ from typing import Any
 from shardwise import units
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.observe import Activity
-from shardwise.planning.clock import Span as Predicted
+from shardwise.planning.clock import PlanSpan as Predicted
 from shardwise.planning.clock import StepTime
 from shardwise.timeline.rank import RankTimeline
 from shardwise.timeline.steps import Part, StepOfAll, steps_of, typical

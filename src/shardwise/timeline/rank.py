@@ -58,7 +58,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class MemoryChange:
     """Memory grew, or shrank if ``nbytes`` is negative.
 
     Attributes:
@@ -121,7 +121,7 @@ class RankTimeline:
     begin: float
     end: float
     spans: tuple[Span, ...]
-    changes: tuple[Change, ...] = ()
+    changes: tuple[MemoryChange, ...] = ()
     held: Mapping[Memory, int] = field(default_factory=dict)
     steps: tuple[Step, ...] = ()
     dropped: int = 0
@@ -210,7 +210,7 @@ class RankTimeline:
             names = [str(name) for name in value["names"]]
             spans = tuple(_span(row, names) for row in value["spans"][:_MOST])
             changes = tuple(
-                Change(float(time), Memory(names[kind]), names[name], int(nbytes))
+                MemoryChange(float(time), Memory(names[kind]), names[name], int(nbytes))
                 for time, kind, name, nbytes in value["changes"][:_MOST]
             )
             return cls(

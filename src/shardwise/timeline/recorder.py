@@ -24,9 +24,9 @@ from torch.optim.optimizer import (
 
 from shardwise import observe
 from shardwise._torch import dtensor
-from shardwise.observe import Activity, Memory, Wire
+from shardwise.observe import Activity, Memory, Route
 from shardwise.timeline.device import DeviceClock, Mark
-from shardwise.timeline.rank import Change, RankTimeline, Span, Step
+from shardwise.timeline.rank import MemoryChange, RankTimeline, Span, Step
 
 #: Numbers of activities. One row for all recorders: a number of an earlier one means nothing here.
 _numbers = itertools.count(1)
@@ -39,9 +39,9 @@ _ON_DEVICE = frozenset(
     }
 )
 
-_NO_WIRE = Wire("", "", 0)
+_NO_WIRE = Route("", "", 0)
 
-_Started = tuple[Activity, str, str, int, int, Wire, int, int, "Mark | None"]
+_Started = tuple[Activity, str, str, int, int, Route, int, int, "Mark | None"]
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Recorder:
         return number
 
     def collective(
-        self, activity: Activity, name: str, wire: Wire, nbytes: int, launches: int
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
     ) -> int:
         """Note that a collective is issued."""
         number = next(_numbers)
@@ -265,7 +265,9 @@ class Recorder:
             begin=shared(self._began),
             end=shared(self._finished),
             spans=tuple(spans),
-            changes=tuple(Change(shared(t), kind, name, n) for t, kind, name, n in self._changes),
+            changes=tuple(
+                MemoryChange(shared(t), kind, name, n) for t, kind, name, n in self._changes
+            ),
             held={kind: nbytes for kind, nbytes in self._held.items() if nbytes},
             steps=tuple(
                 Step(mark.number, shared(mark.begin), shared(mark.end or self._finished))

@@ -21,9 +21,9 @@ from shardwise._torch import c10d
 from shardwise.errors import CheckpointError
 from shardwise.planning.clock import StepTime
 from shardwise.timeline.clocks import (
+    ClockReport,
     Reading,
     SharedClock,
-    Told,
     clock_of_host,
     own_clock,
     read_clock,
@@ -73,10 +73,10 @@ class Recording:
         self._now = now
         self._clock = clock
         self._recorder: Recorder | None = None
-        self._place = _Place(0, 1)
+        self._place = _OwnPlace(0, 1)
         self._held = contextlib.ExitStack()
         self._first: Reading | None = None
-        self._told: Mapping[int, Told] = {}
+        self._told: Mapping[int, ClockReport] = {}
         self._meeting = ""  # "": not all ranks are recorded together
 
     def step(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -96,7 +96,7 @@ class Recording:
 
     def __enter__(self) -> Self:
         peers = _peers()
-        self._place = _place(peers) or _Place(0, 1)
+        self._place = _place(peers) or _OwnPlace(0, 1)
         limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._place.world_size))
         clock = DeviceClock.of(_device())
         recorder = Recorder(limit, clock, self._now)
@@ -142,7 +142,7 @@ class Recording:
             return own_clock(self._now)
         doing = "the beginning of a recording"
         name = clock_of_host() if self._clock is None else self._clock
-        mine = _Arrival(Told(name, self._now()), _problem(observe.check_unobserved))
+        mine = _Arrival(ClockReport(name, self._now()), _problem(observe.check_unobserved))
         turns = turns_of(peers)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
@@ -290,7 +290,7 @@ class _Arrival:
         problem: why it cannot begin; ``None``: it can.
     """
 
-    told: Told
+    told: ClockReport
     problem: Exception | None
 
     def to_json(self) -> str:
@@ -310,7 +310,7 @@ class _Arrival:
         if problem is not None:
             number, words, name = problem
             error = RuntimeError(words) if number is None else OSError(number, words, name)
-        return cls(Told(clock, now), error)
+        return cls(ClockReport(clock, now), error)
 
 
 def _problem(prepare: Callable[[], object]) -> Exception | None:
@@ -330,15 +330,15 @@ def _raise_any(*arrivals: _Arrival) -> None:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _OwnPlace:
     """This process among the ranks."""
 
     rank: int
     world_size: int
 
 
-def _place(peers: Peers | None) -> _Place | None:
-    return None if peers is None else _Place(peers.rank, peers.size)
+def _place(peers: Peers | None) -> _OwnPlace | None:
+    return None if peers is None else _OwnPlace(peers.rank, peers.size)
 
 
 def _peers() -> Peers | None:

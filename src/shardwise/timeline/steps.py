@@ -61,7 +61,7 @@ _Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Wait:
+class StepWait:
     """Time that a rank spent waiting in one step, for one thing.
 
     Attributes:
@@ -92,7 +92,7 @@ class StepOfRank:
     rank: int
     step: Step
     parts: Mapping[Part, float]
-    waits: tuple[Wait, ...]
+    waits: tuple[StepWait, ...]
     overlapped: float
 
     @property
@@ -260,7 +260,7 @@ def _last_to_come(ranks: Iterable[tuple[int, Sequence[Span]]]) -> dict[_Call, tu
 
 def _waits(
     rank: int, step: Step, spans: Sequence[Span], last: Mapping[_Call, tuple[int, float]]
-) -> tuple[Wait, ...]:
+) -> tuple[StepWait, ...]:
     """Say what a rank waited for.
 
     Transports that know whom report it. Else it is the last rank to issue the collective: a wait
@@ -291,5 +291,7 @@ def _waits(
                 seconds[span.name, span.dimension, peer_rank] += late
                 left -= late
         seconds[span.name, span.dimension, None] += max(0.0, left)
-    waits = (Wait(name, over, took, peer) for (name, over, peer), took in seconds.items() if took)
+    waits = (
+        StepWait(name, over, took, peer) for (name, over, peer), took in seconds.items() if took
+    )
     return tuple(sorted(waits, key=lambda wait: -wait.seconds))

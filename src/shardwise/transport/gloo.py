@@ -129,7 +129,7 @@ class GlooTransport(OwnMemory):
             self.log.add("reduce-scatter", shards, label),
             lambda: scattered_bytes(fulls, shards, self.world_size),
         )
-        reduction = ReduceScatter(
+        reduction = PostedReduceScatter(
             self.rank, self._order, buckets, messages, self._scratch, fulls, shards, op
         )
         return self._pending(messages, reduction.finish)
@@ -186,7 +186,7 @@ class GlooTransport(OwnMemory):
         return work
 
 
-class ReduceScatter:
+class PostedReduceScatter:
     """One reduce-scatter under way: the constructor posts, and :meth:`finish` adds.
 
     Args:

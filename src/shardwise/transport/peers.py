@@ -35,7 +35,7 @@ import torch.distributed as dist
 from shardwise import devices, observe
 from shardwise._torch import c10d
 from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
-from shardwise.observe import Activity, Wire
+from shardwise.observe import Activity, Route
 
 T = TypeVar("T")
 
@@ -164,9 +164,9 @@ class Peers:
         names = self.once(_dimension)
         names[0] = names[0] or name
 
-    def wire(self, transport: str) -> Wire:
+    def wire(self, transport: str) -> Route:
         """Say what a collective of a transport travels over, for reports."""
-        return Wire(transport, self.dimension, self.size, self.once(_members))
+        return Route(transport, self.dimension, self.size, self.once(_members))
 
     # -- who is there -------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     Manifest,
-    Piece,
+    StoredPiece,
     TensorEntry,
     TensorInfo,
     dotted,
@@ -64,9 +64,9 @@ def test_an_entry_is_named_by_its_path() -> None:
 
 def test_a_piece_is_named_by_its_indices_unless_it_is_the_full_tensor() -> None:
     entry = _entry("model", "w")
-    assert entry.key(Piece("f", 0, full_box((4, 6)), ())) == "model.w"
-    assert entry.key(Piece("f", 0, Box((2, 0), (2, 6)), ())) == "model.w[2:4,0:6]"
-    assert _entry("model", "s", shape=()).key(Piece("f", 0, Box((), ()), ())) == "model.s"
+    assert entry.key(StoredPiece("f", 0, full_box((4, 6)), ())) == "model.w"
+    assert entry.key(StoredPiece("f", 0, Box((2, 0), (2, 6)), ())) == "model.w[2:4,0:6]"
+    assert _entry("model", "s", shape=()).key(StoredPiece("f", 0, Box((), ()), ())) == "model.s"
 
 
 def test_sections_and_sizes_of_a_manifest() -> None:

@@ -18,7 +18,7 @@ from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     Manifest,
     ModelFacts,
-    Piece,
+    StoredPiece,
     TensorEntry,
     Value,
     itemsize,
@@ -54,7 +54,7 @@ def _manifests(draw: Any) -> Manifest:
             nbytes = box.numel * itemsize(dtype)
             file = draw(st.sampled_from(sorted(sizes)))
             checksums = tuple(f"{j:016x}" for j in range(math.ceil(nbytes / block)))
-            pieces.append(Piece(file, sizes[file], box, checksums))
+            pieces.append(StoredPiece(file, sizes[file], box, checksums))
             sizes[file] += nbytes
         path = ("model", name) if i % 3 == 0 else ("optimizer", "state", name, i)
         tensors.append(
@@ -84,7 +84,7 @@ def _write(folder: Path) -> Manifest:
             "F32",
             "",
             "",
-            (Piece(file, at, full_box((2, 3)), ("0" * 16,)),),
+            (StoredPiece(file, at, full_box((2, 3)), ("0" * 16,)),),
         )
         for name, at in (("embed", 64), ("head", 88))
     ]

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
-from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, TensorInfo, dtype_name
+from shardwise.checkpoint.disk.entries import (
+    Manifest,
+    StoredPiece,
+    TensorEntry,
+    TensorInfo,
+    dtype_name,
+)
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader, read_box, read_tensor
 from shardwise.checkpoint.disk.safetensors import TensorData, write_shard
 from tests.checkpoint.tilings import QUICK, part_of, shapes
@@ -31,7 +37,7 @@ def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifes
         ]
     dtype = dtype_name(tensor.dtype)
     entry = TensorEntry(("model", "w"), shape, dtype, "", "", ())
-    keys = {entry.key(Piece(FILE, 0, box, ())): box for box in boxes}
+    keys = {entry.key(StoredPiece(FILE, 0, box, ())): box for box in boxes}
     parts = [
         TensorData(key, TensorInfo(dtype, box.sizes), lambda box=box: part_of(tensor, box))
         for key, box in keys.items()
@@ -39,7 +45,8 @@ def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifes
     (folder / FILE).unlink(missing_ok=True)
     written = write_shard(folder / FILE, parts, block)
     pieces = tuple(
-        Piece(FILE, written[key].offset, box, written[key].checksums) for key, box in keys.items()
+        StoredPiece(FILE, written[key].offset, box, written[key].checksums)
+        for key, box in keys.items()
     )
     entry = TensorEntry(("model", "w"), shape, dtype, "", "", pieces)
     return Manifest((entry,), (), {FILE: (folder / FILE).stat().st_size}, block, 1)

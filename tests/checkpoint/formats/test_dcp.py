@@ -28,7 +28,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.detect import Format
-from shardwise.checkpoint.formats.source import LEAST_BUFFER, Window
+from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.errors import CheckpointError
@@ -175,7 +175,9 @@ def test_chunks_of_any_cut_and_stride_are_read(ranks: Ranks, tmp_path: Path) -> 
         with DcpSource(tmp_path / folder) as source:
             assert source.tensors.keys() == {("model", name) for name in expected} | others
             for name, value in expected.items():
-                data = b"".join(map(bytes, Window(LEAST_BUFFER).chunks(source, ("model", name))))
+                data = b"".join(
+                    map(bytes, ReadWindow(LEAST_BUFFER).chunks(source, ("model", name)))
+                )
                 assert data == value.contiguous().numpy().tobytes(), f"{folder}: {name}"
 
 
@@ -233,7 +235,7 @@ def _write(folder: Path, metadata: Any, protocol: int = 4) -> None:
 def test_a_folder_that_tells_the_truth_is_read(saved: Path) -> None:
     _write(saved, _metadata(length=_length(saved)))
     with DcpSource(saved) as source:
-        ((_, part),) = Window().parts(source, ("model", "a"))
+        ((_, part),) = ReadWindow().parts(source, ("model", "a"))
         assert part.tolist() == [0, 1, 2, 3]
 
 
@@ -269,7 +271,7 @@ def test_metadata_that_lies_is_refused(saved: Path, changes: dict[str, Any], mes
     _write(saved, _metadata(**{"length": _length(saved), **changes}))
 
     with pytest.raises(CheckpointError, match=message), DcpSource(saved) as source:
-        list(Window().parts(source, next(iter(source.tensors))))
+        list(ReadWindow().parts(source, next(iter(source.tensors))))
 
 
 def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Path) -> None:
@@ -288,7 +290,7 @@ def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Pa
         pytest.raises(CheckpointError, match="without running code"),
         DcpSource(saved) as source,
     ):
-        list(Window().parts(source, ("model", "a")))
+        list(ReadWindow().parts(source, ("model", "a")))
 
     metadata = _metadata(length=_length(saved))
     metadata.state_dict_metadata = {"v": BytesStorageMetadata()}
@@ -337,7 +339,7 @@ def test_a_chunk_cut_short_or_damaged_is_refused(saved: Path) -> None:
         (saved / "__0_0.distcp").write_bytes(data[:at] + b"\xff" * 8 + data[at + 8 :])
         try:  # what is hit may be an element, which this format has no checksum of
             with DcpSource(saved) as source:
-                list(Window().parts(source, ("model", "a")))
+                list(ReadWindow().parts(source, ("model", "a")))
         except CheckpointError:
             pass
 

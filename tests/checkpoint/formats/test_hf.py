@@ -20,7 +20,7 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX, SINGLE, HfSource, plan_files
-from shardwise.checkpoint.formats.source import LEAST_BUFFER, Window
+from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.hf import save_hf
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
@@ -288,7 +288,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_named(tmp_path: Path) -> Non
     with HfSource(path) as source:
         path.write_bytes(path.read_bytes()[:-8])
         with pytest.raises(CheckpointError, match=r"model.safetensors: ends at byte"):
-            list(Window().parts(source, ("model", "a")))
+            list(ReadWindow().parts(source, ("model", "a")))
 
 
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from shardwise.checkpoint.formats.detect import Format, find_checkpoint, format_
 from shardwise.checkpoint.formats.source import (
     Extent,
     ExtentReader,
-    Window,
+    ReadWindow,
     check_boxes,
     model_tensors,
 )
@@ -36,7 +36,7 @@ def test_parts_fit_in_the_window_and_cover_the_box(
     shape: tuple[int, ...], data: st.DataObject
 ) -> None:
     shape = tuple(100 * n for n in shape[:1]) + shape[1:]
-    window, info = Window(4096), TensorInfo("F64", shape)
+    window, info = ReadWindow(4096), TensorInfo("F64", shape)
     box = data.draw(boxes_in(shape))
     parts = list(window.boxes(info, box))
     assert all(part.numel * 8 <= 4096 for part in parts)
@@ -50,13 +50,13 @@ def test_a_window_reads_in_parts_and_reports_them(tmp_path: Path) -> None:
     torch.save({"model": {"w": tensor}}, tmp_path / "x.pt")
     moved: list[int] = []
     with TorchSource(tmp_path / "x.pt") as opened:
-        window = Window(4096, moved.append)
+        window = ReadWindow(4096, moved.append)
         data = b"".join(bytes(chunk) for chunk in window.chunks(opened, ("model", "w")))
     assert data == tensor.numpy().tobytes()
     assert sum(moved) == tensor.nbytes
     assert max(moved) <= 4096
     with pytest.raises(ValueError, match="buffer: found 4095 bytes, expected 4096 or more"):
-        Window(4095)
+        ReadWindow(4095)
 
 
 @QUICK

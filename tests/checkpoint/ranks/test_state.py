@@ -19,7 +19,7 @@ from shardwise.checkpoint.ranks.optimizer import (
 )
 from shardwise.checkpoint.ranks.saving import Handle, copies
 from shardwise.checkpoint.ranks.state import (
-    State,
+    SavedState,
     check_same_names,
     check_tensor,
     facts_of,
@@ -56,7 +56,7 @@ def test_tensors_share_memory_and_values_are_copied() -> None:
 )
 def test_what_cannot_be_saved_is_named(tree: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        State().add("extra", tree)
+        SavedState().add("extra", tree)
 
 
 def test_a_tensor_that_can_be_saved_is_returned() -> None:

@@ -25,7 +25,7 @@ from shardwise.checkpoint.formats.source import (
     BaseSource,
     Extent,
     ExtentReader,
-    Window,
+    ReadWindow,
 )
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import Difference, differences
@@ -310,7 +310,7 @@ def test_any_box_of_any_cut_in_any_order_of_storage(
             opened.write(stored.numpy().tobytes())
 
     with _OneTensor(TensorInfo(names[dtype], shape), extents) as source:
-        window = Window(LEAST_BUFFER)
+        window = ReadWindow(LEAST_BUFFER)
         data = b"".join(map(bytes, window.chunks(source, ("model", "a"))))
         assert data == whole.numpy().tobytes()
         out = torch.empty(wanted.sizes, dtype=dtype)

@@ -20,7 +20,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
 from shardwise.recipes import lm
-from shardwise.recipes.core.config import Existing, OptionError, Precision
+from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.recipes.core.plan import plan_training
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
@@ -230,7 +230,7 @@ def test_kept_parameters_are_gathered_once_per_step(
 def test_adapters_stay_in_float32_on_a_base_in_bf16(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
-    config = adapting(tmp_path, published, "run", shard_dtype=Precision.BF16, steps=2)
+    config = adapting(tmp_path, published, "run", shard_dtype=PrecisionName.BF16, steps=2)
     ranks(train, 2, config)
     saved = read_manifest(config.files.checkpoints / "step-00000002").tensors
     floats = {e.info.dtype for e in saved if e.fqn.startswith(("model.", "optimizer.state"))}

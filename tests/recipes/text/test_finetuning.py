@@ -28,7 +28,7 @@ from shardwise.recipes.text.conversations import (
     target_loss,
 )
 from shardwise.recipes.text.data import Tokenizer
-from shardwise.recipes.text.documents import Documents, Source
+from shardwise.recipes.text.documents import Documents, StreamSource
 from shardwise.recipes.text.packing import Packing
 from shardwise.recipes.text.streams import StreamBatches
 from shardwise.recipes.text.turns import ChatEncoder
@@ -86,7 +86,7 @@ def text_batches(config: LmConfig, world_size: int) -> BatchOf:
     text = config.check(World(0, world_size, 0, world_size)).text
     assert isinstance(text, Documents)
     assert config.pretrained is not None
-    source, vocabulary = Source(text), Tokenizer(config.pretrained)
+    source, vocabulary = StreamSource(text), Tokenizer(config.pretrained)
     of_ranks = [
         StreamBatches(source, vocabulary, config.seq_length, None, World(r, world_size, r, 1))
         for r in range(world_size)

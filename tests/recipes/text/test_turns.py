@@ -11,7 +11,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.chat import Chat, ChatError, Completion
 from shardwise.recipes.text.data import Tokenizer
-from shardwise.recipes.text.turns import IGNORED, ChatEncoder, Document
+from shardwise.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from tests.recipes.text.published import FORGETTING, MARKED, PLAIN, make_tokenizer
 
 
@@ -36,7 +36,7 @@ def encoder(template: str | None, **changes: Any) -> tuple[ChatEncoder, Any]:
     return ChatEncoder(held), made
 
 
-def trained_text(document: Document, tokenizer: Any) -> list[str]:
+def trained_text(document: MaskedTokens, tokenizer: Any) -> list[str]:
     """The texts that are trained on, one for each uninterrupted part."""
     parts, before = list[list[int]](), False
     for token, trained in zip(document.tokens, document.trained, strict=True):
@@ -158,7 +158,7 @@ def test_special_tokens_that_the_model_has_no_rows_for_are_told_and_refused_in_t
 
 
 def test_targets_are_the_next_tokens_where_these_are_trained_on() -> None:
-    document = Document([5, 6, 7, 8], [True, False, True, True])
+    document = MaskedTokens([5, 6, 7, 8], [True, False, True, True])
     assert document.targets() == [IGNORED, 7, 8, IGNORED]
     assert document.target_count == 2
     assert document.cut(3).targets() == [IGNORED, 7, IGNORED]

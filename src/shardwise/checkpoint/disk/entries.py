@@ -112,7 +112,7 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A part of a tensor, stored in one file.
 
     Attributes:
@@ -148,7 +148,7 @@ class TensorEntry:
     dtype: str
     placements: str
     mesh: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredPiece, ...]
 
     @property
     def fqn(self) -> str:
@@ -180,7 +180,7 @@ class TensorEntry:
         """Bytes of the full tensor."""
         return self.info.nbytes
 
-    def key(self, piece: Piece) -> str:
+    def key(self, piece: StoredPiece) -> str:
         """The name of a piece in its safetensors file.
 
         That is the tensor's name if the piece is the full tensor, else the name and the indices:

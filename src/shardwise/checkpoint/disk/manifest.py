@@ -34,8 +34,8 @@ from shardwise.checkpoint.disk.entries import (
     Manifest,
     ModelFacts,
     PathKey,
-    Piece,
     StatePath,
+    StoredPiece,
     TensorEntry,
     Value,
     dotted,
@@ -53,7 +53,7 @@ from shardwise.checkpoint.disk.strict import (
 from shardwise.checkpoint.disk.values import decode, encode
 from shardwise.errors import CheckpointError
 
-__all__ = ["Manifest", "Piece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
+__all__ = ["Manifest", "StoredPiece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
 
 NAME = "manifest.json"
 FORMAT = "shardwise.checkpoint"
@@ -300,7 +300,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
 
 def _piece(
     value: Any, where: str, shape: tuple[int, ...], size: int, files: Mapping[str, int], block: int
-) -> Piece:
+) -> StoredPiece:
     fields = Fields(value, where)
     name = fields.text("file")
     if name not in files:
@@ -322,7 +322,7 @@ def _piece(
             f"{where}, 'checksums'", digits, f"{_DIGITS} hex digits per {block} of {nbytes} bytes"
         )
     checksums = tuple(digits[i : i + _DIGITS] for i in range(0, len(digits), _DIGITS))
-    return Piece(name, offset, box, checksums)
+    return StoredPiece(name, offset, box, checksums)
 
 
 class _Node:

@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box
-from shardwise.checkpoint.disk.entries import Manifest, Piece, TensorEntry, torch_dtype
+from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
 from shardwise.checkpoint.disk.safetensors import as_bytes, read_fields
 from shardwise.checkpoint.disk.strict import refuse
@@ -58,7 +58,7 @@ class PieceReader(Closing):
             file.close()
         self._files.clear()
 
-    def check(self, entry: TensorEntry, piece: Piece) -> None:
+    def check(self, entry: TensorEntry, piece: StoredPiece) -> None:
         """Open the file of a piece, and compare its header with the manifest.
 
         Raises:
@@ -67,7 +67,7 @@ class PieceReader(Closing):
         """
         self._open(entry, piece)
 
-    def read(self, entry: TensorEntry, piece: Piece) -> Tensor:
+    def read(self, entry: TensorEntry, piece: StoredPiece) -> Tensor:
         """Read a full piece.
 
         Returns:
@@ -81,7 +81,9 @@ class PieceReader(Closing):
         self.read_into(entry, piece, piece.box, tensor)
         return tensor
 
-    def read_into(self, entry: TensorEntry, piece: Piece, box: Box, destination: Tensor) -> None:
+    def read_into(
+        self, entry: TensorEntry, piece: StoredPiece, box: Box, destination: Tensor
+    ) -> None:
         """Read a part of a piece.
 
         Every block that contains some of it is read in full and verified. If this raises, the
@@ -128,7 +130,7 @@ class PieceReader(Closing):
                     narrow(source, common.relative_to(part.offsets))
                 )
 
-    def stream(self, entry: TensorEntry, piece: Piece) -> Iterator[memoryview]:
+    def stream(self, entry: TensorEntry, piece: StoredPiece) -> Iterator[memoryview]:
         """Yield the bytes of a piece, in order, in chunks; each is valid until the next one.
 
         Raises:
@@ -138,7 +140,7 @@ class PieceReader(Closing):
             assert chunk is not None
             yield chunk.numpy().data
 
-    def verify(self, entry: TensorEntry, piece: Piece) -> None:
+    def verify(self, entry: TensorEntry, piece: StoredPiece) -> None:
         """Read a piece and compare its checksums, without keeping anything.
 
         Raises:
@@ -148,7 +150,7 @@ class PieceReader(Closing):
             pass
 
     def _chunks(
-        self, entry: TensorEntry, piece: Piece, span: tuple[int, int], direct: Tensor | None
+        self, entry: TensorEntry, piece: StoredPiece, span: tuple[int, int], direct: Tensor | None
     ) -> Iterator[tuple[int, Tensor | None]]:
         """Read the blocks that contain a range of bytes of a piece.
 
@@ -183,7 +185,7 @@ class PieceReader(Closing):
                     f"{piece.checksums[index]}"
                 )
 
-    def _open(self, entry: TensorEntry, piece: Piece) -> _ShardFile:
+    def _open(self, entry: TensorEntry, piece: StoredPiece) -> _ShardFile:
         file = self._files.get(piece.file)
         if file is None:
             path = self._folder / piece.file
@@ -215,7 +217,7 @@ class _ShardFile:
     def close(self) -> None:
         os.close(self._handle)
 
-    def check(self, entry: TensorEntry, piece: Piece) -> None:
+    def check(self, entry: TensorEntry, piece: StoredPiece) -> None:
         """Check that the header says the same about a piece as the manifest.
 
         Raises:

@@ -52,7 +52,7 @@ _COPY = 4 << 20  # bytes copied at a time, for tensors that cannot be written fr
 
 
 @dataclass(frozen=True)
-class Place:
+class StoredSpan:
     """Where a tensor is in a file.
 
     Attributes:
@@ -64,7 +64,7 @@ class Place:
     start: int
 
 
-def read_header(file: Path) -> dict[str, Place]:
+def read_header(file: Path) -> dict[str, StoredSpan]:
     """Read where every tensor of a file is. Nothing but the header is read.
 
     Symbolic links are followed, because the cache of Hugging Face consists of them.
@@ -112,7 +112,7 @@ def read_fields(handle: int, size: int, file: Path) -> tuple[int, dict[str, Any]
     return 8 + length, Fields(parse(bytes(text), where), where).all()
 
 
-def _place(name: str, entry: Any, where: str, data: int) -> Place:
+def _place(name: str, entry: Any, where: str, data: int) -> StoredSpan:
     check_text(name, where)
     fields = Fields(entry, where)
     dtype = fields.text("dtype")
@@ -123,10 +123,10 @@ def _place(name: str, entry: Any, where: str, data: int) -> Place:
     offsets = fields.numbers("data_offsets", 2)
     if len(offsets) != 2 or offsets[1] - offsets[0] != info.nbytes:
         refuse(f"{where}, 'data_offsets'", list(offsets), f"two, {info.nbytes} bytes apart")
-    return Place(info, data + offsets[0])
+    return StoredSpan(info, data + offsets[0])
 
 
-def _check_order(places: Mapping[str, Place], data: int, size: int, file: Path) -> None:
+def _check_order(places: Mapping[str, StoredSpan], data: int, size: int, file: Path) -> None:
     """Check that tensors follow each other from the header to the end of the file."""
     at = data
     for name, place in sorted(

@@ -214,17 +214,17 @@ def unflatten(found: Iterable[tuple[StatePath, Any]], where: str) -> dict[str, A
     for path, value in found:
         node = root
         for key in path[:-1]:
-            node = node.setdefault(key, _Node())
+            node = node.setdefault(key, _OpenNode())
         node[path[-1]] = value
     return {str(key): _built(value, str(key), where) for key, value in root.items()}
 
 
-class _Node(dict[PathKey, Any]):
+class _OpenNode(dict[PathKey, Any]):
     """A dict or list under construction. It has a type of its own, which no saved value has."""
 
 
 def _built(node: Any, name: str, where: str) -> Any:
-    if not isinstance(node, _Node):
+    if not isinstance(node, _OpenNode):
         return node
     if all(type(key) is str for key in node):
         return {key: _built(item, f"{name}.{key}", where) for key, item in node.items()}

@@ -71,7 +71,7 @@ class _Entry:
 
 
 @dataclass(frozen=True)
-class _End:
+class _DirectoryEnd:
     """The end of the directory.
 
     Attributes:
@@ -167,14 +167,14 @@ class Archive:
                 raise self._refused(f"{name[:80]!r} is in it twice")
         return records
 
-    def _read_end(self) -> _End:
+    def _read_end(self) -> _DirectoryEnd:
         """The end of the directory, if the archive has one and is not split."""
         at = self._length - _END.size
         data = self._bytes(at, _END.size) if at >= 0 else b""
         if not data.startswith(b"PK\5\6"):
             raise self._refused("it has no directory of an archive at its end")
         *numbers, comment = _END.unpack(data)[1:]
-        end = _End(at, *numbers)
+        end = _DirectoryEnd(at, *numbers)
         if _FULL in (end.size, end.first) or end.count == _FULL_SHORT or self._has_locator(at):
             end = self._read_end_64(at)
         if end.disk or end.directory_disk or comment or end.here != end.count:
@@ -193,7 +193,7 @@ class Archive:
         at = end - _LOCATOR.size
         return at >= 0 and self._bytes(at, 4) == b"PK\6\7"
 
-    def _read_end_64(self, end: int) -> _End:
+    def _read_end_64(self, end: int) -> _DirectoryEnd:
         """The end of the directory of a large archive, which precedes the short one."""
         locator = end - _LOCATOR.size
         if not self._has_locator(end):
@@ -204,7 +204,7 @@ class Archive:
         magic, length, _, _, *numbers = _END64.unpack(self._bytes(at, _END64.size))
         if magic != b"PK\6\6" or length != _END64.size - 12:
             raise self._refused("the end of its directory is damaged")
-        return _End(at, *numbers)
+        return _DirectoryEnd(at, *numbers)
 
     def _entries(self, directory: bytes, count: int) -> Iterator[_Entry]:
         at = found = 0

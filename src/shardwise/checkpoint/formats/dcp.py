@@ -47,8 +47,8 @@ from shardwise.checkpoint.formats.source import (
     BaseSource,
     Extent,
     ExtentReader,
+    ReadWindow,
     Source,
-    Window,
     check_boxes,
 )
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
@@ -213,7 +213,7 @@ def _section(path: StatePath) -> StatePath:
     return path if len(path) > 1 and path[0] == "extra" else ("extra", *path)
 
 
-def write_dcp(folder: Path, source: Source, window: Window) -> None:
+def write_dcp(folder: Path, source: Source, window: ReadWindow) -> None:
     """Write everything that a source contains in torch's format.
 
     ``torch.distributed.checkpoint.load`` finds it under ``model``, ``optimizer`` and ``extra``.
@@ -286,7 +286,7 @@ class _Files:
             self._file = None
 
 
-def _write_tensor(files: _Files, path: StatePath, source: Source, window: Window) -> Item:
+def _write_tensor(files: _Files, path: StatePath, source: Source, window: ReadWindow) -> Item:
     info = source.tensors[path]
     chunks = [Chunk(*files.append(part), box) for box, part in window.parts(source, path)]
     if not info.numel:

@@ -27,14 +27,14 @@ import xxhash
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
-from shardwise.checkpoint.disk.safetensors import Place, read_header, write_safetensors
+from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
     BaseSource,
     Extent,
     ExtentReader,
+    ReadWindow,
     Source,
-    Window,
     model_tensors,
 )
 from shardwise.errors import CheckpointError
@@ -76,7 +76,7 @@ class HfSource(BaseSource):
     def __init__(self, where: Path) -> None:
         self.where = where
         self._reader = ExtentReader()
-        self._places: dict[StatePath, tuple[Path, Place]] = {}
+        self._places: dict[StatePath, tuple[Path, StoredSpan]] = {}
         for file, named in _files(where).items():
             self._add(file, named)
         self.tensors = {path: place.info for path, (_, place) in self._places.items()}
@@ -185,7 +185,7 @@ def write_index(folder: Path, files: list[HfFile]) -> None:
 
 
 def write_hf(
-    folder: Path, source: Source, window: Window, max_shard_size: int = DEFAULT_SHARD
+    folder: Path, source: Source, window: ReadWindow, max_shard_size: int = DEFAULT_SHARD
 ) -> list[Path]:
     """Write the model of a source in this format.
 
@@ -207,7 +207,7 @@ def write_hf(
     """
     paths = model_tensors(source)
     text, config = find_config(source) or (b"", {})
-    for name in tied_copies(source, paths, config, Window(window.nbytes)):
+    for name in tied_copies(source, paths, config, ReadWindow(window.nbytes)):
         window.progress(source.tensors[paths.pop(name)].nbytes)
     if text:
         write_new(folder / CONFIG, text)
@@ -218,7 +218,7 @@ def write_hf(
     return [folder / file.name for file in files]
 
 
-def write_single(file: Path, source: Source, window: Window) -> None:
+def write_single(file: Path, source: Source, window: ReadWindow) -> None:
     """Write the model of a source as one safetensors file.
 
     Args:
@@ -236,7 +236,7 @@ def write_single(file: Path, source: Source, window: Window) -> None:
 
 
 def _chunks_of(
-    source: Source, paths: Mapping[str, StatePath], window: Window
+    source: Source, paths: Mapping[str, StatePath], window: ReadWindow
 ) -> Callable[[str], Iterator[memoryview]]:
     return lambda name: window.chunks(source, paths[name])
 
@@ -283,7 +283,7 @@ def find_config(source: Source) -> tuple[bytes, Mapping[str, Any]] | None:
 
 
 def tied_copies(
-    source: Source, paths: Mapping[str, StatePath], config: Mapping[str, Any], window: Window
+    source: Source, paths: Mapping[str, StatePath], config: Mapping[str, Any], window: ReadWindow
 ) -> set[str]:
     """Find the weights that are a copy of another weight and tied to it.
 
@@ -324,7 +324,7 @@ def tied_copies(
     return copies
 
 
-def _digest(source: Source, path: StatePath, window: Window) -> bytes:
+def _digest(source: Source, path: StatePath, window: ReadWindow) -> bytes:
     digest = xxhash.xxh3_128()
     for chunk in window.chunks(source, path):
         digest.update(chunk)

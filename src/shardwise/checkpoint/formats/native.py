@@ -12,8 +12,8 @@ import torch
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import (
     Manifest,
-    Piece,
     StatePath,
+    StoredPiece,
     TensorEntry,
     TensorInfo,
     Value,
@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
-from shardwise.checkpoint.formats.source import BaseSource, Source, Window
+from shardwise.checkpoint.formats.source import BaseSource, ReadWindow, Source
 from shardwise.errors import CheckpointError
 
 
@@ -69,7 +69,7 @@ def _about(manifest: Manifest) -> list[str]:
     return [", ".join([saved, *how]), f"with {versions}"]
 
 
-def write_shardwise(folder: Path, source: Source, window: Window) -> None:
+def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
     """Write everything that a source contains in the native format, as one rank would.
 
     Args:
@@ -84,7 +84,7 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
     file = shard_name(0, 1)
     boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}
     entries = {
-        path: _entry(path, info, tuple(Piece(file, 0, box, ()) for box in boxes[path]))
+        path: _entry(path, info, tuple(StoredPiece(file, 0, box, ()) for box in boxes[path]))
         for path, info in source.tensors.items()
     }
     tensors = [
@@ -103,7 +103,7 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
                 path,
                 source.tensors[path],
                 tuple(
-                    Piece(file, place.offset, piece.box, place.checksums)
+                    StoredPiece(file, place.offset, piece.box, place.checksums)
                     for piece in entry.pieces
                     for place in [written[entry.key(piece)]]
                 ),
@@ -122,5 +122,5 @@ def write_shardwise(folder: Path, source: Source, window: Window) -> None:
         raise CheckpointError(f"{source.where}: {error}") from None
 
 
-def _entry(path: StatePath, info: TensorInfo, pieces: tuple[Piece, ...]) -> TensorEntry:
+def _entry(path: StatePath, info: TensorInfo, pieces: tuple[StoredPiece, ...]) -> TensorEntry:
     return TensorEntry(path, info.shape, info.dtype, "", "", pieces)

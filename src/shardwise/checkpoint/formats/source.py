@@ -1,9 +1,10 @@
 """Checkpoints of any format, read in one way: tensors by name, plain values, and boxes of tensors.
 
 Every format that can be read is a :class:`Source`. Whatever is written is written from a source, a
-part of a tensor at a time through a :class:`Window`, so that no more than a buffer of bounded size
-is ever in memory. Formats other than ours have no checksums: their tensors are extents of files,
-which an :class:`ExtentReader` reads. Pieces of our own format are read by :mod:`..disk.pieces`.
+part of a tensor at a time through a :class:`ReadWindow`, so that no more than a buffer of bounded
+size is ever in memory. Formats other than ours have no checksums: their tensors are extents of
+files, which an :class:`ExtentReader` reads. Pieces of our own format are read by
+:mod:`..disk.pieces`.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class BaseSource(Closing):
     config: Mapping[str, Any] = MappingProxyType({})
 
 
-class Window:
+class ReadWindow:
     """A buffer that parts of tensors pass through.
 
     Args:

@@ -95,7 +95,7 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
         data = archive.read(_PICKLE, _MOST_PICKLE)
     finally:
         os.close(handle)
-    names = _Names(archive.records, start, str(path))
+    names = _PickledNames(archive.records, start, str(path))
     try:
         tree = load(data, names.find, _MOST_STEPS, names.storage)
     except PickleError as error:
@@ -183,7 +183,7 @@ class _Storage:
     nbytes: int
 
 
-class _Names:
+class _PickledNames:
     """What the names in a pickle of ``torch.save`` stand for.
 
     Args:

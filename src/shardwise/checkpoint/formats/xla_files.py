@@ -19,7 +19,7 @@ from shardwise.checkpoint.formats.source import (
     BaseSource,
     Extent,
     ExtentReader,
-    Window,
+    ReadWindow,
     check_boxes,
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
@@ -32,7 +32,7 @@ _MAX_RANKS = 10**6
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorSlice:
     """Where a rank's part of a tensor is in the full tensor.
 
     Attributes:
@@ -63,9 +63,9 @@ class RankFile:
     rank: int
     world_size: int
     tree: Mapping[str, Any]
-    parts: Mapping[str, Part]
-    optimizer_parts: Mapping[str, Part]
-    alike: Mapping[str, Part | None]
+    parts: Mapping[str, TensorSlice]
+    optimizer_parts: Mapping[str, TensorSlice]
+    alike: Mapping[str, TensorSlice | None]
 
 
 class RankFiles(BaseSource):
@@ -103,7 +103,7 @@ class RankFiles(BaseSource):
         """``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor."""
         return self._tree
 
-    def chunks(self, window: Window) -> Callable[[str], Iterator[memoryview]]:
+    def chunks(self, window: ReadWindow) -> Callable[[str], Iterator[memoryview]]:
         """The bytes of a tensor by the name of its placeholder, as :func:`.write_tree` takes it."""
         return lambda name: window.chunks(self, self.by_name[name])
 
@@ -152,7 +152,7 @@ class RankFiles(BaseSource):
         stored = [each.local if isinstance(each, StoredShard) else each for each in found]
         if parts[0] is None:  # every rank has the full tensor
             del stored[1:]
-            parts = [Part(stored[0].info.shape, full_box(stored[0].info.shape))]
+            parts = [TensorSlice(stored[0].info.shape, full_box(stored[0].info.shape))]
         # A string, because thousands of numbers could have the same hash.
         key = str([(each.start, each.info, p) for each, p in zip(stored, parts, strict=True)])
         if key in self._placeholders and stored[0].info.numel:
@@ -167,7 +167,11 @@ class RankFiles(BaseSource):
         return self._placeholders[key]
 
     def _extents_of(
-        self, name: str, info: TensorInfo, parts: list[Part | None], stored: list[StoredTensor]
+        self,
+        name: str,
+        info: TensorInfo,
+        parts: list[TensorSlice | None],
+        stored: list[StoredTensor],
     ) -> list[Extent]:
         """The extents that the parts of all ranks are; a part that several have comes once."""
         extents: dict[str, Extent] = {}
@@ -184,7 +188,7 @@ class RankFiles(BaseSource):
         return found
 
 
-def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) -> Part | None:
+def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) -> TensorSlice | None:
     """A rank's part of a tensor; ``None`` if the rank has the full tensor."""
     name = dotted(path[1:])
     if path[0] == "model":
@@ -202,7 +206,7 @@ def _part(rank: RankFile, path: StatePath, found: StoredTensor | StoredShard) ->
 
 def _like_parameter(
     rank: RankFile, path: StatePath, found: StoredTensor | StoredShard
-) -> Part | None:
+) -> TensorSlice | None:
     """The part of an optimizer's state that is sharded like its parameter.
 
     The parameter is found by name. An optimizer's own ``state_dict()`` has numbers instead; then
@@ -221,9 +225,9 @@ def _cut(shape: Sequence[int], sizes: Sequence[int]) -> str:
     return f"{shape} {sizes}"
 
 
-def _alike(parts: Mapping[str, Part]) -> dict[str, Part | None]:
+def _alike(parts: Mapping[str, TensorSlice]) -> dict[str, TensorSlice | None]:
     """The part that all parameters of one shape and sizes have; ``None`` if they differ."""
-    found: dict[str, Part | None] = {}
+    found: dict[str, TensorSlice | None] = {}
     for part in parts.values():
         cut = _cut(part.shape, part.box.sizes)
         found[cut] = part if found.setdefault(cut, part) == part else None
@@ -262,7 +266,7 @@ def read_rank_file(path: Path) -> RankFile:
     )
 
 
-def _parts(found: Any, where: str) -> dict[str, Part]:
+def _parts(found: Any, where: str) -> dict[str, TensorSlice]:
     parts = {}
     for name, value in Fields(found, where).all().items():
         fields = Fields(value, f"{where}, {name}")
@@ -271,7 +275,7 @@ def _parts(found: Any, where: str) -> dict[str, Part]:
         box = Box(fields.numbers("offsets", _MAX_DIMS), fields.numbers("sizes", _MAX_DIMS))
         if len(box.offsets) != len(box.sizes) or not box.is_inside(shape):
             refuse(fields.where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}")
-        parts[name] = Part(shape, box)
+        parts[name] = TensorSlice(shape, box)
     return parts
 
 

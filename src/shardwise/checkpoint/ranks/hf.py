@@ -38,7 +38,7 @@ from shardwise.checkpoint.formats.hf import (
     plan_files,
     write_index,
 )
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Window
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import parts
@@ -148,7 +148,7 @@ def write_model(
 
         partial, files = ranks.first(doing, prepare)
         places = _Places(Path(partial), files)
-        ranks.all(doing, lambda: _write_shards(places, tensors, ranks, Window(buffer)))
+        ranks.all(doing, lambda: _write_shards(places, tensors, ranks, ReadWindow(buffer)))
         for number, conversion in enumerate(conversions):
             full = {name: _gathered(tensor) for name, tensor in conversion.sources.items()}
             writes = number % ranks.size == ranks.rank
@@ -250,7 +250,7 @@ class _Places:
 
 
 def _write_shards(
-    places: _Places, tensors: Mapping[str, torch.Tensor], ranks: Ranks, window: Window
+    places: _Places, tensors: Mapping[str, torch.Tensor], ranks: Ranks, window: ReadWindow
 ) -> None:
     """Write what this rank has to write to the files, and wait until it is on the disk."""
     own = [name for name, tensor in tensors.items() if _writes(tensor, ranks)]
@@ -269,7 +269,7 @@ def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
     )
 
 
-def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: Window) -> None:
+def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: ReadWindow) -> None:
     info = info_of(tensor)
     for box, local in parts(tensor):
         for part in window.boxes(info, box):

@@ -25,7 +25,7 @@ from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import ModelFacts, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.state import State, facts_of, local_of, state_of
+from shardwise.checkpoint.ranks.state import SavedState, facts_of, local_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
 from shardwise.errors import CheckpointError
@@ -255,7 +255,7 @@ class Saving:
         if self.keep_last is not None and self.keep_last < 1:
             raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
 
-    def run(self, state: Callable[[], State]) -> None:
+    def run(self, state: Callable[[], SavedState]) -> None:
         """Plan, write and commit, in the order of torch's ``dcp.save``.
 
         Args:
@@ -269,7 +269,7 @@ class Saving:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata: Any = None
 
-        collected: list[State] = []
+        collected: list[SavedState] = []
 
         def plan_part(apart: Collection[str] = ()) -> SavePlan:
             if not collected:
@@ -358,7 +358,7 @@ class Snapshot:
         wait_for_save()
         ranks = Ranks(group_for(group))
         self._saving = Saving(Path(path), facts_of(model), ranks, keep_last, keep)
-        self._state = State()
+        self._state = SavedState()
         self.path = self._saving.path
         self.error: Exception | None = None
         try:
@@ -377,7 +377,7 @@ class Snapshot:
         """
         self._saving.run(self._copied_state)
 
-    def _copied_state(self) -> State:
+    def _copied_state(self) -> SavedState:
         if self.error is not None:
             raise self.error
         return self._state

@@ -11,7 +11,7 @@ from shardwise._torch import dtensor
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.source import Source, Window
+from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.errors import CheckpointError
 
@@ -27,7 +27,7 @@ def parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
 
 
 def read_parts(
-    tensor: torch.Tensor, name: str, source: Source, window: Window, path: StatePath
+    tensor: torch.Tensor, name: str, source: Source, window: ReadWindow, path: StatePath
 ) -> None:
     """Read this rank's part of a tensor, converted to the tensor's dtype.
 

@@ -38,7 +38,7 @@ from shardwise.sharding.state_dict import sharded_state_dicts
 
 
 @dataclass
-class State:
+class SavedState:
     """What a rank has to save.
 
     Attributes:
@@ -247,7 +247,7 @@ def state_of(
     extra: Mapping[str, Any] | None,
     *,
     ignore_frozen_params: bool = False,
-) -> State:
+) -> SavedState:
     """Collect what this rank has to save. Tensors share the memory of the model and the optimizer.
 
     Args:
@@ -260,7 +260,7 @@ def state_of(
         TypeError: something is neither a tensor that can be saved nor a plain value.
         ValueError: two things have the same name, or a tensor is on the meta device.
     """
-    state = State()
+    state = SavedState()
     saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
     state.add("model", saved)
     if optimizer is not None:

@@ -100,7 +100,7 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
     for key, saved in tree[SHARDS].items():
         box = _checked(_parsed(key, where), param, where)
         if mine.intersection(box) is not None:
-            found.append(_Shard(box, saved))
+            found.append(_SavedShard(box, saved))
     found.sort(key=lambda shard: shard.box.offsets)
     common = [each for each in (mine.intersection(shard.box) for shard in found) if each]
     if not is_tiling([each.relative_to(mine.offsets) for each in common], mine.sizes):
@@ -111,7 +111,7 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
     return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(param), local.dtype))
 
 
-class _Shard:
+class _SavedShard:
     """A saved shard: where it is in the full state, and what it consists of."""
 
     def __init__(self, box: Box, saved: Mapping[str, Any]) -> None:
@@ -148,7 +148,7 @@ class _Shard:
         return made
 
 
-def _shard_at(mine: Box, found: Sequence[_Shard], param: Tensor, where: str) -> Tensor:
+def _shard_at(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) -> Tensor:
     if not found:
         return torch.empty(mine.sizes, dtype=torch.float32)  # this rank has no elements
     tensors = [shard.tensor(where) for shard in found]
@@ -281,7 +281,7 @@ def _consists_of(whole: Tensor, pieces: Sequence[_Flat], heights: Sequence[int])
 
 
 def _values(
-    mine: Box, found: Sequence[_Shard], tensors: Sequence[Tensor], param: Tensor, where: str
+    mine: Box, found: Sequence[_SavedShard], tensors: Sequence[Tensor], param: Tensor, where: str
 ) -> Tensor:
     """Return the values that shards stand for.
 

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
-    Window,
+    ReadWindow,
     model_tensors,
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
@@ -61,7 +61,7 @@ def load_weights(
 def _load(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
     state = tensors_of(model)
     ties = ties_of(model)
-    window = Window(buffer)
+    window = ReadWindow(buffer)
     with open_source(path) as source, torch.no_grad():
         names = model_tensors(source)
         found = {

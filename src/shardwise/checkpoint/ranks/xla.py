@@ -27,10 +27,10 @@ from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.strict import refuse, shorten
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, Window, unwatched
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
 from shardwise.checkpoint.formats.torchfile import map_tensors
 from shardwise.checkpoint.formats.torchwrite import write_tree
-from shardwise.checkpoint.formats.xla_files import Part, RankFile, RankFiles, read_rank_file
+from shardwise.checkpoint.formats.xla_files import RankFile, RankFiles, TensorSlice, read_rank_file
 from shardwise.checkpoint.ranks.optimizer import (
     load_optimizer_tree,
     optimizer_tree,
@@ -192,7 +192,7 @@ def _locals(tree: Any) -> Any:
     return tree
 
 
-def _wrapped_like(local: Any, like: Any, part: Part | None = None) -> Any:
+def _wrapped_like(local: Any, like: Any, part: TensorSlice | None = None) -> Any:
     """Wrap a local shard in a ``DTensor`` that is sharded like a parameter.
 
     Args:
@@ -257,7 +257,7 @@ def consolidate_sharded_model_checkpoints(
     with RankFiles(files) as source:
         if not save_model:
             return _in_memory(source), None
-        window = Window(buffer, watch(source.nbytes))
+        window = ReadWindow(buffer, watch(source.nbytes))
         with written_beside(target, files[0], force=force) as partial:
             write_tree(partial, source.tree(), source.chunks(window))
     loaded = torch.load(target, map_location="cpu", weights_only=True, mmap=True)

@@ -27,9 +27,9 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.native import write_shardwise
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
+    ReadWindow,
     Source,
     Watch,
-    Window,
     model_tensors,
     unwatched,
 )
@@ -89,7 +89,7 @@ def consolidate(
     check_destination(destination, source, force=force)
     with open_source(source) as opened:
         paths = opened.tensors if everything else model_tensors(opened).values()
-        window = Window(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
+        window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
         with written_beside(destination, source, force=force) as partial:
             if to_torch:
                 _write_torch(partial, opened, window, everything=everything)
@@ -100,14 +100,14 @@ def consolidate(
                 write_single(partial, opened, window)
 
 
-def _write_hf(folder: Path, source: Source, window: Window, max_shard_size: int | None) -> None:
+def _write_hf(folder: Path, source: Source, window: ReadWindow, max_shard_size: int | None) -> None:
     """Write a model for transformers, with the tokenizer that is beside it or in its run."""
     write_hf(folder, source, window, max_shard_size or DEFAULT_SHARD)
     if (folder / CONFIG).exists():  # else it is no model of transformers
         copy_companions(folders_of(source.where), folder)
 
 
-def _write_torch(file: Path, source: Source, window: Window, *, everything: bool) -> None:
+def _write_torch(file: Path, source: Source, window: ReadWindow, *, everything: bool) -> None:
     """Write a ``torch.save`` file, and sync it to disk."""
     holes = {path: Placeholder(dotted(path), info) for path, info in source.tensors.items()}
     tree: Any
@@ -157,7 +157,7 @@ def convert(
     check_destination(destination, source, force=force)
     with open_source(source) as opened:
         paths = model_tensors(opened).values() if to is Format.HF else opened.tensors
-        window = Window(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
+        window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
         with written_beside(destination, source, force=force) as folder:
             folder.mkdir()
             match to:

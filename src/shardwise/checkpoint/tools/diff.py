@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Source, Watch, Window, unwatched
+from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Source, Watch, unwatched
 
 _WIDENED = 8  # values of both checkpoints are compared in 64 bits, which takes more memory
 
@@ -55,7 +55,7 @@ def differences(
         CheckpointError: a checkpoint is damaged.
     """
     both = [path for path in first.tensors if path in second.tensors]
-    window = Window(
+    window = ReadWindow(
         max(4096, buffer // _WIDENED), watch(sum(first.tensors[path].nbytes for path in both))
     )
     for path, info in first.tensors.items():
@@ -75,7 +75,9 @@ def differences(
     yield from _values(first, second)
 
 
-def _compare(first: Source, second: Source, path: StatePath, window: Window) -> tuple[float, int]:
+def _compare(
+    first: Source, second: Source, path: StatePath, window: ReadWindow
+) -> tuple[float, int]:
     """The largest absolute difference of two elements, and the number of elements that differ."""
     largest, count = 0.0, 0
     other_dtype = second.tensors[path].dtype

@@ -17,7 +17,7 @@ SMALLEST = file.SMALLEST
 
 
 @dataclass(frozen=True)
-class Form:
+class EntryForm:
     """What a tensor looks like.
 
     Attributes:
@@ -33,7 +33,7 @@ class Form:
     spec: DTensorSpec | None
 
     @classmethod
-    def of(cls, value: object) -> Form | None:
+    def of(cls, value: object) -> EntryForm | None:
         """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
 
         That is a tensor with at least ``SMALLEST`` bytes on this rank, which lie together. Tensors
@@ -77,7 +77,7 @@ class Entry:
         shown: the tensor in the state now: ``home``, or one in staging memory.
     """
 
-    form: Form
+    form: EntryForm
     offset: int
     home: torch.Tensor
     shown: torch.Tensor = field(init=False)

@@ -16,9 +16,9 @@ from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise.errors import OffloadError
 from shardwise.optim.around import AroundOptimizer
-from shardwise.optim.offloaded.entries import Form
+from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.masters import MASTER, Masters
-from shardwise.optim.offloaded.place import Medium, Place
+from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
@@ -87,7 +87,7 @@ def offload(
             f"offload: found masters={masters!r}, expected a floating-point dtype such as "
             "torch.float32, or None"
         )
-    place = Place.parse(to)
+    place = StateHome.parse(to)
     return OffloadedOptimizer(
         optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
     )
@@ -115,7 +115,7 @@ class OffloadedOptimizer(AroundOptimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        place: Place,
+        place: StateHome,
         masters: Masters,
         make_store: Callable[[torch.Tensor], Store | None],
         staging: int = STAGING,
@@ -276,7 +276,7 @@ class OffloadedOptimizer(AroundOptimizer):
         """
         self._check()
         self._open()
-        form = Form.of(value)
+        form = EntryForm.of(value)
         if self._kept is None or form is None:
             return value
         with self._failing():
@@ -412,7 +412,7 @@ class OffloadedOptimizer(AroundOptimizer):
             )
 
 
-def _store_for(place: Place, param: torch.Tensor) -> Store | None:
+def _store_for(place: StateHome, param: torch.Tensor) -> Store | None:
     if place.folder is not None:
         return DiskStore(place.folder, param.device)
     assert place.medium is Medium.HOST
@@ -421,7 +421,7 @@ def _store_for(place: Place, param: torch.Tensor) -> Store | None:
 
 def _on_device(key: str, value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Move what stays in memory to the device where torch's optimizers expect it."""
-    if not isinstance(value, torch.Tensor) or Form.of(value) is not None:
+    if not isinstance(value, torch.Tensor) or EntryForm.of(value) is not None:
         return value
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         return value

@@ -17,7 +17,7 @@ class Medium(enum.StrEnum):
 
 
 @dataclass(frozen=True)
-class Place:
+class StateHome:
     """Where states are kept.
 
     Attributes:
@@ -29,7 +29,7 @@ class Place:
     folder: Path | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Place:
+    def parse(cls, text: str) -> StateHome:
         """Read ``"host"`` or ``"disk:FOLDER"``.
 
         Raises:

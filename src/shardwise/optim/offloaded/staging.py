@@ -13,7 +13,7 @@ from shardwise.scratch.file import ALIGNMENT
 
 
 @dataclass(eq=False)
-class Block:
+class StagingBlock:
     """A piece of staging memory.
 
     Attributes:
@@ -25,7 +25,7 @@ class Block:
     host: torch.Tensor
 
 
-class Staging:
+class StateStaging:
     """Blocks of memory, up to a limit.
 
     One block may be larger than the limit. Then it is the only one.
@@ -35,10 +35,10 @@ class Staging:
         make: makes a block of a number of bytes.
     """
 
-    def __init__(self, limit: int, make: Callable[[int], Block]) -> None:
+    def __init__(self, limit: int, make: Callable[[int], StagingBlock]) -> None:
         self._limit = limit
         self._make = make
-        self._free: list[Block] = []
+        self._free: list[StagingBlock] = []
         self._used = 0  # bytes of blocks that are out
         self._largest = 0
 
@@ -47,7 +47,7 @@ class Staging:
         """Bytes of all blocks."""
         return self._used + sum(_size(block) for block in self._free)
 
-    def acquire(self, nbytes: int) -> Block | None:
+    def acquire(self, nbytes: int) -> StagingBlock | None:
         """Return a block of at least ``nbytes`` bytes; ``None`` if others have to be released."""
         self._largest = max(self._largest, nbytes)
         for i, block in enumerate(self._free):
@@ -65,7 +65,7 @@ class Staging:
         observe.memory_of(Memory.OPTIMIZER, "", block.memory)
         return block
 
-    def release(self, block: Block) -> None:
+    def release(self, block: StagingBlock) -> None:
         """Take a block back, for others."""
         self._used -= _size(block)
         self._free.append(block)
@@ -94,5 +94,5 @@ def aligned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return memory[begin : begin + nbytes]
 
 
-def _size(block: Block) -> int:
+def _size(block: StagingBlock) -> int:
     return block.memory.numel()

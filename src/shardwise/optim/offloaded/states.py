@@ -22,8 +22,8 @@ import torch
 from shardwise import observe
 from shardwise._torch import dtensor
 from shardwise.observe import Activity
-from shardwise.optim.offloaded.entries import Entry, Form
-from shardwise.optim.offloaded.staging import Block, Staging
+from shardwise.optim.offloaded.entries import Entry, EntryForm
+from shardwise.optim.offloaded.staging import StagingBlock, StateStaging
 from shardwise.optim.offloaded.stores import Store, Wait
 from shardwise.scratch.file import Run
 
@@ -31,7 +31,7 @@ _STATES = "optimizer states"  # what a timeline calls waiting for them
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class StagedEntry:
     """An entry, and its place in a block.
 
     Attributes:
@@ -46,13 +46,13 @@ class Piece:
     entry: Entry
     at: int
 
-    def view_of(self, block: Block) -> torch.Tensor:
+    def view_of(self, block: StagingBlock) -> torch.Tensor:
         """Return the tensor that is there."""
         return self.entry.form.over(block.memory[self.at : self.at + self.entry.form.nbytes])
 
 
 @dataclass(eq=False)
-class Loan:
+class StagedEntries:
     """Entries in a block of staging memory.
 
     Attributes:
@@ -62,8 +62,8 @@ class Loan:
         moved: waits for what was started last: to read them, or to write them.
     """
 
-    block: Block
-    pieces: list[Piece]
+    block: StagingBlock
+    pieces: list[StagedEntry]
     views: list[torch.Tensor]
     moved: Wait
 
@@ -80,11 +80,11 @@ class OffloadedStates:
     def __init__(self, inner: torch.optim.Optimizer, store: Store, limit: int) -> None:
         self._inner = inner
         self._store = store
-        self._staging = Staging(limit, store.make_block)
+        self._staging = StateStaging(limit, store.make_block)
         self._entries: dict[torch.Tensor, dict[str, Entry]] = {}
         self._lent: dict[int, Entry] = {}  # by the identity of their homes
-        self._ahead: Loan | None = None
-        self._behind: deque[Loan] = deque()
+        self._ahead: StagedEntries | None = None
+        self._behind: deque[StagedEntries] = deque()
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +105,7 @@ class OffloadedStates:
         if block is not None:
             self._ahead = self._fetch(pieces, block)
 
-    def borrow(self, params: Iterable[torch.Tensor]) -> Loan | None:
+    def borrow(self, params: Iterable[torch.Tensor]) -> StagedEntries | None:
         """Replace the states of parameters by tensors in staging memory, with the same values.
 
         Returns:
@@ -134,7 +134,7 @@ class OffloadedStates:
         self._show(loan)
         return loan
 
-    def give_back(self, loan: Loan) -> None:
+    def give_back(self, loan: StagedEntries) -> None:
         """Start to write what :meth:`borrow` returned, after the step has changed it.
 
         What an optimizer has replaced by another tensor of the same form goes where the one before
@@ -147,7 +147,7 @@ class OffloadedStates:
         for piece, view in zip(loan.pieces, loan.views, strict=True):
             found = self._inner.state.get(piece.param, {}).get(piece.key)
             if found is not view:
-                if found is None or Form.of(found) != piece.entry.form:
+                if found is None or EntryForm.of(found) != piece.entry.form:
                     del self._entries[piece.param][piece.key]
                     self._store.free(piece.entry.offset, piece.entry.form.nbytes)
                     continue
@@ -170,21 +170,21 @@ class OffloadedStates:
             state = self._inner.state.get(param, {})
             shared = _shared(state)
             for key, value in state.items():
-                form = None if key in kept or key in shared else Form.of(value)
+                form = None if key in kept or key in shared else EntryForm.of(value)
                 if form is not None:
                     kept[key] = self.make_entry(form)
-                    pieces.append(Piece(param, key, kept[key], at))
+                    pieces.append(StagedEntry(param, key, kept[key], at))
                     values.append(value)
                     at += form.nbytes
         if not pieces:
             return
-        loan = Loan(self._room(at), pieces, [], lambda: None)
+        loan = StagedEntries(self._room(at), pieces, [], lambda: None)
         self._show(loan)
         for view, value in zip(loan.views, values, strict=True):
             dtensor.plain(view).copy_(dtensor.plain(value))
         self._put(loan)
 
-    def make_entry(self, form: Form) -> Entry:
+    def make_entry(self, form: EntryForm) -> Entry:
         """Set bytes aside for a tensor.
 
         Raises:
@@ -204,7 +204,7 @@ class OffloadedStates:
             self._finish_oldest()
         self._staging.clear()  # which activations may need now
 
-    def lend_home(self, form: Form) -> torch.Tensor:
+    def lend_home(self, form: EntryForm) -> torch.Tensor:
         """Return a tensor in the store, without values, for a state that :meth:`replace` is given.
 
         Raises:
@@ -243,7 +243,7 @@ class OffloadedStates:
             self._inner.state[param] = dict(state)
             self.keep([param])
 
-    def _pieces_of(self, params: Iterable[torch.Tensor]) -> list[Piece]:
+    def _pieces_of(self, params: Iterable[torch.Tensor]) -> list[StagedEntry]:
         """The entries of parameters, in the order in which they are kept."""
         found = [
             (param, key, entry)
@@ -252,24 +252,24 @@ class OffloadedStates:
         ]
         pieces, at = [], 0
         for param, key, entry in sorted(found, key=lambda each: each[2].offset):
-            pieces.append(Piece(param, key, entry, at))
+            pieces.append(StagedEntry(param, key, entry, at))
             at += entry.form.nbytes
         return pieces
 
-    def _fetch(self, pieces: list[Piece], block: Block) -> Loan:
-        return Loan(block, pieces, [], self._store.fetch(block, _runs(pieces)))
+    def _fetch(self, pieces: list[StagedEntry], block: StagingBlock) -> StagedEntries:
+        return StagedEntries(block, pieces, [], self._store.fetch(block, _runs(pieces)))
 
-    def _put(self, loan: Loan) -> None:
+    def _put(self, loan: StagedEntries) -> None:
         loan.moved = self._store.put(loan.block, _runs(loan.pieces))
         self._behind.append(loan)
 
-    def _show(self, loan: Loan) -> None:
+    def _show(self, loan: StagedEntries) -> None:
         """Replace states by tensors in the block."""
         loan.views = [piece.view_of(loan.block) for piece in loan.pieces]
         for piece, view in zip(loan.pieces, loan.views, strict=True):
             self._inner.state[piece.param][piece.key] = piece.entry.shown = view
 
-    def _room(self, nbytes: int) -> Block:
+    def _room(self, nbytes: int) -> StagingBlock:
         """A block; others are waited for until there is memory for it."""
         while (block := self._staging.acquire(nbytes)) is None:
             if self._behind:
@@ -279,7 +279,7 @@ class OffloadedStates:
                 self._drop_ahead()
         return block
 
-    def _are_behind(self, pieces: Sequence[Piece]) -> bool:
+    def _are_behind(self, pieces: Sequence[StagedEntry]) -> bool:
         """Whether some of them are still being written."""
         written = {piece.entry for loan in self._behind for piece in loan.pieces}
         return any(piece.entry in written for piece in pieces)
@@ -316,7 +316,7 @@ class OffloadedStates:
                 self._store.free(entry.offset, entry.form.nbytes)
 
 
-def _nbytes(pieces: Sequence[Piece]) -> int:
+def _nbytes(pieces: Sequence[StagedEntry]) -> int:
     return sum(piece.entry.form.nbytes for piece in pieces)
 
 
@@ -333,7 +333,7 @@ def _shared(state: Mapping[str, object]) -> set[str]:
     return {name for each in names.values() if len(each) > 1 for name in each}
 
 
-def _runs(pieces: Sequence[Piece]) -> list[Run]:
+def _runs(pieces: Sequence[StagedEntry]) -> list[Run]:
     """What is next to each other both in a block and in the store."""
     runs: list[Run] = []
     for piece in pieces:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 
 from shardwise import devices
-from shardwise.optim.offloaded.staging import Block, aligned_memory
+from shardwise.optim.offloaded.staging import StagingBlock, aligned_memory
 from shardwise.scratch.file import Run, ScratchFile
 
 #: Waits until bytes have arrived: the host, or the current stream of a device.
@@ -42,17 +42,17 @@ class Store(Protocol):
     def home(self, offset: int, nbytes: int) -> torch.Tensor:
         """Return kept bytes as memory that the host can read and write, while none of them move."""
 
-    def make_block(self, nbytes: int) -> Block:
+    def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of staging memory."""
 
-    def fetch(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to move kept bytes into a block.
 
         Returns:
             What waits for them. It raises ``OffloadError`` if they could not be read.
         """
 
-    def put(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to move bytes from a block to where they are kept.
 
         Returns:
@@ -92,14 +92,14 @@ class DiskStore:
         """Return a part of the file as memory."""
         return self._file.map(offset, nbytes)
 
-    def make_block(self, nbytes: int) -> Block:
+    def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of staging memory."""
         host = aligned_memory(nbytes, self._device)
         if self._device.type == devices.CPU.type:
-            return Block(host, host)
-        return Block(torch.empty(nbytes, dtype=torch.uint8, device=self._device), host)
+            return StagingBlock(host, host)
+        return StagingBlock(torch.empty(nbytes, dtype=torch.uint8, device=self._device), host)
 
-    def fetch(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to read."""
         reads = self._file.read(block.host, runs)
 
@@ -114,7 +114,7 @@ class DiskStore:
 
         return wait
 
-    def put(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to write."""
         if block.host is not block.memory:
             # The host waits for the device here: threads write what has arrived.
@@ -163,12 +163,12 @@ class HostStore:
         """Return that memory."""
         return self._kept[offset]
 
-    def make_block(self, nbytes: int) -> Block:
+    def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of memory on the device."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        return Block(memory, memory)
+        return StagingBlock(memory, memory)
 
-    def fetch(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to copy to the device. The wait is for the current stream."""
         copied = self._start(block, runs, self._to_device)
 
@@ -178,7 +178,7 @@ class HostStore:
 
         return wait
 
-    def put(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Start to copy to the host. The wait is for the host, which may read it then."""
         copied = self._start(block, runs, self._to_host)
 
@@ -196,7 +196,7 @@ class HostStore:
 
     def _start(
         self,
-        block: Block,
+        block: StagingBlock,
         runs: Sequence[Run],
         copy: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> torch.Event | None:
@@ -213,7 +213,7 @@ class HostStore:
 
     def _copy(
         self,
-        block: Block,
+        block: StagingBlock,
         runs: Sequence[Run],
         copy: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
@@ -255,16 +255,16 @@ class PlannedStore:
         """Return bytes on the meta device."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
-    def make_block(self, nbytes: int) -> Block:
+    def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block without memory."""
         memory = torch.empty(nbytes, dtype=torch.uint8)
-        return Block(memory, memory)
+        return StagingBlock(memory, memory)
 
-    def fetch(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Do nothing."""
         return lambda: None
 
-    def put(self, block: Block, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
         """Do nothing."""
         return lambda: None
 

@@ -19,7 +19,7 @@ from shardwise.recipes.core.config import (
     OptimizerName,
     OptionError,
     OutputConfig,
-    Precision,
+    PrecisionName,
     flatten,
 )
 from shardwise.recipes.core.journal import check_metrics
@@ -127,7 +127,7 @@ def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     known = flatten(now)
     # As before there was a choice.
     usual: dict[str, Any] = {
-        "shard_dtype": Precision.FP32.value,
+        "shard_dtype": PrecisionName.FP32.value,
         "master_dtype": None,
         "algorithm": OptimizerName.ADAMW.value,
         "param_groups": [],

@@ -41,26 +41,26 @@ from shardwise.recipes.core.config import (
     MOMENTA,
     OptimizerConfig,
     OptimizerName,
-    Precision,
+    PrecisionName,
     ScheduleName,
     SgdConfig,
     ShardingConfig,
     TrainConfig,
     rules_of,
 )
-from shardwise.recipes.core.recipe import Place, Task
+from shardwise.recipes.core.recipe import Task, TrainContext
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport, WiredTransport
 from shardwise.transport.peers import Peers
 
-DTYPES = {Precision.FP32: torch.float32, Precision.BF16: torch.bfloat16}
+DTYPES = {PrecisionName.FP32: torch.float32, PrecisionName.BF16: torch.bfloat16}
 
 
 def shard(
     model: nn.Module,
     units: Sequence[nn.Module],
     config: ShardingConfig,
-    place: Place,
+    place: TrainContext,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
 ) -> FSDPModule:
     """Shard every unit, then the rest.
@@ -100,7 +100,7 @@ def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
     """Return where a configuration has parameters kept."""
     if config.offload_parameters is None:
         return OffloadPolicy()
-    folder = places.Place.parse(config.offload_parameters).folder
+    folder = places.StateHome.parse(config.offload_parameters).folder
     return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 

@@ -389,7 +389,7 @@ def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: 
 
 
 @dataclass(frozen=True)
-class _Refusal:
+class _SentRefusal:
     """A ``UserError`` on its way to other ranks."""
 
     text: str
@@ -415,7 +415,7 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
 
     refused: list[UserError] = []
 
-    def part() -> T | _Refusal:
+    def part() -> T | _SentRefusal:
         try:
             return act()
         except UserError as error:
@@ -424,10 +424,10 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
             where = f"{error.filename}: " if error.filename else ""
             refused.append(UserError(f"{doing}: {where}{error.strerror or error}"))
             refused[0].__cause__ = error
-        return _Refusal(str(refused[0]), refused[0].exit_code)
+        return _SentRefusal(str(refused[0]), refused[0].exit_code)
 
     found = Ranks(group_for(None)).first(doing, part)
-    if not isinstance(found, _Refusal):
+    if not isinstance(found, _SentRefusal):
         return found
     error = refused[0] if refused else UserError(found.text)
     error.exit_code = found.exit_code

@@ -36,7 +36,7 @@ from shardwise.frontends.strategies import (
     reshard_over,
     resolve,
 )
-from shardwise.optim.offloaded.place import Place
+from shardwise.optim.offloaded.place import StateHome
 from shardwise.planning import presets as planning
 from shardwise.planning.presets import ModelError
 from shardwise.planning.settings import Checkpointing, Stepping
@@ -65,7 +65,7 @@ class OptionError(UserError, ValueError):
         self.option = option
 
 
-class Precision(enum.Enum):
+class PrecisionName(enum.Enum):
     """Dtypes that parameters may compute in and gradients may be reduced in."""
 
     FP32 = "fp32"
@@ -250,18 +250,18 @@ class StrategyConfig:
         default=Strategy.FULL_SHARD,
         metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
     )
-    shard_dtype: Precision = field(
-        default=Precision.FP32,
+    shard_dtype: PrecisionName = field(
+        default=PrecisionName.FP32,
         metadata=option(
             "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
         ),
     )
-    param_dtype: Precision | None = field(
+    param_dtype: PrecisionName | None = field(
         default=None,
         metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
     )
-    reduce_dtype: Precision = field(
-        default=Precision.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    reduce_dtype: PrecisionName = field(
+        default=PrecisionName.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
     )
     collective_wire: str | None = field(
         default=None,
@@ -305,7 +305,7 @@ class StrategyConfig:
             shown="in memory",
         ),
     )
-    master_dtype: Precision | None = field(
+    master_dtype: PrecisionName | None = field(
         default=None,
         metadata=option(
             "With --offload: dtype of copies of the parameters that the optimizer updates, kept "
@@ -330,7 +330,7 @@ class StrategyConfig:
             raise OptionError("--wire", error.found, error.expected) from None
 
     @property
-    def compute_dtype(self) -> Precision:
+    def compute_dtype(self) -> PrecisionName:
         """The dtype of forward and backward."""
         return self.shard_dtype if self.param_dtype is None else self.param_dtype
 
@@ -755,7 +755,7 @@ def check_offload(config: StrategyConfig) -> None:
     for name, place in places.items():
         try:
             if place is not None:
-                Place.parse(place)
+                StateHome.parse(place)
         except ValueError:
             expected = "host, or disk:FOLDER with a folder of a local disk"
             raise OptionError(name, place, expected) from None
@@ -765,7 +765,7 @@ def check_offload(config: StrategyConfig) -> None:
     expected = "--offload too: masters are kept where states are"
     require(config.offload is not None, "--master-dtype", masters.value, expected)
     require(
-        masters is Precision.FP32 and shards is not Precision.FP32,
+        masters is PrecisionName.FP32 and shards is not PrecisionName.FP32,
         "--master-dtype",
         f"{masters.value} with shards in {shards.value}",
         "fp32 with --shard-dtype bf16",

@@ -23,7 +23,7 @@ class Folder(enum.Enum):
     DEFAULT = "default"  # nobody: if a run is there, another folder may be taken
 
 
-class Job:
+class TrainingJob:
     """What the command line starts.
 
     Args:

@@ -1,4 +1,4 @@
-"""What rank 0 records about a run: metrics, event files, the loss curve, ``run.json``."""
+"""What rank 0 records about a run: metrics, event files, ``run.json``."""
 
 from __future__ import annotations
 
@@ -193,13 +193,6 @@ def surroundings() -> dict[str, Any]:
 def command_line(arguments: Sequence[str]) -> str:
     """Return the command as one would type it."""
     return shlex.join(["shardwise", *arguments])
-
-
-def draw(files: RunDir, title: str, unit: str) -> None:
-    """Draw the loss curve of all steps in ``metrics.jsonl``."""
-    from shardwise.recipes.core.plot import plot_loss
-
-    plot_loss(read_metrics(files.metrics), title, unit, files.picture)
 
 
 def _version(name: str) -> str | None:

@@ -34,8 +34,8 @@ from shardwise.recipes.core.build import set_lr
 from shardwise.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.recipes.core.config import TrainConfig
 from shardwise.recipes.core.journal import Journal, StepMetrics
-from shardwise.recipes.core.position import Position, Span
-from shardwise.recipes.core.recipe import Gathers, Place, Task
+from shardwise.recipes.core.position import Position, TrainingSpan
+from shardwise.recipes.core.recipe import Gathers, Task, TrainContext
 from shardwise.recipes.core.timeline import TimelineOfRun
 from shardwise.runs.ranks import RankStep
 from shardwise.transport.peers import Peers
@@ -82,8 +82,8 @@ class Loop:
         self,
         task: Task,
         config: TrainConfig,
-        span: Span,
-        place: Place,
+        span: TrainingSpan,
+        place: TrainContext,
         *,
         checkpoints: Checkpoints,
         journal: Journal,

@@ -28,7 +28,7 @@ from shardwise.planning.report import Available
 from shardwise.planning.settings import (
     Checkpointing,
     Compiled,
-    Exchange,
+    PlannedExchange,
     RehearsalError,
     Settings,
     SettingsError,
@@ -123,7 +123,7 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
             optimizer = name.value
     outer, exchange = 0, None
     if config.diloco is not None:
-        exchange = Exchange(config.diloco.format, config.diloco.local_steps)
+        exchange = PlannedExchange(config.diloco.format, config.diloco.local_steps)
         outer = 3 if config.diloco.keeps_errors else 2
     return Settings(
         mesh=WantedMesh(plan.names, plan.shape),

@@ -39,7 +39,7 @@ class Every(enum.Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class TrainingSpan:
     """How long a training is.
 
     Attributes:
@@ -56,7 +56,7 @@ class Span:
     evaluation: Every = Every.EPOCH
 
     @classmethod
-    def of(cls, config: TrainConfig, per_epoch: int | None = None) -> Span:
+    def of(cls, config: TrainConfig, per_epoch: int | None = None) -> TrainingSpan:
         """Return the span that a configuration asks for, with so many examples per epoch."""
         return cls(steps=config.steps, epochs=config.epochs, per_epoch=per_epoch)
 

@@ -22,7 +22,7 @@ from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
 from shardwise.recipes.core.checkpointing import Resumable
 from shardwise.recipes.core.config import TrainConfig
-from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.position import Position, TrainingSpan
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
-Assemble: TypeAlias = "Callable[[Any, Place], Task]"
+Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 
 
 class RecipeConfig(Protocol):
@@ -70,7 +70,7 @@ class Inputs(Protocol):
         """What does not depend on model and data."""
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
 
     def facts(self) -> dict[str, Any]:
@@ -144,7 +144,7 @@ class Example:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class TrainContext:
     """Where a rank trains.
 
     Attributes:
@@ -200,7 +200,6 @@ class Task:
     """What to train. Every rank has one, and calls its functions at the same time.
 
     Attributes:
-        title: above the loss curve.
         model_name: for the first line.
         model: after ``fully_shard``.
         model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
@@ -214,14 +213,13 @@ class Task:
         targets: counts the targets of a batch, so that a step is the mean over those of all ranks
             and microbatches; None: all batches have the same number.
         evaluate: evaluates the model on validation data; one of the values may be
-            ``validation_loss``, which the curve shows.
+            ``validation_loss``, which the report shows.
         unit: what speed counts: ``tokens``, ``images``.
         units_per_example: units in an example.
         peak_units_per_s: the speed at an MFU of 1; None: not known.
         span: how long the training is, now that the data are open; None: as the inputs say.
         position: data that save a position of their own; None: the number of examples is enough.
         example: what an example is called, for the first lines: ``sequences x 128 tokens``.
-        loss_unit: ``nats per token``.
         introduction: more of the first lines, each a label and a text.
         after_step: makes equal on all ranks what is not sharded.
         close: called after the last batch, or when training failed: stops reading ahead.
@@ -233,7 +231,6 @@ class Task:
             record.
     """
 
-    title: str
     model_name: str
     model: FSDPModule
     model_config: str | None = None
@@ -248,10 +245,9 @@ class Task:
     unit: str
     units_per_example: int = 1
     peak_units_per_s: float | None = None
-    span: Span | None = None
+    span: TrainingSpan | None = None
     position: Resumable | None = None
     example: str
-    loss_unit: str
     introduction: Sequence[tuple[str, str]] = ()
     after_step: Callable[[], None] = nothing
     close: Callable[[], None] = nothing

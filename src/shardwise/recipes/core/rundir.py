@@ -9,7 +9,6 @@
       metrics.jsonl    a line a step
       ranks.jsonl      how long each rank computed, every few seconds
       layout.html      who holds what
-      loss.png         the curve
       report.html      the page of the run
       plan.json        what was predicted, with --plan
       timeline/        what every rank did in a step, with --timeline
@@ -110,11 +109,6 @@ class RunDir:
     def metrics(self) -> Path:
         """One line per step."""
         return self.root / files.METRICS
-
-    @property
-    def picture(self) -> Path:
-        """The loss curve."""
-        return self.root / "loss.png"
 
     @property
     def timeline(self) -> Path:
@@ -257,7 +251,7 @@ class RunDir:
     @property
     def _files(self) -> tuple[Path, ...]:
         # run.json is last: a deletion that is cut short leaves what still is a run.
-        results = (self.picture, self.sample, self.weights, self.confusion, self.report, self.plan)
+        results = (self.sample, self.weights, self.confusion, self.report, self.plan)
         return (
             self.quorum,
             self.metrics,
@@ -267,6 +261,7 @@ class RunDir:
             self.model_config,
             self.generation_config,
             *results,
+            self.root / "loss.png",  # which earlier versions drew
             self.run_json,
         )
 

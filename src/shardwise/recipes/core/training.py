@@ -46,9 +46,9 @@ from shardwise.recipes.core.config import (
     steps_to_record,
 )
 from shardwise.recipes.core.loop import Loop
-from shardwise.recipes.core.position import Position, Span
+from shardwise.recipes.core.position import Position, TrainingSpan
 from shardwise.recipes.core.progress import make_display
-from shardwise.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Place, Task
+from shardwise.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
 from shardwise.recipes.core.replicas import LooseReplicas, ReplicaCheckpoints
 from shardwise.recipes.core.report import report_under_way, write_report
 from shardwise.recipes.core.rundir import RunDir, locked, write_text
@@ -62,7 +62,7 @@ class _Run:
     """All parts of a training on one rank."""
 
     inputs: Inputs
-    place: Place
+    place: TrainContext
     task: Task
     files: RunDir
     checkpoints: Checkpoints
@@ -75,7 +75,7 @@ class _Run:
         return self.inputs.train.examples_per_step(self.place.readers.size)
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
         return self.task.span or self.inputs.span
 
@@ -118,7 +118,7 @@ def train(
 
 
 def train_connected(
-    inputs: Inputs, assemble: Assemble, place: Place, signals: StopSignals, options: str = ""
+    inputs: Inputs, assemble: Assemble, place: TrainContext, signals: StopSignals, options: str = ""
 ) -> None:
     """Train on this rank, which is a member of the default process group already.
 
@@ -162,13 +162,13 @@ def train_connected(
 
 def place_for(
     config: TrainConfig, world: World, device: torch.device, replica: ReplicaWorld | None = None
-) -> Place:
+) -> TrainContext:
     """Return where this rank trains; it is a member of the default process group."""
     sharding = config.sharding
     if replica is not None:
         sharding = dataclasses.replace(sharding, mesh=None, replicas=1)
     plan = resolve_sharding(sharding, world.size, world.hosts)
-    return Place(
+    return TrainContext(
         world=world,
         readers=world if replica is None else replica.among_all(world),
         replica=replica,
@@ -285,17 +285,14 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
                 record.end("stopped", signal=error.signum)
             else:
                 record.failed(error)
-            journal.draw(files, task.title, task.loss_unit)
         raise
     finally:
         if log is not None:
             log.close(failed)
         if failed is not None:
             write_report(files)
-    journal.draw(files, task.title, task.loss_unit)
     record.end("finished", **results)
     write_report(files)
-    say(f"curve      {files.picture}")
     say(f"report     {files.report}")
     say(f"run        {files.root}")
 

@@ -20,7 +20,7 @@ from shardwise.pretrained.lora import (
 from shardwise.pretrained.merging import merge_lora
 from shardwise.recipes.core.checkpointing import on_rank_zero
 from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.recipe import Place
+from shardwise.recipes.core.recipe import TrainContext
 from shardwise.recipes.text.config import LmConfig
 from shardwise.recipes.text.lora import Frozen, decided, frozen_bytes, parse_lora
 from shardwise.transport.peers import Peers
@@ -61,7 +61,7 @@ class Adapters:
             expected = "layers that the model has and that peft can put adapters on"
             raise OptionError("--lora", f"{config.lora} ({reason})", expected) from error
 
-    def decide(self, sharded: FSDPModule, place: Place) -> tuple[Frozen, str]:
+    def decide(self, sharded: FSDPModule, place: TrainContext) -> tuple[Frozen, str]:
         """Keep frozen parameters between forward and backward, if asked or if memory allows.
 
         Returns:
@@ -96,7 +96,7 @@ class Adapters:
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         return f"{self._settings}; {trained:,} parameters are trained"
 
-    def write(self, place: Place, tokenizer: Any) -> None:
+    def write(self, place: TrainContext, tokenizer: Any) -> None:
         """Write the adapters in the format of peft and, with ``--merge``, whole weights.
 
         Args:

@@ -47,7 +47,7 @@ from shardwise.recipes.text.data import (
     Tokenizer,
     Vocabulary,
 )
-from shardwise.recipes.text.documents import Documents, Source
+from shardwise.recipes.text.documents import Documents, StreamSource
 from shardwise.recipes.text.streams import ShuffleBuffer, StreamBatches
 from shardwise.recipes.text.turns import ChatEncoder
 from shardwise.transport.peers import Peers
@@ -209,7 +209,7 @@ def _open_documents(
     device: torch.device,
     readers: World | None,
 ) -> LmData:
-    source = Source(text)
+    source = StreamSource(text)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
@@ -396,7 +396,7 @@ class HeldTokens:
 
 
 def validation_tokens(
-    source: Source, vocabulary: Vocabulary, length: int, count: int
+    source: StreamSource, vocabulary: Vocabulary, length: int, count: int
 ) -> HeldTokens:
     """Tokens for ``count`` sequences that nobody trains on, or for as many as there are.
 

@@ -31,7 +31,7 @@ from shardwise.recipes.core.option import (
     model_option,
     option,
 )
-from shardwise.recipes.core.position import Every, Span
+from shardwise.recipes.core.position import Every, TrainingSpan
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.text.chat import ChatData, load_chats
 from shardwise.recipes.text.data import TextData, load_text
@@ -302,7 +302,7 @@ class LmConfig:
             UserError: one line that says what is wrong.
         """
         settings = self._check(world)
-        needed = ["transformers", "matplotlib", *(["peft"] if self.lora is not None else [])]
+        needed = ["transformers", *(["peft"] if self.lora is not None else [])]
         check_extras(needed, self.train.output.logs)
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 
@@ -394,9 +394,9 @@ class LmInputs:
         return self.config.train
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
-        return replace(Span.of(self.train), evaluation=Every.STEP)
+        return replace(TrainingSpan.of(self.train), evaluation=Every.STEP)
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""

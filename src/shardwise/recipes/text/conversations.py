@@ -25,7 +25,7 @@ from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import Shuffle
 from shardwise.recipes.text.chat import ChatLines
 from shardwise.recipes.text.packing import Packing, Rows, lay_out
-from shardwise.recipes.text.turns import IGNORED, ChatEncoder, Document
+from shardwise.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.transport.peers import Peers
 
 #: Padded rows are as long as the longest of a batch, rounded up to a multiple of this.
@@ -96,7 +96,7 @@ class Survey:
         """Return the survey of no lines."""
         return cls(array("q"), array("q"), array("q"))
 
-    def add(self, line: int, documents: Sequence[Document], length: int) -> None:
+    def add(self, line: int, documents: Sequence[MaskedTokens], length: int) -> None:
         """Add the documents of a line, of which each is cut to ``length`` tokens."""
         self.split += len(documents) > 1
         for part, document in enumerate(documents):
@@ -225,10 +225,10 @@ class ChatRows:
             positions[row, at:] = torch.arange(length - at)
         return TargetBatch(tokens, targets, positions if packed else None)
 
-    def _documents(self, row: int) -> Sequence[Document]:
+    def _documents(self, row: int) -> Sequence[MaskedTokens]:
         return [self._document(number) for number in self._rows[row]]
 
-    def _document(self, number: int) -> Document:
+    def _document(self, number: int) -> MaskedTokens:
         found = self._found
         line, length = found.lines[number], found.lengths[number]
         where = self._lines.where(line)

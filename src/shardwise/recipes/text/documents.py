@@ -143,7 +143,7 @@ def _builder(file: Path) -> str:
     return _BUILDERS.get(_kind(file), "text")
 
 
-class Source:
+class StreamSource:
     """A dataset, opened for streaming.
 
     Args:
@@ -161,14 +161,14 @@ class Source:
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
-        self._others = None if documents.validation is None else Source(documents.validation)
+        self._others = None if documents.validation is None else StreamSource(documents.validation)
 
     @property
     def commit(self) -> str | None:
         """The commit of the hub at which the dataset is read; None: local files or folders."""
         return self._commit
 
-    def at(self, commit: str) -> Source:
+    def at(self, commit: str) -> StreamSource:
         """Return the same dataset as of a commit, whatever has changed since.
 
         Raises:
@@ -176,7 +176,7 @@ class Source:
         """
         if commit == self._commit:
             return self
-        return Source(replace(self._documents, commit=commit))
+        return StreamSource(replace(self._documents, commit=commit))
 
     @property
     def holds_back(self) -> bool:

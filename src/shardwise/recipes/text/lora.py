@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from shardwise.recipes.core.config import OptionError, Precision
+from shardwise.recipes.core.config import OptionError, PrecisionName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,9 +44,9 @@ def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
     return Frozen.KEEP if 2 * needed <= free else Frozen.GATHER
 
 
-def frozen_bytes(model: nn.Module, compute: Precision) -> int:
+def frozen_bytes(model: nn.Module, compute: PrecisionName) -> int:
     """The bytes of all frozen parameters of a model as they are computed with."""
-    itemsize = 2 if compute is Precision.BF16 else 4
+    itemsize = 2 if compute is PrecisionName.BF16 else 4
     return itemsize * sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
 

@@ -44,7 +44,7 @@ from shardwise.errors import CheckpointError
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import permute
 from shardwise.recipes.text.data import Vocabulary
-from shardwise.recipes.text.documents import Source
+from shardwise.recipes.text.documents import StreamSource
 from shardwise.transport.mixing import mix
 
 LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole streams for each
@@ -72,7 +72,7 @@ class PackedStream:
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         number: int,
         streams: int,
         encode: Callable[[str], list[int]],
@@ -132,7 +132,7 @@ class PackedStream:
         self._begin(None)
 
     def _begin(self, where: Mapping[str, Any] | None) -> None:
-        part = Part(self._source, self._number, self._streams, self._epoch)
+        part = StreamPart(self._source, self._number, self._streams, self._epoch)
         self._documents = self._shuffle.order(part, where)
         self._empty = where is None
         self._state = None
@@ -178,7 +178,7 @@ class StreamBatches:
 
     def __init__(
         self,
-        source: Source,
+        source: StreamSource,
         vocabulary: Vocabulary,
         length: int,
         streams: int | None,
@@ -277,7 +277,7 @@ class DocumentOrder(Protocol):
 
 
 @dataclass(frozen=True)
-class Part:
+class StreamPart:
     """One stream of documents in one epoch.
 
     Attributes:
@@ -287,7 +287,7 @@ class Part:
         epoch: how many times the stream has had all its documents.
     """
 
-    source: Source
+    source: StreamSource
     stream: int
     streams: int
     epoch: int
@@ -305,7 +305,7 @@ class ShuffleBuffer:
     size: int = 0
     seed: int = 0
 
-    def order(self, part: Part, where: Mapping[str, Any] | None) -> DocumentOrder:
+    def order(self, part: StreamPart, where: Mapping[str, Any] | None) -> DocumentOrder:
         """Return the documents of a part from a position on; None: from the beginning.
 
         Raises:
@@ -326,7 +326,7 @@ class _InOrder:
         where: from which state of the source on.
     """
 
-    def __init__(self, part: Part, where: Mapping[str, Any] | None) -> None:
+    def __init__(self, part: StreamPart, where: Mapping[str, Any] | None) -> None:
         self._dataset = part.source.part(part.stream, part.streams)
         self._texts: Iterator[str] = part.source.training_texts(self._dataset, where)
         self._began_at = where
@@ -351,7 +351,9 @@ class _Shuffled:
         where: from which state on.
     """
 
-    def __init__(self, part: Part, buffer: ShuffleBuffer, where: Mapping[str, Any] | None) -> None:
+    def __init__(
+        self, part: StreamPart, buffer: ShuffleBuffer, where: Mapping[str, Any] | None
+    ) -> None:
         self._size = buffer.size
         self._key = mix(mix(mix(buffer.seed) ^ part.stream) ^ part.epoch)
         self._block, self._taken, began = 0, 0, None

@@ -34,7 +34,7 @@ _MARKED = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 
 @dataclass(frozen=True)
-class Document:
+class MaskedTokens:
     """Tokens, and which of them are trained on.
 
     Attributes:
@@ -50,9 +50,9 @@ class Document:
         after = zip(self.tokens[1:], self.trained[1:], strict=True)
         return [*(token if trained else IGNORED for token, trained in after), IGNORED]
 
-    def cut(self, length: int) -> Document:
+    def cut(self, length: int) -> MaskedTokens:
         """Return at most the first ``length`` tokens."""
-        return Document(self.tokens[:length], self.trained[:length])
+        return MaskedTokens(self.tokens[:length], self.trained[:length])
 
     @property
     def target_count(self) -> int:
@@ -98,7 +98,7 @@ class ChatEncoder:
         known = padding is not None and padding < tokenizer.used
         self.padding = int(padding) if known else tokenizer.separator
 
-    def documents(self, chat: Chat | Completion, where: str) -> list[Document]:
+    def documents(self, chat: Chat | Completion, where: str) -> list[MaskedTokens]:
         """Return the documents of a line: one, or one for each turn that is trained on.
 
         Args:
@@ -142,7 +142,7 @@ class ChatEncoder:
                     f"template of {self._name} does not take lists apart"
                 )
 
-    def _completion(self, given: Completion) -> Document:
+    def _completion(self, given: Completion) -> MaskedTokens:
         text = given.prompt + given.completion
         encoded = self._encode(text, special=True)
         spans = [(len(given.prompt), len(text))]
@@ -153,11 +153,11 @@ class ChatEncoder:
         trained = _in_spans(offsets, spans)
         if end is not None:
             tokens, trained = [*tokens, end], [*trained, True]
-        return Document(tokens, trained)
+        return MaskedTokens(tokens, trained)
 
-    def _document(self, rendered: _Text) -> Document:
+    def _document(self, rendered: _Text) -> MaskedTokens:
         encoded = self._encode(rendered.text, special=False)
-        return Document(
+        return MaskedTokens(
             list(encoded["input_ids"]), _in_spans(encoded["offset_mapping"], rendered.spans)
         )
 

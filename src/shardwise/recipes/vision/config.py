@@ -27,7 +27,7 @@ from shardwise.recipes.core.config import (
     resolve_sharding,
 )
 from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, model_option, option
-from shardwise.recipes.core.position import Span
+from shardwise.recipes.core.position import TrainingSpan
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 
@@ -78,9 +78,9 @@ class VisionInputs:
         return self.config.train
 
     @property
-    def span(self) -> Span:
+    def span(self) -> TrainingSpan:
         """How long the training is."""
-        return Span.of(self.train, self.training_images)
+        return TrainingSpan.of(self.train, self.training_images)
 
     @property
     def training_images(self) -> int:
@@ -126,7 +126,7 @@ class MnistConfig(VisionConfig):
         """
         check_train(self.train)
         self.check_world(world)
-        check_extras(["safetensors", "matplotlib", "PIL"], self.train.output.logs)
+        check_extras(["safetensors", "PIL"], self.train.output.logs)
         if self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
         return MnistInputs(self, *load_mnist(self.data_dir))
@@ -224,7 +224,7 @@ class ImageFolderConfig(VisionConfig):
         require(self.threads >= 1, "--workers", self.threads, "1 or more")
         self.check_world(world)
         folders = self._folders()
-        check_extras(["transformers", "matplotlib", "PIL"], self.train.output.logs)
+        check_extras(["transformers", "PIL"], self.train.output.logs)
         return folders
 
     def _folders(self) -> Folders | None:

@@ -19,10 +19,10 @@ from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
-from shardwise.recipes.core.plot import plot_confusion
-from shardwise.recipes.core.recipe import Example, Inputs, Place, Schedule, Task
+from shardwise.recipes.core.recipe import Example, Inputs, Schedule, Task, TrainContext
 from shardwise.recipes.core.rundir import RunDir
 from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
+from shardwise.recipes.vision.confusion import plot_confusion
 from shardwise.recipes.vision.images import (
     Augment,
     Batch,
@@ -91,7 +91,9 @@ class Classifier:
     loaded_into: str
 
 
-def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Classifier) -> Task:
+def vision_task(
+    inputs: Inputs, place: TrainContext, data: ImageData, classifier: Classifier
+) -> Task:
     """Return the task of training a classifier.
 
     At the end the model is written as one safetensors file, loaded again and evaluated: what
@@ -103,7 +105,6 @@ def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Class
         data.validation, len(data.classes), train.batch_size, world, place.device
     )
     files = RunDir(train.output.out)
-    title = f"{classifier.name} on {data.name}"
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
@@ -115,12 +116,12 @@ def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Class
                 f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
                 f"{classifier.loaded_into}; {results['accuracy']:.4f} before"
             )
+            title = f"{classifier.name} on {data.name}"
             plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
             say(f"confusion  {files.confusion}")
         return {**results, "accuracy_of_file": scores.accuracy}
 
     return Task(
-        title=title,
         model_name=classifier.name,
         model=model,
         model_config=classifier.config_json,
@@ -131,7 +132,6 @@ def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Class
         evaluate=lambda: evaluation(model).values(),
         unit="images",
         example="images",
-        loss_unit="nats per image",
         introduction=[
             (
                 "data",

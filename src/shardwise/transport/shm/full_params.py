@@ -85,8 +85,8 @@ class SharedBuffers:
         dtypes: Sequence[torch.dtype],
     ) -> None:
         self._pool = pool
-        self._piece: Piece | None = None
-        self._last: Piece | None = None
+        self._piece: PoolPiece | None = None
+        self._last: PoolPiece | None = None
         self.is_fresh = False
         _, end = pack_offsets(numels, dtypes)
         self._end = end
@@ -152,7 +152,7 @@ class SharedBuffers:
         if self._window is not None and self._private is not None and self._private.exist():
             self._window.forget_writes()
 
-    def _close(self) -> Piece | None:
+    def _close(self) -> PoolPiece | None:
         """Close the window; return the piece that it showed, if it was open."""
         if self._window is None or self._piece is None:
             return None
@@ -163,7 +163,7 @@ class SharedBuffers:
 
 
 @dataclass(eq=False)
-class Piece:
+class PoolPiece:
     """Memory for the full parameters of one group.
 
     Attributes:
@@ -222,9 +222,9 @@ class Pool:
         table = ctypes.c_uint64 * (_PIECES * self._ranks)
         self._freed_before = table.from_address(self._window.address)
         self._made = 0
-        self._freed: list[Piece] = []
+        self._freed: list[PoolPiece] = []
         # What this rank uses. Pieces that are dropped with their windows are never given back.
-        self._taken: weakref.WeakSet[Piece] = weakref.WeakSet()
+        self._taken: weakref.WeakSet[PoolPiece] = weakref.WeakSet()
 
     def wait_for_last_gather(self, call: Call) -> None:
         """Wait, on behalf of ``call``, until what peers freed before the last gather is known.
@@ -239,23 +239,22 @@ class Pool:
         """Note that a gather into pieces has been posted."""
         self._last_gather = number
 
-    def take(self, length: int, last: Piece | None) -> Piece:
+    def take(self, length: int, last: PoolPiece | None) -> PoolPiece:
         """Take a piece of at least ``length`` that no rank uses; ``last`` if possible.
 
         All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
         """
-        fitting = [
-            each
-            for each in self._freed
-            if each.length >= length and each.suits(length) and self._is_free(each)
-        ]
-        if last is not None and last in fitting:
-            piece = last
-        elif fitting:
-            piece = min(fitting, key=lambda each: each.cost(length))
-        else:
+
+        def fits(each: PoolPiece) -> bool:
+            return each.length >= length and each.suits(length) and self._is_free(each)
+
+        piece = last
+        if piece is None or piece not in self._freed or not fits(piece):
+            fitting = filter(fits, self._freed)
+            piece = min(fitting, key=lambda each: each.cost(length), default=None)
+        if piece is None:
             piece = self._make(max(length, _LENGTH))
-        if fitting:
+        else:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
         self._taken.add(piece)
@@ -294,7 +293,7 @@ class Pool:
             if 2 * piece.extents.nbytes < largest and self._is_free(piece):
                 punch(self.arena.fd, piece.at, piece.length)
 
-    def give_back(self, piece: Piece) -> None:
+    def give_back(self, piece: PoolPiece) -> None:
         """Note that this rank does not use a piece any more."""
         self._taken.discard(piece)
         if piece.number < _PIECES:
@@ -303,7 +302,7 @@ class Pool:
                 self._freed_before[first + rank] = self._sync.posted + 1
             self._freed.append(piece)
 
-    def report(self, piece: Piece, end: int, call: Call) -> None:
+    def report(self, piece: PoolPiece, end: int, call: Call) -> None:
         """Report that a call uses the first ``end`` bytes of a piece.
 
         Its memory is there once for all ranks, so this rank reports its share.
@@ -314,7 +313,7 @@ class Pool:
             grown = _share(piece.extents.nbytes, rank, ranks) - _share(before, rank, ranks)
             self.arena.report(Memory.FULL_PARAMETERS, call.name, grown)
 
-    def _is_free(self, piece: Piece) -> bool:
+    def _is_free(self, piece: PoolPiece) -> bool:
         """Whether all ranks had freed ``piece`` before the last gather.
 
         A peer that frees it at this moment writes a later collective: for all ranks it is still in
@@ -323,13 +322,13 @@ class Pool:
         freed = self._freed_by(piece)
         return all(piece.taken < before <= self._last_gather for before in freed)
 
-    def _freed_by(self, piece: Piece) -> list[int]:
+    def _freed_by(self, piece: PoolPiece) -> list[int]:
         """Before which collective each rank freed a piece last."""
         first = piece.number * self._ranks
         return list(self._freed_before[first : first + self._ranks])
 
-    def _make(self, length: int) -> Piece:
-        piece = Piece(self._made, self.arena.take(length), length)
+    def _make(self, length: int) -> PoolPiece:
+        piece = PoolPiece(self._made, self.arena.take(length), length)
         self._made += 1
         self._references.add(piece, piece.at, length)
         # Not this object: it holds pieces.
