@@ -79,6 +79,7 @@ class ParamGroup:
         self.pages = Pages([param.form for param in params])
         self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
+        self._labels: dict[tuple[GroupParam, ...], Label] = {}
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
         self._steps_when_gathered = 0
@@ -248,6 +249,7 @@ class ParamGroup:
             if not unshards:  # otherwise this was done with the full parameters
                 param.freeze_or_unfreeze()
             param.enter_backward()
+        self._unreduced.expect()
 
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the full parameters.
@@ -458,12 +460,26 @@ class ParamGroup:
     def label(self) -> Label:
         """The name of the group in messages, and the parameters that ranks must agree on."""
         if self._label is None or self._label[0] != self.fqn:
-            lines = [
-                f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
-                for param in self.params
-            ]
-            self._label = self.fqn, Label(self.fqn or "the root group", "\n".join(lines))
+            self._label = self.fqn, self._make_label(self.params)
+            self._labels.clear()
         return self._label[1]
+
+    def _label_of(self, params: Sequence[GroupParam]) -> Label:
+        """The label of a reduction in which only some of the parameters take part."""
+        whole = self.label
+        if len(params) == len(self.params):
+            return whole
+        found = self._labels.get(tuple(params))
+        if found is None:
+            found = self._labels[tuple(params)] = self._make_label(params)
+        return found
+
+    def _make_label(self, params: Sequence[GroupParam]) -> Label:
+        lines = [
+            f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
+            for param in params
+        ]
+        return Label(self.fqn or "the root group", "\n".join(lines))
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -487,7 +503,7 @@ class ParamGroup:
             return self._reduce_grads(growing, completes)
 
     def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
-        taken = self._unreduced.take(self.options, self.label)
+        taken = self._unreduced.take(self.options, self.label, self.mesh)
         params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
             self.reshard()
@@ -507,7 +523,7 @@ class ParamGroup:
                 step()
             return None
         return Reduction(
-            self.label,
+            self._label_of(params),
             params,
             grads,
             self.mesh,
@@ -515,6 +531,7 @@ class ParamGroup:
             self.options,
             self._unreduced.pending_all_reduce,
             taken.owned,
+            taken.missing,
             growing,
             step,
         )
