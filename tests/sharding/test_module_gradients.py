@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import MixedPrecisionPolicy, fully_shard
+from shardwise import MixedPrecisionPolicy, Wire, fully_shard
 from tests.sharding.nets import (
     WIDTH,
     Net,
@@ -238,8 +238,10 @@ def _chooses(rank: int, world_size: int, way: str) -> None:
     kwargs: dict[str, Any] = {"mesh": hybrid_mesh(world_size)} if "hybrid" in way else {}
     if "fp16" in way:
         kwargs["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float16)
-    if way in TRANSPORTS:
-        kwargs["transport"] = way
+    if "wire" in way:
+        kwargs["wire"] = Wire(reduce="int8", error_feedback=True)
+    if way in TRANSPORTS or "wire" in way:
+        kwargs["transport"] = way if way in TRANSPORTS else "c10d"
     net, whole = seeded(Experts), seeded(Experts)
     fully_shard(net, reshard_after_forward=way != "zero-2", **kwargs)
     accumulates = "accumulated" in way
@@ -281,6 +283,8 @@ def _step(param: torch.Tensor) -> None:
 
 def _assert_same_gradients(net: nn.Module, whole: nn.Module, way: str) -> None:
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in way else {}
+    if "wire" in way:
+        tolerance = {"rtol": 0.0, "atol": 0.03}
     for name, param in net.named_parameters():
         wanted = whole.get_parameter(name).grad
         assert (param.grad is None) == (wanted is None), name
@@ -290,9 +294,10 @@ def _assert_same_gradients(net: nn.Module, whole: nn.Module, way: str) -> None:
 
 TRANSPORTS = ("shm", "c10d", "collectives")
 WAYS = ("zero-3", "zero-2", "fp16", "accumulated", "hybrid", "hybrid accumulated", "two passes")
+WIRES = ("wire", "wire accumulated", "hybrid wire")
 
 
-@pytest.mark.parametrize("way", [*WAYS, "in backward"])
+@pytest.mark.parametrize("way", [*WAYS, *WIRES, "in backward"])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_gradient_that_any_rank_has_is_everywhere(
     threads: Ranks, world_size: int, way: str
