@@ -273,10 +273,11 @@ def _chooses(rank: int, world_size: int, way: str) -> None:
         net.zero_grad()
         whole.zero_grad()
         for model in (net, whole):  # nobody's gradient is due any more
-            model.experts[0].requires_grad_(step % 2 == 0)
+            model.get_submodule("experts.0").requires_grad_(step % 2 == 0)
 
 
 def _step(param: torch.Tensor) -> None:
+    assert param.grad is not None
     with torch.no_grad():
         param.sub_(param.grad, alpha=0.1)
 

@@ -573,10 +573,12 @@ class UnreducedGrads:
             self.expect()  # what has not run, or ran without a hook that saw its backward begin
         # Gradients that earlier backwards only reduce-scattered are completed even if this
         # backward adds nothing.
-        pending = self.pending_all_reduce if options.requires_all_reduce else ()
+        completes = options.requires_all_reduce
         for param in self._params:
             grad = param.take_grad()
-            if grad is None and (param in self._due or param in pending):
+            if grad is None and (
+                param in self._due or (completes and param in self.pending_all_reduce)
+            ):
                 if unused or not mesh.is_alone:
                     grad = param.zeros_for_grad()
                 if grad is not None and not unused:
