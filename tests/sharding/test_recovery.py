@@ -243,6 +243,24 @@ def test_the_backward_of_a_backward_is_refused(threads: Ranks) -> None:
     threads(_second_backward, 2)
 
 
+def _mutated_saved_tensors(rank: int, world_size: int) -> None:
+    net, whole = sharded_net(), seeded(Net)
+    x = batches(world_size)
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        with pytest.raises(NotImplementedError, match=r"Net on rank \d: inside torch\.autograd"):
+            net(x[rank])
+        with torch.no_grad():
+            net(x[rank])  # saves nothing
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    assert_same_gradients(net, whole)
+
+
+def test_copies_of_saved_tensors_are_refused(ranks: Ranks) -> None:
+    """They would be made of memory that is freed, and end the process."""
+    ranks(_mutated_saved_tensors, 2)
+
+
 def _sparse(rank: int, world_size: int) -> None:
     model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
     with pytest.raises(NotImplementedError, match=r"0\.weight on rank \d: expected a dense"):

@@ -63,6 +63,8 @@ SEEN = {
     "sharding/reduce.py Reduction._start_over_shard: self._alive.append(full)": "custom",
     "sharding/reduce.py Reduction._start_over_shard: "
     "torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)": "large",
+    "sharding/reduce.py Reduction._find_over_shard: "
+    "torch.empty(len(self._params), dtype=dtype, device=like.device)": "large",
     "sharding/reduce.py Reduction._places_for_shards: "
     "torch.zeros(sum(numels), dtype=dtype, device=device)": "all_reduce_hook",
     "sharding/reduce.py Reduction._run_hook_on: "
@@ -283,6 +285,9 @@ UNSEEN = {
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
+    "sharding/reduce.py Reduction._find_over_shard: self._alive.append(has)": (
+        "works hold what they read, but for custom reduce-scatters, which do not get it"
+    ),
     "sharding/reduce.py deliver_alone: grad.contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),

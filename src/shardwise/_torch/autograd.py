@@ -38,6 +38,11 @@ def in_backward() -> bool:
     return backward_id() is not None
 
 
+def copies_saved_tensors() -> bool:
+    """Whether ``torch.autograd.graph.allow_mutation_on_saved_tensors`` is active."""
+    return torch.autograd.graph._allow_mutation_on_saved_tensors_enabled
+
+
 def sequence_number() -> int:
     """Return the number that the next node of the graph on this thread gets; see ``Node``."""
     number: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]

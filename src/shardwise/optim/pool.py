@@ -98,9 +98,9 @@ class RankPool:
         me, them = self.members[self.rank], self.members[other]
         raise RanksDivergedError(
             f"{doing}: ranks have gradients of different parameters: {_some(only)} on rank {me} "
-            f"only, {_some(extra)} on rank {them} only. All ranks have to work on the same ones: "
-            "call set_reduce_scatter_unused_params(True) if a parameter is not used on every "
-            "rank. Nothing was changed on any rank"
+            f"only, {_some(extra)} on rank {them} only. All ranks have to work on the same ones, "
+            "as backward leaves them: set and clear gradients alike. Nothing was changed on any "
+            "rank"
         )
 
     @property

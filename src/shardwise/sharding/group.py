@@ -53,6 +53,8 @@ class ParamGroup:
         makes: how often the full parameters were made anew because the shards were replaced.
         stepper: what updates the shards during backward, if anything does.
         pages: the shards that are kept on a disk; ``None`` if none is.
+        defers_reduction: whether the last pass of the running backward, or its end, reduces what
+            earlier ones have left.
     """
 
     def __init__(
@@ -77,8 +79,10 @@ class ParamGroup:
         self._offload = offload
         self.makes = 0
         self.stepper: Stepper | None = None
+        self.defers_reduction = False
         self.pages = Pages.of([param.form for param in params])
         self._memory: FullParams | None = None
+        self._labels: dict[tuple[GroupParam, ...], Label] = {}
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
         self._steps_when_gathered = 0
@@ -249,6 +253,7 @@ class ParamGroup:
             if not unshards:  # otherwise this was done with the full parameters
                 param.freeze_or_unfreeze()
             param.enter_backward()
+        self._unreduced.expect()
 
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the full parameters.
@@ -405,7 +410,7 @@ class ParamGroup:
             if self.phase is not Phase.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
-            self.__dict__.pop("label", None)
+            self._forget_labels()
             self._discard_memory()
 
     def refuse_replaced(self) -> NoReturn:
@@ -458,14 +463,31 @@ class ParamGroup:
     def rename(self, fqn: str) -> None:
         """Take another name."""
         self.fqn = fqn
+        self._forget_labels()
+
+    def _forget_labels(self) -> None:
         self.__dict__.pop("label", None)
+        self._labels.clear()
 
     @functools.cached_property
     def label(self) -> Label:
         """The name of the group in messages, and the parameters that ranks must agree on."""
+        return self._make_label(self.params)
+
+    def _label_of(self, params: Sequence[GroupParam]) -> Label:
+        """The label of a reduction in which only some of the parameters take part."""
+        whole = self.label
+        if len(params) == len(self.params):
+            return whole
+        found = self._labels.get(tuple(params))
+        if found is None:
+            found = self._labels[tuple(params)] = self._make_label(params)
+        return found
+
+    def _make_label(self, params: Sequence[GroupParam]) -> Label:
         lines = [
             f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
-            for param in self.params
+            for param in params
         ]
         return Label(self.fqn or "the root group", "\n".join(lines))
 
@@ -478,40 +500,43 @@ class ParamGroup:
 
         Args:
             growing: the parameters whose gradients may grow until the backward is over. Those of
-                this group are added or removed.
+                this group are added.
             completes: whether no later backward adds to the gradients, so that what steps in
                 backward may step.
 
         Returns:
-            The reduction. ``None`` if there is none to wait for: no parameter has a gradient; or
-            synchronization is off, and gradients stay here; or this rank is alone, and they are
-            complete.
+            The reduction. ``None`` if there is none to wait for: no parameter takes part; or
+            synchronization is off, or another pass of this backward is to come, and gradients stay
+            here; or this rank is alone, and they are complete.
         """
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(growing, completes)
 
     def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
-        taken = self._unreduced.take(self.options, self.label)
+        self.defers_reduction = (
+            self.options.requires_gradient_sync and self.passes.has_backward_to_come()
+        )
+        if self.defers_reduction:
+            # Which gradients are complete before the last pass may differ between ranks.
+            if self.options.reshard_after_backward:
+                self.reshard()
+            return None
+        taken = self._unreduced.take(self.options, self.label, self.mesh)
         params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
             self.reshard()
         self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
         if not params:
             return None
-        grows = self.passes.has_backward_to_come()
-        for param in self.params:
-            if grows or param.form.is_tied:
-                growing[param.form] = None
-            elif growing:
-                growing.pop(param.form, None)
-        step = self._step_own if completes and not grows and self.stepper is not None else None
+        growing.update({param.form: None for param in self.params if param.form.is_tied})
+        step = self._step_own if completes and self.stepper is not None else None
         if self.mesh.is_alone and self.options.all_reduce_hook is None:
             deliver_alone(params, grads, self._precision, self.options, growing)
             if step is not None:
                 step()
             return None
         return Reduction(
-            self.label,
+            self._label_of(params),
             params,
             grads,
             self.mesh,
@@ -519,6 +544,7 @@ class ParamGroup:
             self.options,
             self._unreduced.pending_all_reduce,
             taken.owned,
+            taken.missing,
             growing,
             step,
         )
@@ -570,6 +596,7 @@ class ParamGroup:
             if self.post_forward is not None:
                 self.post_forward.release()  # also if it was written to
             self.reshard()
+        self.defers_reduction = False
         self._unreduced.drop()
 
     # -- inside --------------------------------------------------------------------------------

@@ -404,6 +404,12 @@ class GroupParam:
         full.grad = None
         return self._plain(grad)
 
+    @property
+    def holds_grad(self) -> bool:
+        """Whether there is an unreduced gradient."""
+        full = self.full
+        return self.accumulated_grad is not None or (full is not None and full.grad is not None)
+
     def zeros_for_grad(self) -> torch.Tensor | None:
         """Make a gradient of zeros; ``None`` if the parameter was never unsharded."""
         if self.full is None:

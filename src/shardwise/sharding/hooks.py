@@ -169,6 +169,14 @@ def _enter_root(
     state.lazy_init()
     if state.root.forward_root is not None:
         return args, kwargs
+    if autograd.copies_saved_tensors() and torch.is_grad_enabled():
+        # It finds tensors by address and version, and would copy one whose memory is freed.
+        raise NotImplementedError(
+            f"forward of {type(state.modules[0]).__name__} on rank {dist.get_rank()}: inside "
+            "torch.autograd.graph.allow_mutation_on_saved_tensors(), which copies saved tensors. "
+            "Those of sharded modules are freed between forward and backward; run the forward "
+            "outside of it, and clone what is written to in place"
+        )
     if not autograd.in_backward():  # where activation checkpointing recomputes forward
         state.root.begin_forward(state)
     event, state.root.post_optim_event = state.root.post_optim_event, None

@@ -124,8 +124,7 @@ class CollectiveLog:
                 f"{members[self._peers.rank]} called {ours.text} ({ours.size}) and rank "
                 f"{members[peer]} called {text} ({size}){_difference(ours.detail, detail)}. All "
                 "ranks have to run the same modules in the same order, with the same parameters, "
-                "dtypes and wires; if they use different parameters in one step, call "
-                "set_reduce_scatter_unused_params(True)"
+                "dtypes and wires, and to freeze the same ones"
             )
 
     def _key(self, rank: int) -> str:
