@@ -107,6 +107,7 @@ def inspect(
         model=report.model,
         grid=report.grid,
         parameters=report.parameters,
+        unaveraged=report.unaveraged,
         values=gather_values(model) if values else None,
     )
 

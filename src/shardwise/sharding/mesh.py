@@ -9,6 +9,8 @@ import dataclasses
 import enum
 import functools
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -347,6 +349,40 @@ def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceM
 
 #: Usual names of dimensions over which ranks see the same data, or have different layers.
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
+_SAYS_NOT_DATA_PARALLEL = re.compile(
+    r"(?<![a-z])([tpcsem]p|etp|ring)(?![a-z])|tensor|pipe|stage|context|seq|expert|model|ulysses"
+)
+
+
+def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
+    """Find dimensions over which nothing of a model is averaged, though ranks may train apart.
+
+    They are those of the mesh that the model's meshes were sliced from along which this rank shares
+    no mesh of the model with another rank. Left out are those with a name that says that ranks
+    along them do not differ in their data alone, and those that something else reduces over, such
+    as DiLoCo.
+
+    Args:
+        meshes: the meshes that parameters of the model are on.
+
+    Returns:
+        The number of ranks along each of them, by its name.
+    """
+    meshes = dict.fromkeys(meshes)
+    found: dict[str, int] = {}
+    with dtensor.real_tensors():
+        mine = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+        for root in dict.fromkeys(map(dtensor.root_mesh, meshes)):
+            here = root.get_coordinate() or ()
+            for dim, name in enumerate(root.mesh_dim_names or ()):
+                line: list[int | slice] = [*here[:dim], slice(None), *here[dim + 1 :]]
+                ranks = root.mesh[tuple(line)].tolist()
+                if len(ranks) == 1 or len(mine.intersection(ranks)) > 1:
+                    continue
+                says_not = _SAYS_NOT_DATA_PARALLEL.search(name.lower())
+                if not says_not and not Peers(root.get_group(dim)).dimension:
+                    found[name] = len(ranks)
+    return found
 
 
 def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:
