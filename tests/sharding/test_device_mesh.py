@@ -24,7 +24,6 @@ from shardwise import (
 from shardwise.diloco import DiLoCo
 from tests.harness import run_ranks
 
-
 Ranks = Callable[..., list[Any]]
 
 

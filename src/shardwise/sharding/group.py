@@ -24,7 +24,7 @@ from shardwise.sharding.full_params import FullParams, PostForwardShards, check_
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
-from shardwise.sharding.param import COPIED, ShardedParam, have_same_values
+from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
@@ -135,8 +135,9 @@ class ParamGroup:
         still needs the values of before, then raises.
         """
         self.refresh()
-        for param in self.params:
-            param.form.tie_again(have_same_values)
+        if self._state is GroupState.SHARDED:  # otherwise modules hold what was summoned
+            for param in self.params:
+                param.form.tie_again()
         if self._memory is not None:
             self._memory.follow_shards()
 
@@ -525,7 +526,9 @@ class ParamGroup:
     @property
     def completes_grads(self) -> bool:
         """Whether backward reduces the gradients over all ranks."""
-        return self.options.requires_gradient_sync and self.options.requires_all_reduce
+        options = self.options
+        reduces_all = options.requires_all_reduce or self.mesh.replicate is None
+        return options.requires_gradient_sync and reduces_all
 
     def step_in_backward(self, growing: Container[ShardedParam] = ()) -> None:
         """Have the stepper update the shards, and wait for gradients that are offloaded.
@@ -590,11 +593,8 @@ class ParamGroup:
         The options of this moment decide, and not those of the forward that finds them: the last
         microbatch of a step has other ones.
         """
-        options = self.options
-        lacks_replicas = not options.requires_all_reduce and self.mesh.replicate is not None
-        accumulates = not options.requires_gradient_sync or lacks_replicas
-        kept = accumulates and not options.reshard_after_backward
-        return Freshness.KEPT if kept else Freshness.STALE
+        accumulates = not (self.completes_grads or self.options.reshard_after_backward)
+        return Freshness.KEPT if accumulates else Freshness.STALE
 
     def _take_over_from_ties(self) -> None:
         """Give tied parameters the values that modules of other groups wrote to them."""

@@ -31,7 +31,7 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.param import ShardedParam, copy_owners, have_same_memory
+from shardwise.sharding.param import ShardedParam, copy_owners
 from shardwise.transport.base import WiredTransport
 
 # More writes than a parameter will ever see.
@@ -139,7 +139,6 @@ class GroupParam:
         """
         if self.owners[0] == self.form.owners[0]:
             self.form.take_over(self.owners[0])
-        self.form.tie_again(have_same_memory)
         before, self._seen = self._seen, self._look()
         return before != self._seen
 

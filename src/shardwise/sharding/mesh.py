@@ -355,28 +355,20 @@ _SAYS_NOT_DATA_PARALLEL = re.compile(
 
 
 def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
-    """Find dimensions over which nothing of a model is averaged, though ranks may train apart.
+    """The number of ranks along each mesh dimension over which nothing of a model is averaged.
 
-    They are those of the mesh that the model's meshes were sliced from along which this rank shares
-    no mesh of the model with another rank. Left out are those with a name that says that ranks
-    along them do not differ in their data alone, and those that something else reduces over, such
-    as DiLoCo.
-
-    Args:
-        meshes: the meshes that parameters of the model are on.
-
-    Returns:
-        The number of ranks along each of them, by its name.
+    They are those of the mesh that ``meshes``, which parameters are on, are slices of. Left out are
+    names that say something else than data parallel, and what others reduce over, such as DiLoCo.
     """
     meshes = dict.fromkeys(meshes)
     found: dict[str, int] = {}
     with dtensor.real_tensors():
         mine = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
         for root in dict.fromkeys(map(dtensor.root_mesh, meshes)):
-            here = root.get_coordinate() or ()
-            for dim, name in enumerate(root.mesh_dim_names or ()):
-                line: list[int | slice] = [*here[:dim], slice(None), *here[dim + 1 :]]
-                ranks = root.mesh[tuple(line)].tolist()
+            here = root.get_coordinate()
+            for dim, name in enumerate((here and root.mesh_dim_names) or ()):
+                line = (*here[:dim], slice(None), *here[dim + 1 :])
+                ranks = root.mesh[line].tolist()
                 if len(ranks) == 1 or len(mine.intersection(ranks)) > 1:
                     continue
                 says_not = _SAYS_NOT_DATA_PARALLEL.search(name.lower())

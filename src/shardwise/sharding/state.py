@@ -181,11 +181,10 @@ class Root:
         meshes = (param.form.spec.mesh for group in groups for param in group.params)
         for name, size in unaveraged_dims(meshes).items():
             warnings.warn(
-                f"nothing is averaged over the {size} ranks along {name!r}: the mesh of "
-                "fully_shard was sliced without that dimension, so each of them trains a model of "
-                "its own. If their data differ, pass a mesh that has it, the replicating "
-                f"dimension first: mesh[{name!r}, ...]. If that is meant, filter this warning by "
-                'its message, "nothing is averaged"',
+                f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
+                "was sliced without it, so each of them trains a model of its own. If their data "
+                f"differ, pass mesh[{name!r}, ...], which replicates over it. If that is meant, "
+                'filter this warning by its message, "nothing is averaged"',
                 stacklevel=2,
             )
 
