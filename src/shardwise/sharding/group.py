@@ -336,8 +336,7 @@ class ParamGroup:
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
 
-        The shards may be written to from now on. What a backward has kept stays kept until the next
-        backward, unless gradients are off: after an evaluation users expect shards.
+        The shards may be written to from now on. After an evaluation, users expect shards.
         """
         found = self._freshness
         if found is Freshness.CURRENT or (found is Freshness.KEPT and not torch.is_grad_enabled()):
@@ -588,11 +587,7 @@ class ParamGroup:
 
     @property
     def _left_behind(self) -> Freshness:
-        """What full parameters are that the running forward or backward leaves in memory.
-
-        The options of this moment decide, and not those of the forward that finds them: the last
-        microbatch of a step has other ones.
-        """
+        """What full parameters are that stay in memory now; the next forward has other options."""
         accumulates = not (self.completes_grads or self.options.reshard_after_backward)
         return Freshness.KEPT if accumulates else Freshness.STALE
 

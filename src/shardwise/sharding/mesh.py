@@ -357,8 +357,7 @@ _SAYS_NOT_DATA_PARALLEL = re.compile(
 def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
     """The number of ranks along each mesh dimension over which nothing of a model is averaged.
 
-    They are those of the mesh that ``meshes``, which parameters are on, are slices of. Left out are
-    names that say something else than data parallel, and what others reduce over, such as DiLoCo.
+    Left out are names that say something else than data parallel, and what DiLoCo reduces over.
     """
     meshes = dict.fromkeys(meshes)
     found: dict[str, int] = {}
@@ -369,10 +368,9 @@ def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
             for dim, name in enumerate((here and root.mesh_dim_names) or ()):
                 line = (*here[:dim], slice(None), *here[dim + 1 :])
                 ranks = root.mesh[line].tolist()
-                if len(ranks) == 1 or len(mine.intersection(ranks)) > 1:
-                    continue
+                is_apart = len(ranks) > 1 and len(mine.intersection(ranks)) == 1
                 says_not = _SAYS_NOT_DATA_PARALLEL.search(name.lower())
-                if not says_not and not Peers(root.get_group(dim)).dimension:
+                if is_apart and not (says_not or Peers(root.get_group(dim)).dimension):
                     found[name] = len(ranks)
     return found
 

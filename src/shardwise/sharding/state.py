@@ -175,10 +175,9 @@ class Root:
 
     def _warn_of_what_is_not_averaged(self) -> None:
         """Warn on rank 0 of mesh dimensions over which the first step will average nothing."""
-        groups = list(self._groups())
-        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in groups):
+        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self._groups()):
             return
-        meshes = (param.form.spec.mesh for group in groups for param in group.params)
+        meshes = (param.form.spec.mesh for group in self._groups() for param in group.params)
         for name, size in unaveraged_dims(meshes).items():
             warnings.warn(
                 f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
