@@ -364,8 +364,8 @@ def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
     with dtensor.real_tensors():
         mine = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
         for root in dict.fromkeys(map(dtensor.root_mesh, meshes)):
-            here = root.get_coordinate()
-            for dim, name in enumerate((here and root.mesh_dim_names) or ()):
+            here = root.get_coordinate() or ()
+            for dim, name in enumerate(root.mesh_dim_names or () if here else ()):
                 line = (*here[:dim], slice(None), *here[dim + 1 :])
                 ranks = root.mesh[line].tolist()
                 is_apart = len(ranks) > 1 and len(mine.intersection(ranks)) == 1
