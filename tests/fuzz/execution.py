@@ -317,8 +317,11 @@ class Execution:
             state = found[0]
         else:
             state = {k: v.detach() * action.factor for k, v in model.state_dict().items()}
+        ties: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            ties.setdefault(param, []).append(name)
         model.load_state_dict(state, assign=action.how == "assign")
-        self.runtime.after_load(model)
+        self.runtime.after_load(model, [names for names in ties.values() if len(names) > 1])
         self._find_handles()
 
     def _swap(self, action: p.Swap) -> None:

@@ -65,8 +65,8 @@ class Runtime(Protocol):
     def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
         """Note that these are written to in a way that autograd does not count for ``DTensor``."""
 
-    def after_load(self, model: nn.Module) -> None:
-        """Tie parameters again that were, and are in one memory still."""
+    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
+        """Tie parameters again that were tied, by their names, if they have equal values."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,15 +151,14 @@ class Unsharded:
     def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
         self._clock.uncounted.update(params)
 
-    def after_load(self, model: nn.Module) -> None:
+    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         # An unsharded model has two parameters then, and a sharded one of ours has one: a
         # difference that docs/torch-compatibility.md tells.
-        first: dict[tuple[object, ...], nn.Parameter] = {}
-        for module in model.modules():
-            for name, param in module._parameters.items():
-                if param is not None and param.numel():
-                    same = param.data_ptr(), param.shape
-                    module._parameters[name] = first.setdefault(same, param)
+        for first, *others in ties:
+            for name in others:
+                module, _, own = name.rpartition(".")
+                if torch.equal(model.get_parameter(name), model.get_parameter(first)):
+                    model.get_submodule(module)._parameters[own] = model.get_parameter(first)
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         param.data = value
@@ -274,7 +273,7 @@ class Sharded:
     def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
         pass
 
-    def after_load(self, model: nn.Module) -> None:
+    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         pass
 
     def gather(self, module: nn.Module, call: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,17 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from shardwise import DataParallelMeshDims, FullyShardedDataParallel, fully_shard, init_mesh
+from shardwise import (
+    DataParallelMeshDims,
+    FullyShardedDataParallel,
+    fully_shard,
+    init_mesh,
+    inspect,
+)
+from shardwise.diloco import DiLoCo
 from tests.harness import run_ranks
+
+Ranks = Callable[..., list[Any]]
 
 
 def _larger_than_the_world() -> None:
@@ -189,3 +200,96 @@ def _fitting(rank: int, world_size: int) -> None:
 
 def test_sizes_fill_the_world() -> None:
     run_ranks(_fitting, 4)
+
+
+def _sliced(mesh: DeviceMesh, *names: str) -> nn.Module:
+    return fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh[names])
+
+
+def _as_the_article() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("DDP", "FSDP"))
+    return _sliced(mesh, "FSDP")
+
+
+def _with_both() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("DDP", "FSDP"))
+    return _sliced(mesh, "DDP", "FSDP")
+
+
+def _flattened_without_one() -> nn.Module:
+    mesh = init_mesh(hosts=2, dp=2, cp=2)
+    return fully_shard(nn.Sequential(nn.Linear(4, 4)), mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+
+
+def _another_of_a_model() -> nn.Module:
+    """Experts lie on another mesh than the rest, whose dimensions are not theirs."""
+    mesh = init_mesh(fsdp=2, inner=4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=mesh["fsdp"])
+    return fully_shard(model, mesh=mesh["fsdp", "inner"]._flatten("all"))
+
+
+def _with_tensor_parallelism() -> nn.Module:
+    mesh = init_mesh(dp=4, wide=2)
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, mesh["wide"], {"0": ColwiseParallel()})
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def _of_a_pipeline() -> nn.Module:
+    return _sliced(init_mesh(pipeline_stage=2, dp=2, tp1=2), "dp")
+
+
+def _with_diloco() -> nn.Module:
+    mesh = init_mesh(outer=2, dp=4)
+    model = _sliced(mesh, "dp")
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.diloco = [DiLoCo(model, inner, every=2, group=mesh["outer"])]
+    return model
+
+
+def _averaged_by_a_hook() -> nn.Module:
+    mesh = init_mesh(outer=2, dp=4)
+    model = _sliced(mesh, "dp")
+    model.set_all_reduce_hook(lambda grads: dist.all_reduce(grads, group=mesh.get_group("outer")))
+    return model
+
+
+#: What is not averaged over, by how the model is sharded.
+UNAVERAGED: dict[Callable[[], nn.Module], dict[str, int]] = {
+    _as_the_article: {"DDP": 2},
+    _with_both: {},
+    _flattened_without_one: {"hosts": 2},
+    _another_of_a_model: {},
+    _with_tensor_parallelism: {},
+    _of_a_pipeline: {},
+    _with_diloco: {},
+    _averaged_by_a_hook: {},
+}
+
+
+def _steps_twice(rank: int, world_size: int, make: Callable[[], nn.Module]) -> str:
+    model = make()
+    with torch.no_grad():
+        model(torch.ones(2, 4))  # an evaluation averages nothing
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    return str(inspect(model))
+
+
+@pytest.mark.parametrize("make", UNAVERAGED)
+def test_dimensions_that_nothing_is_averaged_over_are_named_once(
+    threads: Ranks, make: Callable[[], nn.Module]
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reports = threads(_steps_twice, 8, make)
+    told = [str(each.message) for each in caught if "averaged" in str(each.message)]
+    expected = UNAVERAGED[make]
+    assert len(told) == len(expected), "rank 0 alone, once"
+    for (name, size), text in zip(expected.items(), told, strict=True):
+        assert f"nothing is averaged over the {size} ranks along {name!r}" in text
+        remark = f"not averaged: each of the {size} ranks along {name} trains a model of its own"
+        assert all(remark in report for report in reports)
+    if not expected and make is not _averaged_by_a_hook:
+        assert not any("not averaged" in report for report in reports)

@@ -307,3 +307,108 @@ def _same_sequence(rank: int, world_size: int, name: str) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_collectives_are_torchs_in_order_size_and_dtype(ranks: Ranks, name: str) -> None:
     ranks(_same_sequence, 2, name)
+
+
+# -- which bits are promised -------------------------------------------------------------------
+
+
+class _Decoder(nn.Module):
+    """Takes what an encoder made, as the blocks of T5 do, and uses it twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.value = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        return x + self.key(memory).tanh() * self.value(memory)
+
+
+class _Transducer(nn.Module):
+    """An encoder whose output goes to each block of the decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(_Decoder() for _ in range(3))
+        self.as_views = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = self.encoder(x)
+        for block in self.blocks:
+            x = block(x, memory.view_as(memory) if self.as_views else memory)
+        return x
+
+
+def _grads_of_shared_inputs(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    x = batches(world_size).to(dtype)
+    grads = []
+    for as_views in (False, True):
+        whole = seeded(_Transducer).to(dtype)
+        whole.as_views = as_views
+        average_backward(whole, x)
+        grads.append([param.grad for param in whole.parameters()])
+    net = seeded(_Transducer).to(dtype)
+    for block in net.blocks:
+        fully_shard(block)
+    fully_shard(net)
+    loss_of(net, x[rank]).backward()
+    found = [cast(DTensor, param.grad).full_tensor() for param in net.parameters()]
+    plain, as_views = grads
+    assert all(map(torch.equal, found, as_views)), "each block has one view of its input"
+    for mine, other in zip(found, plain, strict=True):
+        step = float(other.abs().max()) * torch.finfo(dtype).eps
+        torch.testing.assert_close(mine, other, rtol=0, atol=2 * step)
+    assert not all(map(torch.equal, found, plain)), "no test of the order"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_of_an_input_of_several_modules_are_added_up_module_by_module(
+    threads: Ranks, world_size: int, dtype: torch.dtype
+) -> None:
+    threads(_grads_of_shared_inputs, world_size, dtype)
+
+
+def _step_clipped(net: nn.Module, rank: int, max_norm: float | None) -> list[torch.Tensor]:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(net, batches(2, step)[rank]).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        optimizer.step()
+    params = [param.detach() for param in net.parameters()]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in params]
+
+
+class _WithoutScalar(Net):
+    """Torch does not shard scalars."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.gain
+        self.gain = 1.5
+
+
+def _trains_as_both(rank: int, world_size: int) -> None:
+    for make in (_WithoutScalar, _Transducer):
+        for max_norm in (None, 0.05):
+            found = {}
+            for shard in (shardwise.fully_shard, torch_fsdp.fully_shard):
+                net = seeded(make)
+                for block in net.blocks:
+                    shard(block)
+                found[shard] = _step_clipped(shard(net), rank, max_norm)
+            net = seeded(make)
+            ddp = _step_clipped(nn.parallel.DistributedDataParallel(net), rank, max_norm)
+            ours, fsdp2 = found.values()
+            assert all(map(torch.equal, ours, fsdp2)), f"{make}, {max_norm}"
+            torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
+            if make is _WithoutScalar and max_norm is None:
+                assert all(map(torch.equal, ours, ddp)), "nothing is added up in another order"
+
+
+def test_over_two_ranks_the_bits_are_those_of_fsdp2_and_without_clipping_of_ddp(
+    ranks: Ranks,
+) -> None:
+    ranks(_trains_as_both, 2)

@@ -87,6 +87,7 @@ def agree(group: dist.ProcessGroup, mine: MemberReport) -> Agreement:
         RanksDivergedError: members have different models or settings; raised on all of them.
         PeerLostError: a member is lost.
     """
+    Peers(group).name_dimension("replicas")
     found = Peers(group).gather_objects(mine, "the agreement of DiLoCo's replicas")
     leader = max(found, key=lambda report: report.rounds)  # the first of equals
     members = dist.get_process_group_ranks(group)

@@ -103,12 +103,8 @@ def inspect(
         ValueError: ``values`` is set and the model is on the meta device.
     """
     report = read(model, mesh, name)
-    return ModelReport(
-        model=report.model,
-        grid=report.grid,
-        parameters=report.parameters,
-        values=gather_values(model) if values else None,
-    )
+    found = gather_values(model) if values else None
+    return ModelReport(**{**vars(report), "values": found})
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from shardwise.inspect.grid import Coordinate, Grid, coordinates_in, grid_of, na
 from shardwise.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
 from shardwise.inspect.tiling import Tiling
 from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.part import Part, cut, full_part, placed, shape_of
 from shardwise.sharding.state import state_of
@@ -72,6 +73,7 @@ def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = No
         model=name or _class_name(model),
         grid=grid,
         parameters=tuple(reader.report(each) for each in found),
+        unaveraged=unaveraged_dims(mesh for each in found for mesh in each.meshes()),
     )
 
 

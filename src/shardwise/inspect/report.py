@@ -193,11 +193,11 @@ class RankTotals:
 
 @dataclass(frozen=True, kw_only=True)
 class Remark:
-    """A property of the layout that costs memory, copies or balance.
+    """A property of the layout that costs memory, copies, balance or the average of gradients.
 
     Attributes:
-        kind: ``"unbalanced"``, ``"padding"``, ``"empty"``, ``"replicated"``, ``"not sharded"`` or
-            ``"interleaved"``.
+        kind: ``"not averaged"``, ``"unbalanced"``, ``"padding"``, ``"empty"``, ``"replicated"``,
+            ``"not sharded"`` or ``"interleaved"``.
         text: one sentence with figures.
         nbytes: the bytes concerned; ``None`` if the remark is not about bytes.
         parameters: names of the parameters concerned.
@@ -219,12 +219,15 @@ class Report:
         parameters: in the order of the model; tied parameters appear once.
         values: elements of small parameters by name and rank, nested as in ``tolist()``; ``None``
             if they were not requested, or on ranks that they were not gathered to.
+        unaveraged: the number of ranks along each mesh dimension over which nothing is averaged,
+            though ranks may train apart; see ``unaveraged_dims``.
     """
 
     model: str
     grid: Grid
     parameters: tuple[ParameterReport, ...]
     values: Values | None = field(default=None, compare=False)
+    unaveraged: Mapping[str, int] = field(default_factory=dict, hash=False)
 
     @property
     def numel(self) -> int:
@@ -331,6 +334,9 @@ def _totals(parameters: Sequence[ParameterReport], rank: int) -> RankTotals:
 
 def _remarks(report: Report) -> Iterator[Remark]:
     """All remarks on a report, the most expensive kinds first."""
+    for name, size in report.unaveraged.items():
+        text = f"each of the {size} ranks along {name} trains a model of its own"
+        yield _remark("not averaged", text, [])
     yield from _not_sharded(report)
     yield from _replicated(report)
     yield from _unbalanced(report)

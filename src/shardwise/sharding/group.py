@@ -87,10 +87,7 @@ class ParamGroup:
         self._gathered: list[int] = []
         self._steps_when_gathered = 0
         self._freshness = Freshness.CURRENT
-        # The outermost forward in which the group last ran, and the one whose gradients were
-        # last reduced.
-        self._forward = 0
-        self._reduced_forward: int | None = None
+        self._forward = 0  # the outermost one in which the group last ran
         self._unreduced = UnreducedGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
         self._owners = [owner for param in self.params for owner in param.owners]
@@ -138,9 +135,13 @@ class ParamGroup:
     def refresh_from_state_dict(self, *_: Any) -> None:
         """Adopt the parameters that a state dict loaded; a hook.
 
-        A backward that is under way, and still needs the values of before, then raises.
+        A tie to which it gave equal values under each name stays. A backward that is under way, and
+        still needs the values of before, then raises.
         """
         self.refresh()
+        if self._state is GroupState.SHARDED:  # otherwise modules hold what was summoned
+            for param in self.params:
+                param.form.tie_again()
         if self._memory is not None:
             self._memory.follow_shards()
 
@@ -341,10 +342,11 @@ class ParamGroup:
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
 
-        The shards may be written to from now on.
+        The shards may be written to from now on. After an evaluation, users expect shards.
         """
-        if self._freshness is Freshness.CURRENT:
-            self._freshness = Freshness.STALE
+        found = self._freshness
+        if found is Freshness.CURRENT or (found is Freshness.KEPT and not torch.is_grad_enabled()):
+            self._freshness = self._left_behind
 
     def unshard_for_user(self) -> None:
         """Start the all-gather for the next forward, which checks that nothing was written since.
@@ -378,7 +380,7 @@ class ParamGroup:
         """
         if number != self._forward:
             if self._freshness is Freshness.AHEAD:
-                self._freshness = Freshness.STALE
+                self._freshness = self._left_behind
             else:
                 self.reshard_if_stale()
             self._forward = number
@@ -525,7 +527,8 @@ class ParamGroup:
         params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
             self.reshard()
-        self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
+        elif self._state is not GroupState.SHARDED and self._freshness is not Freshness.AHEAD:
+            self._freshness = self._left_behind
         if not params:
             return None
         growing.update({param.form: None for param in self.params if param.form.is_tied})
@@ -552,7 +555,9 @@ class ParamGroup:
     @property
     def completes_grads(self) -> bool:
         """Whether backward reduces the gradients over all ranks."""
-        return self.options.requires_gradient_sync and self.options.requires_all_reduce
+        options = self.options
+        reduces_all = options.requires_all_reduce or self.mesh.replicate is None
+        return options.requires_gradient_sync and reduces_all
 
     def step_in_backward(self, growing: Container[ShardedParam] = ()) -> None:
         """Have the stepper update the shards, and wait for gradients that are offloaded.
@@ -605,15 +610,18 @@ class ParamGroup:
     def _stays_for_next_forward(self) -> bool:
         """Whether the next forward uses full parameters that are still in memory.
 
-        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
-        without synchronization and without resharding. Not if the shards have stepped in backward.
+        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients.
+        Not if the shards have stepped in backward.
         """
-        options = self.options
-        accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
-        is_reduced = self._reduced_forward == self._forward
         if self._steps_when_gathered != self.steps_in_backward:
             return False
-        return options.keep_unsharded or (accumulates and not is_reduced)
+        return self.options.keep_unsharded or self._freshness is Freshness.KEPT
+
+    @property
+    def _left_behind(self) -> Freshness:
+        """What full parameters are that stay in memory now; the next forward has other options."""
+        accumulates = not (self.completes_grads or self.options.reshard_after_backward)
+        return Freshness.KEPT if accumulates else Freshness.STALE
 
     def _take_over_from_ties(self) -> None:
         """Give tied parameters the values that modules of other groups wrote to them."""

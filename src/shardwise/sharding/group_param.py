@@ -139,7 +139,6 @@ class GroupParam:
         """
         if self.owners[0] == self.form.owners[0]:
             self.form.take_over(self.owners[0])
-        self.form.tie_again()
         before, self._seen = self._seen, self._look()
         return before != self._seen
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -304,6 +306,30 @@ def _data_parallel_part(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceM
 
 #: Usual names of dimensions over which ranks see the same data, or have different layers.
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
+_SAYS_NOT_DATA_PARALLEL = re.compile(
+    r"(?<![a-z])([tpcsem]p|etp|ring)(?![a-z])|tensor|pipe|stage|context|seq|expert|model|ulysses"
+)
+
+
+def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
+    """The number of ranks along each mesh dimension over which nothing of a model is averaged.
+
+    Left out are names that say something else than data parallel, and what DiLoCo reduces over.
+    """
+    meshes = dict.fromkeys(meshes)
+    found: dict[str, int] = {}
+    with dtensor.real_tensors():
+        mine = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
+        for root in dict.fromkeys(map(dtensor.root_mesh, meshes)):
+            here = root.get_coordinate() or ()
+            for dim, name in enumerate(root.mesh_dim_names or () if here else ()):
+                line = (*here[:dim], slice(None), *here[dim + 1 :])
+                ranks = root.mesh[line].tolist()
+                is_apart = len(ranks) > 1 and len(mine.intersection(ranks)) == 1
+                says_not = _SAYS_NOT_DATA_PARALLEL.search(name.lower())
+                if is_apart and not (says_not or Peers(root.get_group(dim)).dimension):
+                    found[name] = len(ranks)
+    return found
 
 
 def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:

@@ -177,21 +177,25 @@ class ShardedParam:
         self._report(self.local)
 
     def tie_again(self) -> None:
-        """Tie modules again whose parameters share memory after a state dict was loaded.
+        """Tie modules again whose parameters have equal values after a state dict was loaded.
 
         A state dict holds a tied parameter once for each name.
         """
         for owner in self.owners[1:]:
             if not (owner.holds(self.parameter) or owner.holds(None)):
                 found = owner.registered
-                if isinstance(found, DTensor) and self._has_same_memory(found):
+                if isinstance(found, DTensor) and self._has_same_values(found):
                     owner.register(self.parameter)
 
-    def _has_same_memory(self, other: DTensor) -> bool:
+    def _has_same_values(self, other: DTensor) -> bool:
+        """Whether the shards have the same bits, or ``other`` is on the meta device, with none."""
         mine, theirs = self.local, dtensor.local_of(other)
-        if not (dtensor.has_memory(mine) and dtensor.has_memory(theirs)):
+        if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
             return False
-        return mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape
+        if not (dtensor.has_memory(mine) and dtensor.has_memory(theirs)):
+            return theirs.is_meta and not mine.is_meta
+        both = (mine, theirs.to(mine.device))
+        return torch.equal(*(each.detach().reshape(-1).view(torch.uint8) for each in both))
 
     def empty_full(self, device: torch.device) -> nn.Parameter:
         """Make an uninitialized parameter like the original one, on ``device``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Self, cast
@@ -22,6 +23,7 @@ from shardwise._torch import autograd
 from shardwise.observe import Activity
 from shardwise.sharding.finalization import Finalization, GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED, ShardedParam
 from shardwise.sharding.policy import Precision
@@ -114,6 +116,7 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.finalization = Finalization(self._complete_or_reset)
         self._is_last_asked = True
+        self._is_looked_over = False
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas continues while backward computes.
         self._left_alone: list[Reduction] = []
@@ -163,9 +166,26 @@ class Root:
         self._forget_failed_backward()
         for stepper in self._steppers():
             stepper.check()
+        if not self._is_looked_over and torch.is_grad_enabled():
+            self._is_looked_over = True
+            self._warn_of_what_is_not_averaged()
         self.forward_root = state
         self.order.begin_forward()
         self.forward_number += 1
+
+    def _warn_of_what_is_not_averaged(self) -> None:
+        """Warn on rank 0 of mesh dimensions over which the first step will average nothing."""
+        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self._groups()):
+            return
+        meshes = (param.form.spec.mesh for group in self._groups() for param in group.params)
+        for name, size in unaveraged_dims(meshes).items():
+            warnings.warn(
+                f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
+                "was sliced without it, so each of them trains a model of its own. If their data "
+                f"differ, pass mesh[{name!r}, ...], which replicates over it. If that is meant, "
+                'filter this warning by its message, "nothing is averaged"',
+                stacklevel=2,
+            )
 
     def abort_forward(self) -> None:
         """End the outermost forward, which raised."""
