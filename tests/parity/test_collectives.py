@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -128,3 +129,48 @@ def test_collectives_of_a_step(
 
     for counts in _counted(ranks, world_size)[_case(strategy, sync_every)]:
         assert counts == [expected, expected]
+
+
+#: What is off until the last microbatch, ranks, whether parameters are freed between forward and
+#: backward; then the all-gathers of a step, per group.
+KEPT = [
+    # The last backward frees what the first forward has gathered.
+    ("set_requires_gradient_sync", 2, False, 1),
+    ("set_requires_gradient_sync", 4, False, 1),
+    ("set_requires_all_reduce", 4, False, 1),
+    # Only what a backward has left is used again: by the next forward.
+    ("set_requires_gradient_sync", 2, True, MICROBATCHES + 1),
+    # Without replicas, gradients are complete after each microbatch, and shards may step.
+    ("set_requires_all_reduce", 2, False, MICROBATCHES),
+]
+
+
+def _count_gathers(rank: int, world_size: int, switch: str, frees: bool) -> list[int]:
+    """Count the all-gathers of two steps that do not reshard until the last microbatch."""
+    count = count_collectives()
+    case = _case("hybrid" if world_size == 4 else "full-shard", sync_every=True)
+    with naming(case):
+        model = make_sharded(case, world_size)
+        model.set_reshard_after_forward(frees)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        counts = []
+        for step in range(2):
+            count.clear()
+            for microbatch in range(MICROBATCHES):
+                is_last = microbatch == MICROBATCHES - 1
+                getattr(model, switch)(is_last)
+                model.set_reshard_after_backward(is_last)
+                MODELS[MODEL].loss(model, *make_batch(MODEL, rank, step, microbatch)).backward()
+            counts.append(count["all-gather"])
+            optimizer.step()
+            optimizer.zero_grad()
+    return counts
+
+
+@pytest.mark.parametrize(("switch", "world_size", "frees", "all_gathers"), KEPT)
+def test_what_accumulation_keeps_is_not_gathered_again(
+    ranks: Ranks, switch: str, world_size: int, frees: bool, all_gathers: int
+) -> None:
+    env = {"SHARDWISE_TRANSPORT": "collectives"}
+    for counts in ranks(_count_gathers, world_size, switch, frees, env=env):
+        assert counts == [all_gathers * GROUPS] * 2

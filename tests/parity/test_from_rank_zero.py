@@ -40,28 +40,46 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def _built(rank: int, fully_shard: Callable[[nn.Module], object], where: str) -> nn.Module:
+class TiedNet(Net):
+    """The last layer is the first. torch ties within one call of ``fully_shard`` only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(x))
+
+
+def _built(
+    rank: int, fully_shard: Callable[[nn.Module], object], where: str, model: type[Net]
+) -> nn.Module:
     """The model: whole on rank 0, on the meta device where ``where`` says so."""
     on_meta = where == "every rank" or rank > 0
     with torch.device("meta" if on_meta else "cpu"):
-        net = seeded(Net)
+        net = seeded(model)
     if where == "blocks of other ranks" and on_meta:
         net.first.to_empty(device="cpu")
         net.norm.to_empty(device="cpu")
+        if isinstance(net, TiedNet):
+            net.last.weight = net.first.weight  # to_empty() has untied them
     for block in net.blocks:
         fully_shard(block)
     fully_shard(net)
     return net
 
 
-def _trained(rank: int, world_size: int, net: nn.Module, options: StateDictOptions) -> Any:
+def _trained(
+    rank: int, world_size: int, net: nn.Module, model: type[Net], options: StateDictOptions
+) -> Any:
     """The losses of some steps, and the whole parameters, gradients and buffers after them."""
-    whole = seeded(Net).state_dict() if rank == 0 else {}
+    whole = seeded(model).state_dict() if rank == 0 else {}
     with warnings.catch_warnings():  # torch's, where all of a rank's values are on the meta device
         warnings.filterwarnings("ignore", message=".*_get_pg_default_device")
         warnings.filterwarnings("ignore", message="Multiple backends are registered")
         set_model_state_dict(net, whole, options=options)
-    reference = seeded(Net)
+    reference = seeded(model)
     for name, value in get_model_state_dict(net, options=StateDictOptions()).items():
         full = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(full, reference.state_dict()[name]), name
@@ -79,22 +97,24 @@ def _trained(rank: int, world_size: int, net: nn.Module, options: StateDictOptio
     return losses, grads, values, dict(net.named_buffers())
 
 
-def _equals_torchs(rank: int, world_size: int) -> None:
+def _equals_torchs(rank: int, world_size: int, model: type[Net]) -> None:
     for where in ("other ranks", "blocks of other ranks", "every rank"):
         for cpu_offload in (False, True):
             given = StateDictOptions(
                 full_state_dict=True, broadcast_from_rank0=True, cpu_offload=cpu_offload
             )
-            torchs = _built(rank, torch.distributed.fsdp.fully_shard, where)
-            expected = _trained(rank, world_size, torchs, given)
-            found = _trained(rank, world_size, _built(rank, shardwise.fully_shard, where), given)
+            torchs = _built(rank, torch.distributed.fsdp.fully_shard, where, model)
+            expected = _trained(rank, world_size, torchs, model, given)
+            ours = _built(rank, shardwise.fully_shard, where, model)
+            found = _trained(rank, world_size, ours, model, given)
             torch.testing.assert_close(
                 found, expected, msg=lambda text, w=where, c=cpu_offload: f"{w}, {c}: {text}"
             )
 
 
+@pytest.mark.parametrize("model", [Net, TiedNet])
 @pytest.mark.parametrize("transport", ["shm", "c10d", "collectives"])
 def test_values_of_rank_0_reach_ranks_that_have_none_as_in_torch(
-    ranks: Ranks, transport: str
+    ranks: Ranks, transport: str, model: type[Net]
 ) -> None:
-    ranks(_equals_torchs, 2, env={"SHARDWISE_TRANSPORT": transport})
+    ranks(_equals_torchs, 2, model, env={"SHARDWISE_TRANSPORT": transport})

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.errors import MisuseError, ShardwiseError
@@ -1110,24 +1110,44 @@ def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(threads: R
     threads(_writes_to_a_scalar_whose_turn_has_come, 2)
 
 
-def _ties_stay(rank: int, world_size: int) -> None:
-    net, whole = seeded(Tied), seeded(Tied)
-    for each in (net.embed, net.out, net):
+def _ties_stay(rank: int, world_size: int, apart: bool, on_meta: bool) -> None:
+    """A state dict has a value for each name of a tie, as after ``distribute_tensor``."""
+    whole = seeded(Tied)
+    with torch.device("meta" if on_meta else "cpu"):
+        net = seeded(Tied)
+    for each in (net.embed, net.out, net) if apart else (net,):
         fully_shard(each)
     x = batches(world_size)
-    state = {name: value.clone() for name, value in net.state_dict().items()}
-    net.load_state_dict(state, assign=True)  # which unties them, in any module
-    with pytest.raises(ValueError, match="was tied to it, but is another parameter now"):
-        net(x[rank])
+    shards = {
+        name: distribute_tensor(value, net.embed.weight.device_mesh, [Shard(0)])
+        for name, value in seeded(Tied).state_dict().items()
+    }
+    state = {name: value.clone() for name, value in shards.items()}
     net.load_state_dict(state, assign=True)
-    net.out.weight = net.embed.weight
+    for name in reversed(state):  # one module after the other, the last one first
+        module = net.get_submodule(name.rpartition(".")[0])
+        module.load_state_dict({name.rpartition(".")[2]: state[name].clone()}, False, True)
+    assert net.out.weight is net.embed.weight
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     assert_same_gradients(net, whole)
+    net.load_state_dict({**state, "out.weight": state["out.weight"] * 2.0}, assign=True)
+    with pytest.raises(ValueError, match="was tied to it, but is another parameter now"):
+        net(x[rank])
+    net.out.weight = net.embed.weight
+    with torch.no_grad():
+        net(x[rank])
+    net.out.weight = nn.Parameter(net.embed.weight.detach().clone())  # meant, if no state dict
+    with pytest.raises(ValueError, match="was tied to it, but is another parameter now"):
+        net(x[rank])
 
 
-def test_ties_that_are_loosened_are_refused_until_they_are_tied_again(threads: Ranks) -> None:
-    threads(_ties_stay, 2)
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "cpu"])
+def test_ties_stay_if_both_names_are_given_equal_values(
+    threads: Ranks, apart: bool, on_meta: bool
+) -> None:
+    threads(_ties_stay, 2, apart, on_meta)
 
 
 def _swaps_scalars(rank: int, world_size: int) -> None:
@@ -1226,6 +1246,70 @@ def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) 
         net(x)
 
 
+def _writes_before_the_last_microbatch(rank: int, world_size: int, transport: str) -> None:
+    """The switches of the last microbatch do not make what the one before it kept current."""
+    net = sharded_net(transport=transport)
+    net.set_reshard_after_backward(False)
+    net.set_requires_gradient_sync(False)
+    x = batches(world_size)[rank]
+    shards = list(net.parameters())
+    loss_of(net, x).backward()
+    with torch.no_grad():
+        for param in shards:
+            param.mul_(2.0)
+    net.set_reshard_after_backward(True)
+    net.set_requires_gradient_sync(True)
+    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        net(x)
+    net.reset_iter_state()
+    net.zero_grad()
+    loss_of(net, x).backward()
+    whole = seeded(Net)
+    with torch.no_grad():
+        for param in whole.parameters():
+            param.mul_(2.0)
+    average_backward(whole, batches(world_size))
+    assert_same_gradients(net, whole)
+
+
+def _writes_before_the_last_backward(rank: int, world_size: int, transport: str) -> None:
+    """What is reduced is complete, so shards may be written to, whatever backward is the last."""
+    net, whole = sharded_net(transport=transport), seeded(Net)
+    net.set_reshard_after_backward(False)
+    net.set_is_last_backward(False)
+    shards = list(net.parameters())
+    x = batches(world_size)
+    for _ in range(2):
+        loss_of(net, x[rank]).backward()
+        average_backward(whole, x)
+        with torch.no_grad():
+            for param in (*shards, *whole.parameters()):
+                param.mul_(2.0)
+    net.set_is_last_backward(True)
+    loss_of(net, x[rank]).backward()
+    average_backward(whole, x)
+    for module in (net, *net.blocks):
+        module.reshard()
+    assert_same_gradients(net, whole)
+
+
+def _evaluates_what_is_kept(rank: int, world_size: int, transport: str) -> None:
+    """After an evaluation there are shards, unless the switches say that more is to come."""
+    net = sharded_net(transport=transport)
+    x = batches(world_size)[rank]
+    net.set_requires_gradient_sync(False)
+    for freed in (False, True):
+        net.set_reshard_after_backward(False)
+        loss_of(net, x).backward()
+        net.set_reshard_after_backward(freed)
+        with torch.no_grad():
+            net(x)
+        assert [group_of(each).state for each in (net, *net.blocks)] == [
+            GroupState.SHARDED if freed or each is not net else GroupState.UNSHARDED
+            for each in (net, *net.blocks)
+        ]
+
+
 def _writes_before_the_first_forward(rank: int, world_size: int, transport: str) -> None:
     net = sharded_net(transport=transport)
     shards = list(net.parameters())
@@ -1240,6 +1324,9 @@ def _writes_before_the_first_forward(rank: int, world_size: int, transport: str)
 def test_a_write_after_the_gather_of_what_is_kept_is_noticed(transport: str) -> None:
     run_over(transport, _writes_in_a_forward_that_keeps, 2)
     run_over(transport, _writes_before_the_first_forward, 2)
+    run_over(transport, _writes_before_the_last_microbatch, 2)
+    run_over(transport, _writes_before_the_last_backward, 2)
+    run_over(transport, _evaluates_what_is_kept, 2)
 
 
 class Recursive(nn.Module):

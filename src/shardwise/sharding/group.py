@@ -24,7 +24,7 @@ from shardwise.sharding.full_params import FullParams, PostForwardShards, check_
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
-from shardwise.sharding.param import COPIED, ShardedParam
+from shardwise.sharding.param import COPIED, ShardedParam, have_same_values
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
@@ -79,14 +79,12 @@ class ParamGroup:
         self.pages = Pages([param.form for param in params])
         self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
+        self._labels: dict[tuple[GroupParam, ...], Label] = {}
         # The versions of the shards at the last gather, and what came of its result.
         self._gathered: list[int] = []
         self._steps_when_gathered = 0
         self._freshness = Freshness.CURRENT
-        # The outermost forward in which the group last ran, and the one whose gradients were
-        # last reduced.
-        self._forward = 0
-        self._reduced_forward: int | None = None
+        self._forward = 0  # the outermost one in which the group last ran
         self._unreduced = UnreducedGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
         self._owners = [owner for param in self.params for owner in param.owners]
@@ -134,9 +132,12 @@ class ParamGroup:
     def refresh_from_state_dict(self, *_: Any) -> None:
         """Adopt the parameters that a state dict loaded; a hook.
 
-        A backward that is under way, and still needs the values of before, then raises.
+        A tie to which it gave equal values under each name stays. A backward that is under way, and
+        still needs the values of before, then raises.
         """
         self.refresh()
+        for param in self.params:
+            param.form.tie_again(have_same_values)
         if self._memory is not None:
             self._memory.follow_shards()
 
@@ -248,6 +249,7 @@ class ParamGroup:
             if not unshards:  # otherwise this was done with the full parameters
                 param.freeze_or_unfreeze()
             param.enter_backward()
+        self._unreduced.expect()
 
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the full parameters.
@@ -335,10 +337,12 @@ class ParamGroup:
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
 
-        The shards may be written to from now on.
+        The shards may be written to from now on. What a backward has kept stays kept until the next
+        backward, unless gradients are off: after an evaluation users expect shards.
         """
-        if self._freshness is Freshness.CURRENT:
-            self._freshness = Freshness.STALE
+        found = self._freshness
+        if found is Freshness.CURRENT or (found is Freshness.KEPT and not torch.is_grad_enabled()):
+            self._freshness = self._left_behind
 
     def unshard_for_user(self) -> None:
         """Start the all-gather for the next forward, which checks that nothing was written since.
@@ -372,7 +376,7 @@ class ParamGroup:
         """
         if number != self._forward:
             if self._freshness is Freshness.AHEAD:
-                self._freshness = Freshness.STALE
+                self._freshness = self._left_behind
             else:
                 self.reshard_if_stale()
             self._forward = number
@@ -458,12 +462,26 @@ class ParamGroup:
     def label(self) -> Label:
         """The name of the group in messages, and the parameters that ranks must agree on."""
         if self._label is None or self._label[0] != self.fqn:
-            lines = [
-                f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
-                for param in self.params
-            ]
-            self._label = self.fqn, Label(self.fqn or "the root group", "\n".join(lines))
+            self._label = self.fqn, self._make_label(self.params)
+            self._labels.clear()
         return self._label[1]
+
+    def _label_of(self, params: Sequence[GroupParam]) -> Label:
+        """The label of a reduction in which only some of the parameters take part."""
+        whole = self.label
+        if len(params) == len(self.params):
+            return whole
+        found = self._labels.get(tuple(params))
+        if found is None:
+            found = self._labels[tuple(params)] = self._make_label(params)
+        return found
+
+    def _make_label(self, params: Sequence[GroupParam]) -> Label:
+        lines = [
+            f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
+            for param in params
+        ]
+        return Label(self.fqn or "the root group", "\n".join(lines))
 
     # -- gradients -----------------------------------------------------------------------------
 
@@ -487,11 +505,12 @@ class ParamGroup:
             return self._reduce_grads(growing, completes)
 
     def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
-        taken = self._unreduced.take(self.options, self.label)
+        taken = self._unreduced.take(self.options, self.label, self.mesh)
         params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
             self.reshard()
-        self._reduced_forward = self._forward if self.options.requires_gradient_sync else None
+        elif self._state is not GroupState.SHARDED and self._freshness is not Freshness.AHEAD:
+            self._freshness = self._left_behind
         if not params:
             return None
         grows = self.passes.has_backward_to_come()
@@ -507,7 +526,7 @@ class ParamGroup:
                 step()
             return None
         return Reduction(
-            self.label,
+            self._label_of(params),
             params,
             grads,
             self.mesh,
@@ -515,6 +534,7 @@ class ParamGroup:
             self.options,
             self._unreduced.pending_all_reduce,
             taken.owned,
+            taken.missing,
             growing,
             step,
         )
@@ -573,15 +593,25 @@ class ParamGroup:
     def _stays_for_next_forward(self) -> bool:
         """Whether the next forward uses full parameters that are still in memory.
 
-        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients
-        without synchronization and without resharding. Not if the shards have stepped in backward.
+        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients.
+        Not if the shards have stepped in backward.
         """
-        options = self.options
-        accumulates = not (options.reshard_after_backward or options.requires_gradient_sync)
-        is_reduced = self._reduced_forward == self._forward
         if self._steps_when_gathered != self.steps_in_backward:
             return False
-        return options.keep_unsharded or (accumulates and not is_reduced)
+        return self.options.keep_unsharded or self._freshness is Freshness.KEPT
+
+    @property
+    def _left_behind(self) -> Freshness:
+        """What full parameters are that the running forward or backward leaves in memory.
+
+        The options of this moment decide, and not those of the forward that finds them: the last
+        microbatch of a step has other ones.
+        """
+        options = self.options
+        lacks_replicas = not options.requires_all_reduce and self.mesh.replicate is not None
+        accumulates = not options.requires_gradient_sync or lacks_replicas
+        kept = accumulates and not options.reshard_after_backward
+        return Freshness.KEPT if kept else Freshness.STALE
 
     def _take_over_from_ties(self) -> None:
         """Give tied parameters the values that modules of other groups wrote to them."""

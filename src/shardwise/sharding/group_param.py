@@ -31,7 +31,7 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
-from shardwise.sharding.param import ShardedParam, copy_owners
+from shardwise.sharding.param import ShardedParam, copy_owners, have_same_memory
 from shardwise.transport.base import WiredTransport
 
 # More writes than a parameter will ever see.
@@ -139,7 +139,7 @@ class GroupParam:
         """
         if self.owners[0] == self.form.owners[0]:
             self.form.take_over(self.owners[0])
-        self.form.tie_again()
+        self.form.tie_again(have_same_memory)
         before, self._seen = self._seen, self._look()
         return before != self._seen
 
@@ -403,6 +403,12 @@ class GroupParam:
             return None
         full.grad = None
         return self._plain(grad)
+
+    @property
+    def holds_grad(self) -> bool:
+        """Whether there is an unreduced gradient."""
+        full = self.full
+        return self.accumulated_grad is not None or (full is not None and full.grad is not None)
 
     def zeros_for_grad(self) -> torch.Tensor | None:
         """Make a gradient of zeros; ``None`` if the parameter was never unsharded."""

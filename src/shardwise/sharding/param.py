@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -176,22 +176,16 @@ class ShardedParam:
         self.spec = dtensor.spec_of(self.parameter)
         self._report(self.local)
 
-    def tie_again(self) -> None:
-        """Tie modules again whose parameters share memory after a state dict was loaded.
+    def tie_again(self, alike: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+        """Tie modules again whose shards are ``alike``, but in another parameter.
 
         A state dict holds a tied parameter once for each name.
         """
         for owner in self.owners[1:]:
             if not (owner.holds(self.parameter) or owner.holds(None)):
                 found = owner.registered
-                if isinstance(found, DTensor) and self._has_same_memory(found):
+                if isinstance(found, DTensor) and alike(self.local, dtensor.local_of(found)):
                     owner.register(self.parameter)
-
-    def _has_same_memory(self, other: DTensor) -> bool:
-        mine, theirs = self.local, dtensor.local_of(other)
-        if not (dtensor.has_memory(mine) and dtensor.has_memory(theirs)):
-            return False
-        return mine.data_ptr() == theirs.data_ptr() and mine.shape == theirs.shape
 
     def empty_full(self, device: torch.device) -> nn.Parameter:
         """Make an uninitialized parameter like the original one, on ``device``."""
@@ -331,3 +325,20 @@ def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[Para
         for owner in owners
         if owner.module in copied
     ]
+
+
+def have_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two shards are the same memory."""
+    if not (dtensor.has_memory(one) and dtensor.has_memory(other)):
+        return False
+    return one.data_ptr() == other.data_ptr() and one.shape == other.shape
+
+
+def have_same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two shards have the same bits, or ``other`` is on the meta device and has none."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    if not (dtensor.has_memory(one) and dtensor.has_memory(other)):
+        return other.is_meta and not one.is_meta
+    bits = [each.detach().reshape(-1).view(torch.uint8) for each in (one, other.to(one.device))]
+    return torch.equal(*bits)

@@ -5,6 +5,10 @@ A reduction runs while the backward of the next groups computes, in three steps:
     reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
     all-reduce over the replicate dimension        (2-D meshes only)
     scale, convert to the stored dtype, add to the sharded gradient
+
+A parameter that some ranks have no gradient for (an expert that their data did not need) counts as
+zeros there. One that no rank has a gradient for gets none. To tell the two apart, one number for
+each parameter is reduced with the gradients: 1 from a rank that has one, else 0.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise import devices, observe
-from shardwise._torch import autograd
+from shardwise._torch import autograd, fake
 from shardwise._torch.ownership import is_only_reference
 from shardwise.observe import Memory
 from shardwise.sharding.group_param import GroupParam
@@ -146,19 +150,19 @@ class _Scattered:
     """What one reduce-scatter takes.
 
     Attributes:
-        params: the parameters.
+        params: what each is the gradient of.
         fulls: full gradients, laid out as chunks.
         outs: what they are reduced into.
         owned: the indices of the gradients that nobody else has.
     """
 
-    params: list[GroupParam] = field(default_factory=list)
+    params: list[object] = field(default_factory=list)
     fulls: list[torch.Tensor] = field(default_factory=list)
     outs: list[torch.Tensor] = field(default_factory=list)
     owned: set[int] = field(default_factory=set)
 
     def add(
-        self, param: GroupParam, full: torch.Tensor, out: torch.Tensor, *, is_owned: bool
+        self, param: object, full: torch.Tensor, out: torch.Tensor, *, is_owned: bool = False
     ) -> None:
         """Add a gradient."""
         if is_owned:
@@ -181,14 +185,14 @@ class _AllReduced:
     """What one all-reduce takes.
 
     Attributes:
-        params: the parameters.
+        params: what each is the gradient of.
         grads: their gradients, which are reduced in place.
     """
 
-    params: list[GroupParam] = field(default_factory=list)
+    params: list[object] = field(default_factory=list)
     grads: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, param: GroupParam, grad: torch.Tensor) -> None:
+    def add(self, param: object, grad: torch.Tensor) -> None:
         """Add a gradient."""
         self.params.append(param)
         self.grads.append(grad)
@@ -205,15 +209,18 @@ class TakenGrads:
     """Full gradients that are to be reduced.
 
     Attributes:
-        params: the parameters that have a gradient, or get zeros.
-        grads: their gradients.
+        params: the parameters that take part, the same on all ranks.
+        grads: their gradients; zeros for those that this rank has none for.
         owned: the indices of those whose memory goes back to the system when they are freed, and
             that nobody else has, neither a program nor autograd.
+        missing: the indices of those that this rank has none for, and that get one only if another
+            rank has.
     """
 
     params: list[GroupParam] = field(default_factory=list)
     grads: list[torch.Tensor] = field(default_factory=list)
     owned: set[int] = field(default_factory=set)
+    missing: set[int] = field(default_factory=set)
 
 
 class Reduction:
@@ -221,7 +228,7 @@ class Reduction:
 
     Args:
         label: the label of the group.
-        params: the parameters that have gradients.
+        params: the parameters that take part, the same on all ranks.
         grads: their full gradients.
         mesh: the ranks to reduce over.
         precision: the dtypes to reduce in.
@@ -229,6 +236,7 @@ class Reduction:
         pending_all_reduce: the gradients that wait for an all-reduce. This reduction adds to them,
             or takes them with it.
         owned: the indices of gradients that nobody else has.
+        missing: the indices of gradients that this rank has not, and of which ``grads`` has zeros.
         growing: the parameters whose gradients may still grow when the reduction is complete. Their
             hooks are left to the caller.
         completed: what to call when the sharded gradients are complete. Not called if they wait
@@ -245,6 +253,7 @@ class Reduction:
         options: GroupOptions,
         pending_all_reduce: PendingAllReduce,
         owned: Set[int] = frozenset(),
+        missing: Set[int] = frozenset(),
         growing: Container[ShardedParam] = (),
         completed: Callable[[], None] | None = None,
     ) -> None:
@@ -254,6 +263,7 @@ class Reduction:
         self._hook_stream = options.all_reduce_hook_stream
         self._keep_dtype = options.keep_low_precision_grads
         self._params = list(params)
+        self._missing = missing
         self._mesh = mesh
         self._all_reduce = options.requires_all_reduce and mesh.replicate is not None
         self.awaits_all_reduce = mesh.replicate is not None and not options.requires_all_reduce
@@ -311,8 +321,9 @@ class Reduction:
             self._works.clear()
             self._alive.clear()
             if self.awaits_all_reduce:
-                for param, shard in zip(self._params, self._shards, strict=True):
-                    self._pending_all_reduce.add(param, shard)
+                found = self._found.unbind()
+                for param, shard, each in zip(self._params, self._shards, found, strict=True):
+                    self._pending_all_reduce.add(param, shard, each)
                 return True
             if self._all_reduce and not self._is_over_replicate:
                 self._is_over_replicate = True
@@ -360,7 +371,8 @@ class Reduction:
                 its.add(param, full, shard, is_owned=i in owned)
                 self._alive.append(full)
             shards.append(shard)
-        for each in (*self._alive, *shards):
+        self._found = self._find_over_shard(cut, uncut, shards[0])
+        for each in (*self._alive, *shards, self._found):
             observe.memory_of(Memory.GRADIENTS, self._label.name, each)
         for op, scattered in cut.items():
             self._works.append(scattered.start(transport, op, self._label))
@@ -368,17 +380,53 @@ class Reduction:
             self._works.append(reduced.start(transport, op, self._label))
         return shards
 
+    def _find_over_shard(
+        self, cut: dict[Reduce, _Scattered], uncut: dict[Reduce, _AllReduced], like: torch.Tensor
+    ) -> torch.Tensor:
+        """Add to what is reduced, for each parameter, whether this rank has a gradient.
+
+        Returns:
+            Where the sum arrives: 1-D, not 0 where any rank has one.
+        """
+        transport, op = self._mesh.scatter, self._scalings[0].op
+        its = None if self._mesh.has_custom_scatter else cut.get(op)
+        # As a gradient is sent, to go with one. A wire leaves float64 as it is.
+        full_dtype = dtype = like.dtype
+        if isinstance(transport, WiredTransport):
+            full_dtype = dtype = torch.float64
+        elif its is not None:
+            full_dtype, dtype = its.fulls[0].dtype, its.outs[0].dtype
+        count = 1 if its is None else transport.world_size
+        has = torch.ones(count, len(self._params), dtype=full_dtype, device=like.device)
+        for i in self._missing:
+            has[:, i] = 0
+        has = has.view(-1)
+        if its is not None:
+            found = torch.empty(len(self._params), dtype=dtype, device=like.device)
+            its.add(None, has, found)
+            self._alive.append(has)
+            return found
+        if transport.world_size > 1:
+            uncut.setdefault(op, _AllReduced()).add(None, has)
+        return has
+
     def _start_over_replicate(self) -> None:
         replicate = self._mesh.replicate
         assert replicate is not None
         by_op: dict[Reduce, _AllReduced] = {}
-        for param, shard, scaling in zip(self._params, self._shards, self._scalings, strict=True):
+        for i, (param, shard, scaling) in enumerate(
+            zip(self._params, self._shards, self._scalings, strict=True)
+        ):
             held = self._pending_all_reduce.take(param)
             if held is not None:
-                shard += held
+                shard += held[0]
+                self._found[i] += held[1]
             # The rest is padding, with values that nobody may look at.
             own = shard[: param.local.numel()]
             by_op.setdefault(scaling.op, _AllReduced()).add(param, own)
+        if isinstance(replicate, WiredTransport):
+            self._found = self._found.double()
+        by_op[self._scalings[0].op].add(None, self._found)
         for op, reduced in by_op.items():
             self._works.append(reduced.start(replicate, op, self._label))
 
@@ -419,8 +467,11 @@ class Reduction:
             self._hook(flat)
         self._flat.clear()
         shards, self._shards = self._shards, []
-        for param, scaling in zip(self._params, self._scalings, strict=True):
+        absent = self._absent()
+        for i, (param, scaling) in enumerate(zip(self._params, self._scalings, strict=True)):
             shard = shards.pop(0)
+            if i in absent:
+                continue
             stored = shard.dtype if self._keep_dtype else param.dtype
             _deliver(param.form, shard, scaling, stored)
             if param.form in self._hooked:
@@ -429,25 +480,41 @@ class Reduction:
         if self._completed is not None:
             self._completed()
 
+    def _absent(self) -> Set[int]:
+        """The indices of gradients that no rank has. Waits for the device if this rank lacks some.
+
+        In a rehearsal, all ranks have the same.
+        """
+        if not (self._missing and fake.has_values(self._found)):
+            return self._missing
+        found = self._found.tolist()
+        return {i for i in self._missing if not found[i]}
+
 
 class PendingAllReduce:
     """Gradients that are reduced over the shard dimension only, waiting for the all-reduce."""
 
     def __init__(self) -> None:
-        self._shards: dict[GroupParam, torch.Tensor] = {}
+        self._shards: dict[GroupParam, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def add(self, param: GroupParam, shard: torch.Tensor) -> None:
-        """Add ``shard`` to the pending gradient of ``param``."""
-        if param in self._shards:
-            self._shards[param] += shard
-        else:
-            self._shards[param] = shard
+    def add(self, param: GroupParam, shard: torch.Tensor, found: torch.Tensor) -> None:
+        """Add ``shard`` to the pending gradient of ``param``.
+
+        Args:
+            param: the parameter.
+            shard: the gradient.
+            found: a scalar: 0 if no rank of the shard dimension has a gradient.
+        """
+        held = self._shards.setdefault(param, (shard, found))
+        if held[0] is not shard:
+            held[0].add_(shard)
+            held[1].add_(found)
 
     def __contains__(self, param: GroupParam) -> bool:
         return param in self._shards
 
-    def take(self, param: GroupParam) -> torch.Tensor | None:
-        """Remove and return the pending gradient of ``param``."""
+    def take(self, param: GroupParam) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Remove and return the pending gradient of ``param``, and what was found."""
         return self._shards.pop(param, None)
 
     def clear(self) -> None:
@@ -470,16 +537,26 @@ class UnreducedGrads:
         self.pending_all_reduce = PendingAllReduce()
         self._params = params
         self._precision = precision
+        # What takes part in the next reduction, on all ranks.
+        self._due: set[GroupParam] = set()
 
-    def take(self, options: GroupOptions, label: Label) -> TakenGrads:
+    def expect(self) -> None:
+        """Note that a backward begins: what requires gradients now takes part in the reduction.
+
+        Which of them get one may differ between ranks, so that cannot decide.
+        """
+        self._due.update([param for param in self._params if param.sharded.requires_grad])
+
+    def take(self, options: GroupOptions, label: Label, mesh: DataMesh) -> TakenGrads:
         """Take the full gradients. With synchronization off, accumulate them here and take none.
 
         Args:
             options: the options of the group.
             label: its label.
+            mesh: the ranks to reduce over.
 
         Returns:
-            The parameters that have a gradient, or will get zeros, and those gradients.
+            The parameters that take part in the reduction, and their gradients.
         """
         taken = TakenGrads()
         if not options.requires_gradient_sync:
@@ -491,25 +568,32 @@ class UnreducedGrads:
                 if held is not None:
                     observe.memory_of(Memory.GRADIENTS, label.name, held)
             return taken
+        unused = options.reduce_scatter_unused_params
+        if unused or (not self._due and any(param.holds_grad for param in self._params)):
+            self.expect()  # what has not run, or ran without a hook that saw its backward begin
+        # Gradients that earlier backwards only reduce-scattered are completed even if this
+        # backward adds nothing.
+        pending = self.pending_all_reduce if options.requires_all_reduce else ()
         for param in self._params:
             grad = param.take_grad()
-            if grad is None:
-                # Gradients that earlier backwards only reduce-scattered are completed even if this
-                # backward adds nothing.
-                completes = options.requires_all_reduce and param in self.pending_all_reduce
-                unused = options.reduce_scatter_unused_params and param.sharded.requires_grad
-                grad = param.zeros_for_grad() if completes or unused else None
+            if grad is None and (param in self._due or param in pending):
+                if unused or not mesh.is_alone:
+                    grad = param.zeros_for_grad()
+                if grad is not None and not unused:
+                    taken.missing.add(len(taken.grads))
             if grad is not None:
                 observe.memory_of(Memory.GRADIENTS, label.name, grad)
                 if is_returned(grad) and is_only_reference(grad):
                     taken.owned.add(len(taken.grads))
                 taken.params.append(param)
                 taken.grads.append(grad)
+        self._due.clear()
         return taken
 
     def drop(self) -> None:
         """Drop all gradients."""
         self.pending_all_reduce.clear()
+        self._due.clear()
         for param in self._params:
             param.accumulated_grad = None
             if param.full is not None:

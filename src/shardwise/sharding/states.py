@@ -55,12 +55,14 @@ class Freshness(enum.Enum):
     """Whether full parameters in memory may be used by the next forward.
 
     ``CURRENT``: the running forward or backward gathered them. ``STALE``: a forward or backward
-    left them in memory, and the shards may have been written to since. ``AHEAD``: the user
+    left them in memory, and the shards may have been written to since. ``KEPT``: the same, while
+    gradients accumulate without resharding, so that no write is expected. ``AHEAD``: the user
     unsharded them for the next forward.
     """
 
     CURRENT = "current"
     STALE = "stale"
+    KEPT = "kept"
     AHEAD = "ahead"
 
 
