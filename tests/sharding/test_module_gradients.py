@@ -213,3 +213,93 @@ def _unused(rank: int, world_size: int) -> None:
 
 def test_parameters_unused_on_one_rank_count_as_zeros(threads: Ranks) -> None:
     threads(_unused, 2)
+
+
+class Experts(nn.Module):
+    """Three experts of one size, of which a step runs those that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = self.router(x)
+        for i in chosen:
+            x = x + self.experts[i](x)
+        return x
+
+
+#: The experts that ranks choose, step by step: nobody ever chooses the last.
+CHOICES = [[(0, 1), (1, 2), (), (2,)], [(), (), (), ()], [(), (0,), (1,), ()]]
+
+
+def _chooses(rank: int, world_size: int, way: str) -> None:
+    kwargs: dict[str, Any] = {"mesh": hybrid_mesh(world_size)} if "hybrid" in way else {}
+    if "fp16" in way:
+        kwargs["mp_policy"] = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+    if way in TRANSPORTS:
+        kwargs["transport"] = way
+    net, whole = seeded(Experts), seeded(Experts)
+    fully_shard(net, reshard_after_forward=way != "zero-2", **kwargs)
+    accumulates = "accumulated" in way
+    off = net.set_requires_all_reduce if "hybrid" in way else net.set_requires_gradient_sync
+    if way == "in backward":
+        for model in (net, whole):
+            for param in model.parameters():
+                param.register_post_accumulate_grad_hook(_step)
+    for step, choice in enumerate(CHOICES * 2):
+        x = batches(world_size, step)
+        if accumulates:
+            off(step % len(CHOICES) == len(CHOICES) - 1)
+        twice = way == "two passes"
+        loss = net(x[rank], choice[rank]).square().mean()
+        if twice:
+            loss = loss + net(loss * x[rank], choice[rank - 1]).square().mean()
+        loss.backward()
+        losses = []
+        for i in range(world_size):
+            loss = whole(x[i], choice[i]).square().mean()
+            if twice:
+                loss = loss + whole(loss * x[i], choice[i - 1]).square().mean()
+            losses.append(loss / world_size)
+        torch.stack(losses).sum().backward()
+        if accumulates and step % len(CHOICES) != len(CHOICES) - 1:
+            assert all(param.grad is None for param in net.parameters())
+            continue
+        _assert_same_gradients(net, whole, way)
+        net.zero_grad()
+        whole.zero_grad()
+        for model in (net, whole):  # nobody's gradient is due any more
+            model.experts[0].requires_grad_(step % 2 == 0)
+
+
+def _step(param: torch.Tensor) -> None:
+    with torch.no_grad():
+        param.sub_(param.grad, alpha=0.1)
+
+
+def _assert_same_gradients(net: nn.Module, whole: nn.Module, way: str) -> None:
+    tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in way else {}
+    for name, param in net.named_parameters():
+        wanted = whole.get_parameter(name).grad
+        assert (param.grad is None) == (wanted is None), name
+        if wanted is not None:
+            torch.testing.assert_close(param.grad.full_tensor(), wanted, msg=name, **tolerance)
+
+
+TRANSPORTS = ("shm", "c10d", "collectives")
+WAYS = ("zero-3", "zero-2", "fp16", "accumulated", "hybrid", "hybrid accumulated", "two passes")
+
+
+@pytest.mark.parametrize("way", [*WAYS, "in backward"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_gradient_that_any_rank_has_is_everywhere(
+    threads: Ranks, world_size: int, way: str
+) -> None:
+    threads(_chooses, world_size, way)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_gradient_that_any_rank_has_is_everywhere_over(ranks: Ranks, transport: str) -> None:
+    ranks(_chooses, 3, transport)

@@ -73,7 +73,11 @@ class _Network(LocalTransport):
 def _under_way(replicate: Transport, home: str) -> Reduction:
     """The reduction of one gradient whose shard lives on ``home``, on its way over replicas."""
     mesh = SimpleNamespace(
-        scatter=LocalTransport(), replicate=replicate, world_size=2, device=torch.device("cpu")
+        scatter=LocalTransport(),
+        replicate=replicate,
+        world_size=2,
+        device=torch.device("cpu"),
+        has_custom_scatter=False,
     )
     param = SimpleNamespace(
         dtype=torch.float32,

@@ -52,6 +52,8 @@ class ParamGroup:
         makes: how often the full parameters were made anew because the shards were replaced.
         stepper: what updates the shards during backward, if anything does.
         pages: the shards that are kept on a disk.
+        defers_reduction: whether the last pass of the running backward, or its end, reduces what
+            earlier ones have left.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class ParamGroup:
         self._offload = offload
         self.makes = 0
         self.stepper: Stepper | None = None
+        self.defers_reduction = False
         self.pages = Pages([param.form for param in params])
         self._memory: FullParams | None = None
         self._label: tuple[str, Label] | None = None
@@ -492,19 +495,27 @@ class ParamGroup:
 
         Args:
             growing: the parameters whose gradients may grow until the backward is over. Those of
-                this group are added or removed.
+                this group are added.
             completes: whether no later backward adds to the gradients, so that what steps in
                 backward may step.
 
         Returns:
-            The reduction. ``None`` if there is none to wait for: no parameter has a gradient; or
-            synchronization is off, and gradients stay here; or this rank is alone, and they are
-            complete.
+            The reduction. ``None`` if there is none to wait for: no parameter takes part; or
+            synchronization is off, or another pass of this backward is to come, and gradients stay
+            here; or this rank is alone, and they are complete.
         """
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(growing, completes)
 
     def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
+        self.defers_reduction = (
+            self.options.requires_gradient_sync and self.passes.has_backward_to_come()
+        )
+        if self.defers_reduction:
+            # Which gradients are complete before the last pass may differ between ranks.
+            if self.options.reshard_after_backward:
+                self.reshard()
+            return None
         taken = self._unreduced.take(self.options, self.label, self.mesh)
         params, grads = taken.params, taken.grads
         if self.options.reshard_after_backward:
@@ -513,13 +524,8 @@ class ParamGroup:
             self._freshness = self._left_behind
         if not params:
             return None
-        grows = self.passes.has_backward_to_come()
-        for param in self.params:
-            if grows or param.form.is_tied:
-                growing[param.form] = None
-            elif growing:
-                growing.pop(param.form, None)
-        step = self._step_own if completes and not grows and self.stepper is not None else None
+        growing.update({param.form: None for param in self.params if param.form.is_tied})
+        step = self._step_own if completes and self.stepper is not None else None
         if self.mesh.is_alone and self.options.all_reduce_hook is None:
             deliver_alone(params, grads, self._precision, self.options, growing)
             if step is not None:
@@ -585,6 +591,7 @@ class ParamGroup:
             if self.post_forward is not None:
                 self.post_forward.release()  # also if it was written to
             self.reshard()
+        self.defers_reduction = False
         self._unreduced.drop()
 
     # -- inside --------------------------------------------------------------------------------

@@ -244,7 +244,7 @@ class Root:
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                if group.phase is not Phase.REDUCED:
+                if group.phase is not Phase.REDUCED or group.defers_reduction:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
                     group.end(Activity.BACKWARD)
