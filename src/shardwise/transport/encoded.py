@@ -208,7 +208,7 @@ class EncodedTransport(Transport):
             if devices.has_streams(self._device):
                 works.append(self._all_reduce_on_stream(chosen))
             else:
-                works.append(self._all_reduce_in_background(chosen))
+                works.append(self._all_reduce_apart(chosen))
         return _both(works)
 
     def _scatter(self, call: Call) -> Work:
@@ -243,7 +243,7 @@ class EncodedTransport(Transport):
 
         return PendingWork(finish)
 
-    def _all_reduce_in_background(self, call: Call) -> Work:
+    def _all_reduce_apart(self, call: Call) -> Work:
         block = self._block_for(call.outputs)
         reduction = self._start(call, block, self._room)
 
