@@ -276,6 +276,18 @@ def _device_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from _device_names(node)
 
 
+def test_nobody_above_the_seam_asks_what_kind_of_transport_is_below() -> None:
+    asked = [
+        f"{name}:{node.lineno}"
+        for name in NAMES
+        if _part(name) != "transport"
+        for node in ast.walk(_tree(name))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance"
+        if re.search(r"\b\w*Transport\b", ast.unparse(node.args[1]))
+    ]
+    assert not asked, f"ask the transport itself instead: {asked}"
+
+
 def test_torchs_own_data_parallel_trainers_are_never_used() -> None:
     found = []
     for name in NAMES:

@@ -88,17 +88,17 @@ SEEN = {
     "transport/buckets.py flat_rows: like.new_empty(world_size, sum(chunks))": "zero3",
     "transport/buckets.py contributions: "
     "flat_rows(shard, world_size, [each.numel() for each in shards])": "zero3",
-    "transport/collectives.py CollectivesTransport.all_gather: "
+    "transport/collectives.py CollectivesTransport._all_gather: "
     "flat_rows(first, self.world_size, sizes)": "zero3",
-    "transport/collectives.py CollectivesTransport.reduce_scatter: "
+    "transport/collectives.py CollectivesTransport._reduce_scatter: "
     "torch.empty_like(flat[0])": "zero3",
     "transport/collectives.py CollectivesTransport._start: each.wait()": "zero3",
     "transport/memory.py HeapBuffers.allocate: storage.resize_(nbytes)": "zero3",
     # Custom collectives.
-    "transport/custom.py CustomTransport.all_gather: self._all_gather.allocate( "
+    "transport/custom.py CustomTransport._all_gather: gather.allocate( "
     "(self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device )": "custom",
-    "transport/custom.py CustomTransport.all_gather: wait()": "custom",
-    "transport/custom.py CustomTransport.reduce_scatter: work.wait()": "custom",
+    "transport/custom.py CustomTransport._all_gather: wait()": "custom",
+    "transport/custom.py CustomTransport._reduce_scatter: work.wait()": "custom",
     "transport/custom.py CustomTransport._beside: "
     "self._stream.wait_stream(devices.current_stream(device))": "custom",
     "transport/custom.py CustomTransport._reduce_one: comm.allocate("
@@ -127,7 +127,7 @@ SEEN = {
     "transport/encoded.py EncodedTransport._errors_of: "
     "torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)": "wires",
     "transport/encoded.py EncodedTransport._scatter: scatter.under_way.wait()": "wires",
-    "transport/encoded.py EncodedTransport.all_gather: work.wait()": "wires",
+    "transport/encoded.py EncodedTransport._all_gather: work.wait()": "wires",
     "transport/encoded.py _both: work.wait()": "wires_of_scalars",
     "transport/memory.py Blocks.take: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
@@ -197,9 +197,9 @@ SEEN = {
     "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "scalars",
     "sharding/reduce.py _deliver: shard.to(dtype)": "half_reduced",
     "sharding/reduce.py deliver_alone: grad.to(dtype)": "one_rank_mixed",
-    "transport/collectives.py CollectivesTransport.all_gather: "
+    "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
-    "transport/custom.py CustomTransport.all_gather: shard.to(full.dtype)": "integers_custom",
+    "transport/custom.py CustomTransport._all_gather: shard.to(full.dtype)": "integers_custom",
     # The step of Muon.
     "optim/adamw.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
     "optim/adamw.py AdamWStep.of: "
@@ -263,11 +263,12 @@ UNSEEN = {
     "transport/encoded.py EncodedTransport.as_gathered: "
     "torch.empty(shard.numel(), dtype=dtype, device=self._device)": _PASSING,
     "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
-    "transport/encoded.py EncodedTransport._all_reduce: reduction.sums.wait()": _NO_STREAMS,
+    "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
+    "transport/encoded.py EncodedTransport._all_reduce_apart: reduction.sums.wait()": _NO_STREAMS,
     "transport/two_levels.py TwoLevelTransport._run: next(steps).wait()": _NO_STREAMS,
     "transport/two_levels.py TwoLevelTransport._run: step.wait()": _NO_STREAMS,
     "transport/two_levels.py TwoLevelTransport._run: under_way.wait()": _NO_STREAMS,
-    "transport/encoded.py EncodedTransport.all_gather: "
+    "transport/encoded.py EncodedTransport._all_gather: "
     "shards[i].to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
@@ -338,7 +339,7 @@ UNSEEN = {
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
         "the host has read it before it is freed"
     ),
-    "transport/collectives.py CollectivesTransport.all_gather: mine.clone()": (
+    "transport/collectives.py CollectivesTransport._all_gather: mine.clone()": (
         "for backends that cannot gather in place; the one that is modeled can"
     ),
     "transport/collectives.py CollectivesTransport._start: calls=calls": _HELD,

@@ -27,7 +27,7 @@ from typing import TypeVar
 import torch
 
 from shardwise.errors import PeerLostError, RanksDivergedError
-from shardwise.transport.base import NO_LABEL, Label, Reduce
+from shardwise.transport.base import Call, Label, Reduce, Transport
 from shardwise.transport.memory import HeapBuffers
 
 T = TypeVar("T")
@@ -129,7 +129,7 @@ class Turns:
 
 
 @dataclass(frozen=True)
-class Call:
+class Made:
     """A collective call. It is equal on all ranks unless they have diverged."""
 
     kind: str
@@ -137,7 +137,7 @@ class Call:
     tensors: tuple[tuple[int, torch.dtype], ...]
 
     @classmethod
-    def of(cls, kind: str, tensors: Sequence[torch.Tensor], label: Label) -> Call:
+    def of(cls, kind: str, tensors: Sequence[torch.Tensor], label: Label) -> Made:
         """Describe a call by the tensors whose sizes all ranks have in common."""
         return cls(kind, label, tuple((each.numel(), each.dtype) for each in tensors))
 
@@ -157,7 +157,7 @@ class Channel:
     """
 
     members: tuple[int, ...]
-    posted: dict[int, dict[int, tuple[Call, Copies]]] = field(default_factory=dict)
+    posted: dict[int, dict[int, tuple[Made, Copies]]] = field(default_factory=dict)
     memory: dict[int, list[str]] = field(default_factory=dict)
     counts: dict[int, int] = field(default_factory=dict)
 
@@ -218,7 +218,7 @@ class FakeWorld:
         return FakeTransport(self.turns, channel, overlaps=overlaps)
 
 
-class FakeTransport:
+class FakeTransport(Transport):
     """One rank of a :class:`FakeWorld`.
 
     Attributes:
@@ -231,7 +231,7 @@ class FakeTransport:
         self.rank = channel.members.index(turns.rank)
         self.world_size = len(channel.members)
         self._overlaps = overlaps
-        self.log: list[Call] = []
+        self.log: list[Made] = []
         self._turns = turns
         self._channel = channel
 
@@ -245,27 +245,21 @@ class FakeTransport:
         """Make (not yet allocated) memory to gather into."""
         return FakeBuffers(self, numels, dtypes, device)
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> FakeWork:
+    def _all_gather(self, call: Call) -> FakeWork:
         """Copy the shards now, and gather them at the wait."""
+        shards, fulls = call.inputs, call.outputs
 
         def finish(ranks: list[Copies]) -> None:
             for i, full in enumerate(fulls):
                 for chunk, shards in zip(full.chunk(self.world_size), ranks, strict=False):
                     chunk[: shards[i].numel()].copy_(shards[i])
 
-        call = Call.of("all_gather", fulls, label)
-        return FakeWork(self, call, shards, fulls, finish, reads_are_free=True)
+        made = Made.of("all_gather", fulls, call.label)
+        return FakeWork(self, made, shards, fulls, finish, reads_are_free=True)
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> FakeWork:
+    def _reduce_scatter(self, call: Call) -> FakeWork:
         """Reduce at the wait, in the order of ranks."""
+        fulls, shards, op = call.inputs, call.outputs, call.op
 
         def finish(ranks: list[Copies]) -> None:
             for i, shard in enumerate(shards):
@@ -273,21 +267,21 @@ class FakeTransport:
                 parts = [fulls[i][start : start + shard.numel()] for fulls in ranks]
                 shard[: parts[0].numel()].copy_(_reduce(parts, shard.dtype, op))
 
-        call = Call.of(f"reduce_scatter {op.name}", shards, label)
-        return FakeWork(self, call, fulls, shards, finish)
+        made = Made.of(f"reduce_scatter {op.name}", shards, call.label)
+        return FakeWork(self, made, fulls, shards, finish)
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> FakeWork:
+    def _all_reduce(self, call: Call) -> FakeWork:
         """Reduce in place at the wait, in the order of ranks."""
+        tensors, op = call.outputs, call.op
 
         def finish(ranks: list[Copies]) -> None:
             for i, tensor in enumerate(tensors):
                 tensor.copy_(_reduce([each[i] for each in ranks], tensor.dtype, op))
 
-        return FakeWork(self, Call.of(f"all_reduce {op.name}", tensors, label), tensors, (), finish)
+        made = Made.of(f"all_reduce {op.name}", tensors, call.label)
+        return FakeWork(self, made, tensors, (), finish)
 
-    def post(self, call: Call, reads: Copies) -> int:
+    def post(self, call: Made, reads: Copies) -> int:
         """Record a call of this rank, and return its number."""
         channel = self._channel
         number = channel.counts[self.rank] = channel.counts.get(self.rank, -1) + 1
@@ -367,7 +361,7 @@ class FakeWork:
     def __init__(
         self,
         transport: FakeTransport,
-        call: Call,
+        call: Made,
         reads: Sequence[torch.Tensor],
         writes: Sequence[torch.Tensor],
         finish: Callable[[list[Copies]], None],

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.errors import RanksDivergedError
 from shardwise.transport.base import NO_LABEL, Label
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 
 
 class Store:
@@ -81,16 +81,16 @@ def test_the_first_call_that_differs_is_named_on_both_ranks() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Call("all-gather", _tensors(3), NO_LABEL),
-        Call("all-reduce", _tensors(3, 4), NO_LABEL),
-        Call("all-gather", _tensors(4, 3), NO_LABEL),
-        Call("all-gather", _tensors(3, 4, dtype=torch.int32), NO_LABEL),
-        Call("all-gather", _tensors(3, 4), Label("name")),
-        Call("all-gather", _tensors(3, 4), Label(detail="weight")),
+        LoggedCall("all-gather", _tensors(3), NO_LABEL),
+        LoggedCall("all-reduce", _tensors(3, 4), NO_LABEL),
+        LoggedCall("all-gather", _tensors(4, 3), NO_LABEL),
+        LoggedCall("all-gather", _tensors(3, 4, dtype=torch.int32), NO_LABEL),
+        LoggedCall("all-gather", _tensors(3, 4), Label("name")),
+        LoggedCall("all-gather", _tensors(3, 4), Label(detail="weight")),
     ],
 )
-def test_anything_that_differs_gives_another_digest(other: Call) -> None:
-    assert Call("all-gather", _tensors(3, 4), NO_LABEL).digest != other.digest
+def test_anything_that_differs_gives_another_digest(other: LoggedCall) -> None:
+    assert LoggedCall("all-gather", _tensors(3, 4), NO_LABEL).digest != other.digest
 
 
 def test_a_rank_that_is_ahead_has_not_diverged() -> None:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import PeerLostError, RanksDivergedError
-from shardwise.transport.base import Label, Reduce
+from shardwise.transport.base import Call, Kind, Label, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.local import LocalTransport
@@ -98,7 +98,9 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
         tensors = [_values(rank, numel, step) for numel in (1, 700, 4 * BLOCK)]
         if rank == 1 and step == 1:
             tensors[1][3] = float("nan")
-        transport.all_reduce_from(sources, tensors, Reduce.AVG, Label("group")).wait()
+        transport.start(
+            Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, Label("group"), of=sources)
+        ).wait()
         found += tensors
     return found
 
@@ -154,7 +156,9 @@ def _fed_back(rank: int, world_size: int, wire: Wire, steps: int, numel: int) ->
         values = [_values(each, numel, step) for each in range(world_size)]
         exact += torch.stack(values).double().mean(0)
         own = values[rank]
-        transport.all_reduce_from([source], [own], Reduce.AVG, Label("group")).wait()
+        transport.start(
+            Call(Kind.ALL_REDUCE, [own], [own], Reduce.AVG, Label("group"), of=[source])
+        ).wait()
         total += own
     return float((total - exact).abs().max())
 
@@ -185,8 +189,15 @@ def _scattered_back(rank: int, world_size: int) -> tuple[float, float]:
             expected = torch.stack(values).double().mean(0)[mine]
             exact[: len(expected)] += expected
             shard = torch.zeros(chunk)
-            transport.reduce_scatter_from(
-                [source], [values[rank]], [shard], Reduce.AVG, Label("group")
+            transport.start(
+                Call(
+                    Kind.REDUCE_SCATTER,
+                    [values[rank]],
+                    [shard],
+                    Reduce.AVG,
+                    Label("group"),
+                    of=[source],
+                )
             ).wait()
             total[: len(expected)] += shard[: len(expected)]
         found.append(float((total - exact)[: len(expected)].abs().mean()))
@@ -203,9 +214,13 @@ def _spoil(rank: int, world_size: int, bad: float) -> Any:
     tensor = torch.full((6 * BLOCK,), 0.3)
     if rank == 0:
         tensor[2 * BLOCK + 5] = bad
-    transport.all_reduce_from([source], [tensor], Reduce.AVG, Label("group")).wait()
+    transport.start(
+        Call(Kind.ALL_REDUCE, [tensor], [tensor], Reduce.AVG, Label("group"), of=[source])
+    ).wait()
     again = torch.full((6 * BLOCK,), 0.3)
-    transport.all_reduce_from([source], [again], Reduce.AVG, Label("group")).wait()
+    transport.start(
+        Call(Kind.ALL_REDUCE, [again], [again], Reduce.AVG, Label("group"), of=[source])
+    ).wait()
     return tensor, again, transport.overflows
 
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.sharding.state import state_of
 from shardwise.transport import memory, select_transport
-from shardwise.transport.base import FullBuffers, Label, Reduce, Transport
+from shardwise.transport.base import Call, FullBuffers, Kind, Label, Reduce, Transport
 from shardwise.transport.shm import futex, handshake, sync
 from shardwise.transport.shm import transport as shm
 from shardwise.transport.shm.arena import Arena
@@ -254,7 +254,10 @@ def _used_up(rank: int, world_size: int) -> None:
                 outs, expected = (
                     [torch.zeros(-(-size // world_size)) for size in sizes] for _ in range(2)
                 )
-                transport.reduce_scatter_owned(fulls, outs, op, Label("some group"), owned).wait()
+                call = Call(
+                    Kind.REDUCE_SCATTER, fulls, outs, op, Label("some group"), disposable=owned
+                )
+                transport.start(call).wait()
                 transport.reduce_scatter(copies, expected, op).wait()
                 for i, size in enumerate(sizes):
                     assert torch.equal(outs[i], expected[i])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import RanksDivergedError
-from shardwise.transport.base import Label, Reduce, Transport
+from shardwise.transport.base import Call, Kind, Label, Reduce, Transport
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.hosts import ranks_per_host
@@ -127,7 +127,9 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
         tensors = [_values(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
         if rank == 1 and step == 1:
             tensors[2][3] = float("nan")
-        transport.all_reduce_from(sources, tensors, Reduce.AVG, LABEL).wait()
+        transport.start(
+            Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, LABEL, of=sources)
+        ).wait()
         shard = _values(rank, 300, step)
         full = torch.empty(300 * world_size)
         transport.all_gather([shard], [full], LABEL).wait()
@@ -183,7 +185,9 @@ def _scattered(rank: int, world_size: int) -> tuple[float, int]:
         expected = torch.stack(values).double().mean(0)[rank * chunk : (rank + 1) * chunk]
         exact[: len(expected)] += expected
         shard = torch.zeros(chunk)
-        transport.reduce_scatter_from([source], [values[rank]], [shard], Reduce.AVG, LABEL).wait()
+        transport.start(
+            Call(Kind.REDUCE_SCATTER, [values[rank]], [shard], Reduce.AVG, LABEL, of=[source])
+        ).wait()
         total[: len(expected)] += shard[: len(expected)]
     kept = sum(each.numel() for each in transport.across._errors.values())
     return float((total - exact).abs().max()), kept
@@ -217,7 +221,9 @@ def _spoiled(rank: int, world_size: int, bad: float) -> tuple[int, list[int]]:
         if rank == 3:
             full[5] = value
         shard = torch.empty(2 * BLOCK)
-        transport.reduce_scatter_from([source], [full], [shard], Reduce.AVG, LABEL).wait()
+        transport.start(
+            Call(Kind.REDUCE_SCATTER, [full], [shard], Reduce.AVG, LABEL, of=[source])
+        ).wait()
         found.append(int(shard.isfinite().sum()))
     return transport.overflows, found
 

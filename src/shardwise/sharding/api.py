@@ -28,7 +28,6 @@ from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of
-from shardwise.transport.base import WiredTransport
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -309,7 +308,7 @@ def _find_places(
 
 def _check_wire(param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
     """Check that no wire encodes what a tensor subclass has chosen to send."""
-    gathers = isinstance(mesh.shard, WiredTransport) and mesh.shard.wire.gather != "fp32"
+    gathers = mesh.shard.wire.gather != "fp32"
     local = dtensor.plain(param)
     if gathers and has_extension(local):
         raise NotImplementedError(

@@ -32,7 +32,6 @@ from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
-from shardwise.transport.base import WiredTransport
 
 # More writes than a parameter will ever see.
 _SEALED = 1_000_000_000
@@ -275,10 +274,9 @@ class GroupParam:
 
     def _as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values that the full parameter got for this rank's rows."""
-        transport = self.form.mesh.shard
-        if self.layout.dim is None or not isinstance(transport, WiredTransport):
+        if self.layout.dim is None:
             return shard.to(dtype)
-        gathered = transport.as_gathered(shard.reshape(-1), dtype)
+        gathered = self.form.mesh.shard.as_gathered(shard.reshape(-1), dtype)
         return gathered.to(shard.device).view(shard.shape)
 
     def deliver_writes(self) -> None:

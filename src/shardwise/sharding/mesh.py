@@ -22,10 +22,9 @@ from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
-from shardwise.transport.base import ReleasesMemory, Transport, WiredTransport
+from shardwise.transport.base import Transport
 from shardwise.transport.custom import (
     AllGather,
-    CustomTransport,
     ReduceScatter,
     with_custom,
 )
@@ -66,9 +65,8 @@ class DataMesh:
 
     def trim(self) -> None:
         """Let the transports give back what they keep for the next reductions."""
-        transports: tuple[object, ...] = (self.shard, self.scatter, self.replicate)
-        for transport in transports:
-            if isinstance(transport, ReleasesMemory):
+        for transport in (self.shard, self.scatter, self.replicate):
+            if transport is not None:
                 transport.trim()
 
     @classmethod
@@ -195,9 +193,7 @@ class DataMesh:
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
         carrier = self.shard_group if group is None else group
-        scatter = self._transport_over(carrier)
-        if isinstance(self.scatter, CustomTransport):
-            scatter = self.scatter.over(scatter, carrier)
+        scatter = self.scatter.over(self._transport_over(carrier), carrier)
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
 
     def separate_group(self) -> dist.ProcessGroup:
@@ -217,16 +213,14 @@ class DataMesh:
         return encoded_transport(group, self.device, wire, self.requested)
 
     @property
-    def encoded(self) -> list[WiredTransport]:
+    def encoded(self) -> list[Transport]:
         """The transports that encode what they send, each once."""
         transports = dict.fromkeys((self.shard, self.scatter, self.replicate))
-        return [each for each in transports if isinstance(each, WiredTransport)]
+        return [each for each in transports if each is not None and not each.wire.is_plain]
 
     def _check_plain(self, what: str, asked: str, *directions: str) -> None:
         """Check that no wire encodes what another collective would send as it is."""
         for transport in (self.shard, self.scatter):
-            if not isinstance(transport, WiredTransport):
-                continue
             for direction in directions:
                 found = getattr(transport.wire, direction)
                 if found != "fp32":

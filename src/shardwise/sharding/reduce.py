@@ -28,12 +28,12 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.transport.base import (
+    Call,
+    Kind,
     Label,
     PendingWork,
     Reduce,
-    ReleasesMemory,
     Transport,
-    WiredTransport,
     Work,
 )
 from shardwise.transport.memory import is_returned
@@ -173,11 +173,10 @@ class _Scattered:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the reduce-scatter."""
-        if isinstance(transport, WiredTransport):
-            return transport.reduce_scatter_from(self.params, self.fulls, self.outs, op, label)
-        if self.owned and isinstance(transport, ReleasesMemory):
-            return transport.reduce_scatter_owned(self.fulls, self.outs, op, label, self.owned)
-        return transport.reduce_scatter(self.fulls, self.outs, op, label)
+        kind = Kind.REDUCE_SCATTER
+        return transport.start(
+            Call(kind, self.fulls, self.outs, op, label, of=self.params, disposable=self.owned)
+        )
 
 
 @dataclass
@@ -199,9 +198,9 @@ class _AllReduced:
 
     def start(self, transport: Transport, op: Reduce, label: Label) -> Work:
         """Start the all-reduce."""
-        if isinstance(transport, WiredTransport):
-            return transport.all_reduce_from(self.params, self.grads, op, label)
-        return transport.all_reduce(self.grads, op, label)
+        return transport.start(
+            Call(Kind.ALL_REDUCE, self.grads, self.grads, op, label, of=self.params)
+        )
 
 
 @dataclass(frozen=True)
@@ -389,10 +388,10 @@ class Reduction:
             Where the sum arrives: 1-D, not 0 where any rank has one.
         """
         transport, op = self._mesh.scatter, self._scalings[0].op
-        its = None if self._mesh.has_custom_scatter else cut.get(op)
+        its = None if Kind.REDUCE_SCATTER in self._mesh.scatter.replaced else cut.get(op)
         # As a gradient is sent, to go with one. A wire leaves float64 as it is.
         full_dtype = dtype = like.dtype
-        if isinstance(transport, WiredTransport):
+        if not transport.wire.is_plain:
             full_dtype = dtype = torch.float64
         elif its is not None:
             full_dtype, dtype = its.fulls[0].dtype, its.outs[0].dtype
@@ -424,7 +423,7 @@ class Reduction:
             # The rest is padding, with values that nobody may look at.
             own = shard[: param.local.numel()]
             by_op.setdefault(scaling.op, _AllReduced()).add(param, own)
-        if isinstance(replicate, WiredTransport):
+        if not replicate.wire.is_plain:
             self._found = self._found.double()
         by_op[self._scalings[0].op].add(None, self._found)
         for op, reduced in by_op.items():

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise.devices import Backend
 from shardwise.transport.base import Label, PendingWork, Work
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.collectives import all_gather_function
 from shardwise.transport.gloo import MAX_TAG, Messages
 from shardwise.transport.peers import Peers
@@ -91,7 +91,7 @@ class AllToAll:
         """Whether rows are messages: then calls may start in any order, and in any thread."""
         return self._waiter is not None
 
-    def log(self, received: torch.Tensor, label: Label) -> Call:
+    def log(self, received: torch.Tensor, label: Label) -> LoggedCall:
         """Log a call that starts later. Ranks log their calls in the same order.
 
         Args:
@@ -104,7 +104,11 @@ class AllToAll:
         return self._log.add("all-to-all", [received], label)
 
     def start(
-        self, rows: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+        self,
+        rows: torch.Tensor,
+        received: torch.Tensor,
+        label: Label,
+        call: LoggedCall | None = None,
     ) -> Exchange:
         """Start to send row ``r`` of ``rows`` to rank ``r``, for every rank.
 
@@ -126,7 +130,11 @@ class AllToAll:
         )
 
     def share(
-        self, row: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+        self,
+        row: torch.Tensor,
+        received: torch.Tensor,
+        label: Label,
+        call: LoggedCall | None = None,
     ) -> Exchange:
         """Start to send the same row to every rank.
 
@@ -254,7 +262,7 @@ class AllToAll:
             self.bytes_sent += nbytes
 
     def _collect(
-        self, call: Call, rows: torch.Tensor, nbytes: int, launch: Callable[[], Launched]
+        self, call: LoggedCall, rows: torch.Tensor, nbytes: int, launch: Callable[[], Launched]
     ) -> Exchange:
         """Launch one collective; ``nbytes`` of ``rows`` are for others."""
         self._count(nbytes)
@@ -271,7 +279,7 @@ class AllToAll:
 
     def _send(
         self,
-        call: Call,
+        call: LoggedCall,
         waiter: Waiter,
         rows: Sequence[torch.Tensor],
         received: Sequence[torch.Tensor],

@@ -21,10 +21,11 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from shardwise.transport.wire import Wire
 
@@ -54,8 +55,68 @@ class Label:
 NO_LABEL = Label()
 
 
-@runtime_checkable
-class Transport(Protocol):
+class Kind(enum.Enum):
+    """The collectives, with what a :class:`Call` of each has.
+
+    *All-gather*: ``inputs[i]`` of every rank, a shard, goes into ``outputs[i]``, a full, as it is
+    when it is called. A write to a shard after the wait, on any rank, does not reach the full. A
+    shard has at most ``chunk_i`` elements (fewer, or none, on the last ranks), of any dtype: values
+    are converted to the dtype of the full. It may be a host tensor even if the full is a device
+    tensor. The full has ``world_size * chunk_i`` elements, allocated. After the wait, chunk ``r``
+    begins with rank ``r``'s shard; its padding is undefined.
+
+    *Reduce-scatter*: chunk ``r`` of ``inputs[i]``, a full, is reduced over all ranks into rank
+    ``r``'s ``outputs[i]``, a shard. A full has at most ``world_size * chunk_i`` elements: a missing
+    tail is padding, and other padding is zero. It is only read, and must stay alive until the wait.
+    A shard has exactly ``chunk_i`` elements. Its dtype is the dtype of the reduction: contributions
+    are converted to it before they are added, in rank order. Elements past the end of the full are
+    undefined.
+
+    *All-reduce*: every one of ``outputs`` is reduced over all ranks, in place and in its own dtype.
+    """
+
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_REDUCE = "all-reduce"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One collective of this rank.
+
+    Attributes:
+        kind: which one.
+        inputs: 1-D, what is read; the ``outputs`` themselves in an all-reduce.
+        outputs: 1-D, what is written.
+        op: ``SUM``, or ``AVG`` (the sum divided by ``world_size``); an all-gather has none.
+        label: the caller's name for the call. If it differs between ranks, they have diverged.
+        of: of each tensor, what it is the gradient of: the same object every time. A transport with
+            error feedback keeps what was lost as long as that lives. If there are none, it is
+            dropped.
+        disposable: the indices of the ``inputs`` that nobody reads any more, in memory that nobody
+            else has: they may be overwritten.
+    """
+
+    kind: Kind
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    op: Reduce = Reduce.SUM
+    label: Label = NO_LABEL
+    of: Sequence[object] = ()
+    disposable: Container[int] = ()
+
+    def only(self, indices: Sequence[int]) -> Call:
+        """Return the call of some of the tensors."""
+        return replace(
+            self,
+            inputs=[self.inputs[i] for i in indices],
+            outputs=[self.outputs[i] for i in indices],
+            of=[self.of[i] for i in indices] if self.of else (),
+            disposable=[at for at, i in enumerate(indices) if i in self.disposable],
+        )
+
+
+class Transport(ABC):
     """Collectives between the ranks of one mesh dimension.
 
     Every rank makes the same calls in the same order, with lists of equal length, tensors of equal
@@ -66,12 +127,39 @@ class Transport(Protocol):
         name: the name of the transport, for reports.
         rank: this process's rank in the mesh dimension.
         world_size: the number of ranks in the mesh dimension.
+        wire: the formats of what leaves the host.
+        replaced: the collectives that the user provides.
     """
 
     name: str
     rank: int
     world_size: int
+    wire: Wire = Wire()
+    replaced: frozenset[Kind] = frozenset()
 
+    @property
+    def overflows(self) -> int:
+        """The blocks that this rank has encoded and that decode to no finite numbers."""
+        return 0
+
+    def start(self, call: Call) -> Work:
+        """Start a collective; see :class:`Kind` for what each does."""
+        if call.kind is Kind.ALL_GATHER:
+            return self._all_gather(call)
+        if call.kind is Kind.REDUCE_SCATTER:
+            return self._reduce_scatter(call)
+        return self._all_reduce(call)
+
+    @abstractmethod
+    def _all_gather(self, call: Call) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, call: Call) -> Work: ...
+
+    @abstractmethod
+    def _all_reduce(self, call: Call) -> Work: ...
+
+    @abstractmethod
     def overlaps_compute(self) -> bool:
         """Decide whether to issue collectives early and to wait for them late.
 
@@ -81,10 +169,11 @@ class Transport(Protocol):
             waits does the work: waiting later hides nothing, so wait as soon as the call allows.
         """
 
+    @abstractmethod
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Reserve memory that :meth:`all_gather` can gather into. It is not yet allocated.
+        """Reserve memory that an all-gather can gather into. It is not yet allocated.
 
         Args:
             numels: the number of elements of each tensor, padding included.
@@ -92,119 +181,8 @@ class Transport(Protocol):
             device: the device of all tensors.
         """
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
-        """Gather ``shards[i]`` of every rank into ``fulls[i]``, as they are when it is called.
-
-        A write to a shard after the wait, on any rank, does not reach ``fulls``.
-
-        Args:
-            shards: 1-D, at most ``chunk_i`` elements (fewer, or none, on the last ranks), of any
-                dtype: values are converted to the dtype of ``fulls[i]``. May be host tensors even
-                if ``fulls`` are device tensors.
-            fulls: 1-D, ``world_size * chunk_i`` elements, allocated. After the wait, chunk ``r``
-                begins with rank ``r``'s shard; its padding is undefined.
-            label: the caller's name for the call. If it differs between ranks, they have diverged.
-        """
-
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
-        """Reduce chunk ``r`` of ``fulls[i]`` over all ranks into rank ``r``'s ``shards[i]``.
-
-        Args:
-            fulls: 1-D, at most ``world_size * chunk_i`` elements: a missing tail is padding, and
-                other padding is zero. They are only read, and must stay alive until the wait.
-            shards: 1-D, exactly ``chunk_i`` elements. Their dtype is the dtype of the reduction:
-                contributions are converted to it before they are added, in rank order. Elements
-                past the end of ``fulls[i]`` are undefined.
-            op: ``SUM``, or ``AVG`` (the sum divided by ``world_size``).
-            label: as in :meth:`all_gather`.
-        """
-
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
-        """Reduce every tensor over all ranks, in place and in its own dtype.
-
-        Args:
-            tensors: 1-D.
-            op: as in :meth:`reduce_scatter`.
-            label: as in :meth:`all_gather`.
-        """
-
-
-@runtime_checkable
-class ReleasesMemory(Protocol):
-    """A transport that can give memory back earlier than :class:`Transport` asks for."""
-
-    def reduce_scatter_owned(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-        owned: Container[int],
-    ) -> Work:
-        """Reduce as :meth:`Transport.reduce_scatter` does, and use up some of ``fulls``.
-
-        Args:
-            fulls: as there.
-            shards: as there.
-            op: as there.
-            label: as there.
-            owned: the indices of the ``fulls`` that nobody reads any more, in memory that nobody
-                else has: they may be overwritten.
-        """
-
-    def trim(self) -> None:
-        """Give back what is kept for the next reductions, once no rank reads it any more."""
-
-
-class WiredTransport(ABC):
-    """A :class:`Transport` that encodes what leaves the host.
-
-    Attributes:
-        name: as there.
-        rank: as there.
-        world_size: as there.
-        wire: the formats.
-    """
-
-    name: str
-    rank: int
-    world_size: int
-    wire: Wire
-
-    @property
-    @abstractmethod
-    def overflows(self) -> int:
-        """The blocks that this rank has encoded and that decode to no finite numbers."""
-
-    @abstractmethod
-    def overlaps_compute(self) -> bool:
-        """Decide as :meth:`Transport.overlaps_compute` says."""
-
-    @abstractmethod
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Reserve memory as :meth:`Transport.full_buffers` says."""
-
-    @abstractmethod
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
-        """Gather as :meth:`Transport.all_gather` says."""
-
-    @abstractmethod
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return what every rank gets of a shard: encode it, and decode that.
+        """Return what every rank gets of a shard: encoded and decoded, if the wire encodes.
 
         Args:
             shard: 1-D, as it is gathered.
@@ -213,43 +191,20 @@ class WiredTransport(ABC):
         Returns:
             As many values, in ``dtype``.
         """
+        return shard.to(dtype)
 
-    @abstractmethod
-    def reduce_scatter_from(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
+    def trim(self) -> None:  # noqa: B027 - most keep nothing
+        """Give back what is kept for the next reductions, once no rank reads it any more."""
+
+    def over(self, inner: Transport, group: dist.ProcessGroup) -> Transport:
+        """Return ``inner``, which serves another group, with what is ``replaced`` in this one."""
+        return inner
+
+    def all_gather(
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
     ) -> Work:
-        """Reduce as :meth:`reduce_scatter` does, with error feedback if the wire has it.
-
-        Args:
-            sources: of each tensor, what it is the gradient of: the same object every time. What
-                was lost is kept as long as that lives. If there are none, it is dropped.
-            fulls: as in :meth:`Transport.reduce_scatter`.
-            shards: as there.
-            op: as there.
-            label: as there.
-        """
-
-    @abstractmethod
-    def all_reduce_from(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
-        """Reduce as :meth:`all_reduce` does, with error feedback if the wire has it.
-
-        Args:
-            sources: as in :meth:`reduce_scatter_from`.
-            tensors: as in :meth:`Transport.all_reduce`.
-            op: as there.
-            label: as there.
-        """
+        """Start an all-gather of ``shards`` into ``fulls``."""
+        return self.start(Call(Kind.ALL_GATHER, shards, fulls, label=label))
 
     def reduce_scatter(
         self,
@@ -258,14 +213,14 @@ class WiredTransport(ABC):
         op: Reduce,
         label: Label = NO_LABEL,
     ) -> Work:
-        """Reduce as :meth:`Transport.reduce_scatter` says, without error feedback."""
-        return self.reduce_scatter_from((), fulls, shards, op, label)
+        """Start a reduce-scatter of ``fulls`` into ``shards``."""
+        return self.start(Call(Kind.REDUCE_SCATTER, fulls, shards, op, label))
 
     def all_reduce(
         self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
     ) -> Work:
-        """Reduce as :meth:`Transport.all_reduce` says, without error feedback."""
-        return self.all_reduce_from((), tensors, op, label)
+        """Start an all-reduce of ``tensors``, in place."""
+        return self.start(Call(Kind.ALL_REDUCE, tensors, tensors, op, label))
 
 
 class FullBuffers(Protocol):

@@ -40,13 +40,13 @@ class CollectiveLog:
     def __init__(self, peers: Peers, transport: str = "") -> None:
         self._peers = peers
         self._transport = transport
-        self._kinds: dict[tuple[object, ...], Call] = {}
-        self._calls: deque[Call] = deque(maxlen=_CAPACITY)
+        self._kinds: dict[tuple[object, ...], LoggedCall] = {}
+        self._calls: deque[LoggedCall] = deque(maxlen=_CAPACITY)
         self._count = 0
         self._published = 0
         self._number = next(peers.once(_numbers))
 
-    def add(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> Call:
+    def add(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> LoggedCall:
         """Log that a collective is being called.
 
         Args:
@@ -57,12 +57,12 @@ class CollectiveLog:
         key = (collective, label, *((tensor.numel(), tensor.dtype) for tensor in tensors))
         call = self._kinds.get(key)
         if call is None:
-            call = self._kinds[key] = Call(collective, tensors, label)
+            call = self._kinds[key] = LoggedCall(collective, tensors, label)
         self._calls.append(call)
         self._count += 1
         return call
 
-    def issue(self, call: Call, launches: int, nbytes: Callable[[], int]) -> Issued:
+    def issue(self, call: LoggedCall, launches: int, nbytes: Callable[[], int]) -> Issued:
         """Report that a call that was logged is issued now.
 
         Args:
@@ -77,7 +77,7 @@ class CollectiveLog:
         number = observe.collective(kind, call.name, wire, nbytes(), launches)
         return Issued(call.name, wire.dimension, number)
 
-    def waiting(self, call: Call) -> Issued:
+    def waiting(self, call: LoggedCall) -> Issued:
         """Make the block in which this thread waits for peers before it can issue a call."""
         if not observe.is_observed():
             return UNWATCHED
@@ -167,7 +167,7 @@ class Issued:
 UNWATCHED = Issued("", "", 0)
 
 
-class Call:
+class LoggedCall:
     """One kind of collective that a rank calls, any number of times.
 
     Attributes:

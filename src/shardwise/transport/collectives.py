@@ -35,7 +35,7 @@ import torch.distributed as dist
 from shardwise import devices
 from shardwise._torch.c10d import coalesced
 from shardwise.devices import Backend
-from shardwise.transport.base import NO_LABEL, FinishedWork, Label, PendingWork, Reduce, Work
+from shardwise.transport.base import Call, FinishedWork, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import (
     Bucket,
     as_bytes,
@@ -49,7 +49,7 @@ from shardwise.transport.buckets import (
     pack,
     unpack,
 )
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.memory import OwnMemory, reported
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
@@ -79,7 +79,7 @@ class Collective:
         return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
 
 
-class CollectivesTransport(OwnMemory):
+class CollectivesTransport(OwnMemory, Transport):
     """Public ``torch.distributed`` collectives over one process group.
 
     Args:
@@ -117,12 +117,11 @@ class CollectivesTransport(OwnMemory):
         """Return whether the backend moves bytes by itself."""
         return self._backend.progresses
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Gather with one collective per bucket."""
         gather = all_gather_function()
-        logged = self.log.add("all-gather", fulls, label)
+        shards, fulls = call.inputs, call.outputs
+        logged = self.log.add(call.kind.value, call.outputs, call.label)
         gathered = fulls
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
@@ -157,14 +156,9 @@ class CollectivesTransport(OwnMemory):
             calls.append(Collective.of(gather, as_sendable(flat), mine, group=self.group))
         return self._start(logged, calls, finish, lambda: sum(full.nbytes for full in gathered))
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
+        fulls, shards, op = call.inputs, call.outputs, call.op
         scatter = reduce_scatter_function()
         calls: list[Collective] = []
         sums: list[tuple[Bucket, torch.Tensor]] = []
@@ -177,16 +171,15 @@ class CollectivesTransport(OwnMemory):
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
         return self._start(
-            self.log.add("reduce-scatter", shards, label),
+            self.log.add(call.kind.value, call.outputs, call.label),
             calls,
             finish,
             lambda: self.world_size * sum(shard.nbytes for shard in shards),
         )
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
+        tensors, op = call.outputs, call.op
         sums = [
             (bucket, pack([tensors[i] for i in bucket.indices]))
             for bucket in self._buckets(tensors)
@@ -197,7 +190,7 @@ class CollectivesTransport(OwnMemory):
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
         return self._start(
-            self.log.add("all-reduce", tensors, label),
+            self.log.add(call.kind.value, call.outputs, call.label),
             calls,
             finish,
             lambda: sum(tensor.nbytes for tensor in tensors),
@@ -214,7 +207,7 @@ class CollectivesTransport(OwnMemory):
 
     def _start(
         self,
-        logged: Call,
+        logged: LoggedCall,
         calls: Sequence[Collective],
         finish: Callable[[], None],
         nbytes: Callable[[], int],

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from shardwise import devices
 from shardwise.transport.base import (
-    NO_LABEL,
+    Call,
     FinishedWork,
     FullBuffers,
-    Label,
+    Kind,
     PendingWork,
     Reduce,
     Transport,
@@ -71,7 +71,7 @@ class ReduceScatter(Comm, Protocol):
         """Reduce chunk ``r`` of ``input_tensor`` into rank ``r``'s ``output_tensor``."""
 
 
-class CustomTransport:
+class CustomTransport(Transport):
     """Another transport, with some of its collectives replaced by the user's.
 
     Args:
@@ -94,8 +94,10 @@ class CustomTransport:
         self.world_size = inner.world_size
         self._inner = inner
         self._group = group
-        self._all_gather = all_gather
-        self._reduce_scatter = reduce_scatter
+        self._gather = all_gather
+        self._scatter = reduce_scatter
+        provided = {Kind.ALL_GATHER: all_gather, Kind.REDUCE_SCATTER: reduce_scatter}
+        self.replaced = frozenset(kind for kind, comm in provided.items() if comm is not None)
         self._stream: torch.Stream | None = None
         self._backend: devices.Backend | None = None
 
@@ -107,16 +109,15 @@ class CustomTransport:
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
         """Reserve memory to gather into: plain memory if the all-gather is custom."""
-        if self._all_gather is not None:
+        if self._gather is not None:
             return HeapBuffers(numels, dtypes, device)
         return self._inner.full_buffers(numels, dtypes, device)
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Gather with one call; as bytes if the dtypes differ."""
-        if self._all_gather is None:
-            return self._inner.all_gather(shards, fulls, label)
+        shards, fulls, gather = call.inputs, call.outputs, self._gather
+        if gather is None:
+            return self._inner.start(call)
         if not fulls:
             return FinishedWork()
         device = fulls[0].device
@@ -129,13 +130,13 @@ class CustomTransport:
                 fulls = [as_bytes(full) for full in fulls]
             rows = [as_rows(full, self.world_size) for full in fulls]
             sizes = [row.shape[1] for row in rows]
-            output = self._all_gather.allocate(
+            output = gather.allocate(
                 (self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device
             )
             flat = as_rows(output, self.world_size)
             for chunk, shard in zip(torch.split(flat[self.rank], sizes), shards, strict=True):
                 fill(chunk, shard)
-            work = self._all_gather(
+            work = gather(
                 output_tensor=output,
                 input_tensor=flat[self.rank],
                 group=self._group,
@@ -150,21 +151,16 @@ class CustomTransport:
 
         return PendingWork(finish)
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one call per dtype."""
-        if self._reduce_scatter is None:
-            return self._inner.reduce_scatter(fulls, shards, op, label)
+        if self._scatter is None:
+            return self._inner.start(call)
+        fulls, shards = call.inputs, call.outputs
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, shard in enumerate(shards):
             by_dtype.setdefault(shard.dtype, []).append(i)
         works = [
-            self._reduce_one([fulls[i] for i in indices], [shards[i] for i in indices], op)
+            self._reduce_one([fulls[i] for i in indices], [shards[i] for i in indices], call.op)
             for indices in by_dtype.values()
         ]
 
@@ -174,15 +170,13 @@ class CustomTransport:
 
         return PendingWork(finish)
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Reduce as the inner transport does."""
-        return self._inner.all_reduce(tensors, op, label)
+        return self._inner.start(call)
 
     def over(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
         """Return the same custom collectives over another group, whose transport is ``inner``."""
-        return CustomTransport(inner, group, self._all_gather, self._reduce_scatter)
+        return CustomTransport(inner, group, self._gather, self._scatter)
 
     def _beside(self, device: torch.device) -> AbstractContextManager[object]:
         """Enter the stream to pack and call on: one beside the computing stream, if there are any.
@@ -200,8 +194,8 @@ class CustomTransport:
     def _reduce_one(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
     ) -> Work:
-        assert self._reduce_scatter is not None
-        comm, dtype, device = self._reduce_scatter, shards[0].dtype, shards[0].device
+        assert self._scatter is not None
+        comm, dtype, device = self._scatter, shards[0].dtype, shards[0].device
         sizes = [shard.numel() for shard in shards]
         if self._backend is None:
             self._backend = Peers(self._group).backend(device)

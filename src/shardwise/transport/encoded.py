@@ -25,13 +25,11 @@ from shardwise import devices
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.background import Background, in_job
 from shardwise.transport.base import (
-    NO_LABEL,
+    Call,
     FullBuffers,
     Label,
     PendingWork,
-    Reduce,
     Transport,
-    WiredTransport,
     Work,
 )
 from shardwise.transport.buckets import as_rows
@@ -53,7 +51,7 @@ ENCODABLE = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _ITEM_BYTES = {WireFormat.FP32: 4, WireFormat.BF16: 2, WireFormat.FP8: 1, WireFormat.INT8: 1}
 
 
-class EncodedTransport(WiredTransport):
+class EncodedTransport(Transport):
     """Another transport, between whose ranks encoded values travel.
 
     Args:
@@ -125,16 +123,15 @@ class EncodedTransport(WiredTransport):
         """Reserve memory to decode into, or to gather into what is not encoded."""
         return self.inner.full_buffers(numels, dtypes, device)
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Encode the shards as one row per rank, and gather it with what is not encoded."""
+        shards, fulls = call.inputs, call.outputs
         self.background.catch_up()
         encoded = [
             i for i, full in enumerate(fulls) if full.numel() and _shrinks(self._gather, full.dtype)
         ]
         if not encoded:
-            return self.inner.all_gather(shards, fulls, label)
+            return self.inner.start(call)
         codec = codec_of(self._gather)
         rows = [as_rows(fulls[i], self.world_size) for i in encoded]
         layout = RowLayout(codec, [row.shape[1] for row in rows])
@@ -151,7 +148,7 @@ class EncodedTransport(WiredTransport):
         work = self.inner.all_gather(
             [*(shards[i] for i in others), own],
             [*(fulls[i] for i in others), block],
-            self._label(label, self.wire.gather),
+            self._label(call.label, self.wire.gather),
         )
 
         def finish() -> None:
@@ -175,16 +172,10 @@ class EncodedTransport(WiredTransport):
         decode(codec, piece, out, self._room)
         return out
 
-    def reduce_scatter_from(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Send every rank its encoded chunks; decode and add what arrives."""
         self.background.catch_up()
+        fulls, shards = call.inputs, call.outputs
         encoded = [
             i
             for i, (full, shard) in enumerate(zip(fulls, shards, strict=True))
@@ -194,32 +185,15 @@ class EncodedTransport(WiredTransport):
         others = sorted(set(range(len(fulls))) - set(encoded))
         works: list[Work] = []
         if others:
-            works.append(
-                self.inner.reduce_scatter(
-                    [fulls[i] for i in others], [shards[i] for i in others], op, label
-                )
-            )
+            works.append(self.inner.start(call.only(others)))
         if encoded:
-            works.append(
-                self._scatter(
-                    [sources[i] for i in encoded] if sources else (),
-                    [fulls[i] for i in encoded],
-                    [shards[i] for i in encoded],
-                    op,
-                    label,
-                )
-            )
+            works.append(self._scatter(call.only(encoded)))
         return _both(works)
 
-    def all_reduce_from(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Reduce-scatter, and then gather sums that are encoded once more."""
         self.background.catch_up()
+        tensors = call.outputs
         encoded = [
             i
             for i, each in enumerate(tensors)
@@ -228,24 +202,17 @@ class EncodedTransport(WiredTransport):
         others = sorted(set(range(len(tensors))) - set(encoded))
         works: list[Work] = []
         if others:
-            works.append(self.inner.all_reduce([tensors[i] for i in others], op, label))
+            works.append(self.inner.start(call.only(others)))
         if encoded:
-            chosen = [tensors[i] for i in encoded]
-            its_sources = [sources[i] for i in encoded] if sources else ()
+            chosen = call.only(encoded)
             if devices.has_streams(self._device):
-                works.append(self._all_reduce_on_stream(its_sources, chosen, op, label))
+                works.append(self._all_reduce_on_stream(chosen))
             else:
-                works.append(self._all_reduce(its_sources, chosen, op, label))
+                works.append(self._all_reduce_apart(chosen))
         return _both(works)
 
-    def _scatter(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _scatter(self, call: Call) -> Work:
+        fulls, shards, label = call.inputs, call.outputs, call.label
         chunks = [shard.numel() for shard in shards]
         row = RowLayout(self._encoding.codec, chunks).nbytes
         block = self._blocks.take(2 * self.world_size * row)
@@ -259,7 +226,7 @@ class EncodedTransport(WiredTransport):
             rows,
             received,
             self._label(label, self.wire.reduce),
-            self._errors_of(sources, fulls, label),
+            self._errors_of(call.of, fulls, label),
             self._place(label),
         )
 
@@ -269,22 +236,16 @@ class EncodedTransport(WiredTransport):
                 for tile in self._room.tiles(scatter.length(i)):
                     part = shard[tile]
                     if part.dtype == torch.float32:
-                        scatter.add_up(i, tile, op, self._room, out=part)
+                        scatter.add_up(i, tile, call.op, self._room, out=part)
                     else:
-                        part.copy_(scatter.add_up(i, tile, op, self._room))
+                        part.copy_(scatter.add_up(i, tile, call.op, self._room))
             self._blocks.give_back(block)
 
         return PendingWork(finish)
 
-    def _all_reduce(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
-        block = self._block_for(tensors)
-        reduction = self._start(sources, tensors, op, label, block, self._room)
+    def _all_reduce_apart(self, call: Call) -> Work:
+        block = self._block_for(call.outputs)
+        reduction = self._start(call, block, self._room)
 
         def follow() -> None:
             reduction.contributions.land()
@@ -293,28 +254,22 @@ class EncodedTransport(WiredTransport):
         job = self.background.submit(follow)
 
         def finish() -> None:
-            self._all_to_all.wait_for(job, f"the all-reduce of {label.name}")
+            self._all_to_all.wait_for(job, f"the all-reduce of {call.label.name}")
             reduction.sums.wait()
             reduction.finish(self._room)
             self._blocks.give_back(block)
 
         return PendingWork(finish)
 
-    def _all_reduce_on_stream(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _all_reduce_on_stream(self, call: Call) -> Work:
         """Queue both steps on a stream beside the one that computes."""
         if self._stream is None:
             self._stream = devices.new_stream(self._device)
         self._stream.wait_stream(devices.current_stream(self._device))
         room = self._rooms[True]
         with self._stream:
-            block = self._block_for(tensors)
-            reduction = self._start(sources, tensors, op, label, block, room)
+            block = self._block_for(call.outputs)
+            reduction = self._start(call, block, room)
             reduction.contributions.wait()
             reduction.combine(room)
             reduction.sums.wait()
@@ -322,25 +277,18 @@ class EncodedTransport(WiredTransport):
             done = devices.current_stream(self._device).record_event()
         return PendingWork(lambda: devices.current_stream(self._device).wait_event(done))
 
-    def _start(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-        block: torch.Tensor,
-        room: Room,
-    ) -> EncodedAllReduce:
+    def _start(self, call: Call, block: torch.Tensor, room: Room) -> EncodedAllReduce:
         """Send the contributions to an all-reduce."""
+        tensors, label = call.outputs, call.label
         return EncodedAllReduce(
             self._all_reduces,
             self._all_to_all,
             tensors,
-            op,
+            call.op,
             room,
             block.view(2, self.world_size, block.numel() // (2 * self.world_size)),
             label,
-            self._errors_of(sources, tensors, label),
+            self._errors_of(call.of, tensors, label),
             self._place(label),
         )
 

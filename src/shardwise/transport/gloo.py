@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.devices import GLOO
-from shardwise.transport.base import NO_LABEL, Label, PendingWork, Reduce, Work
+from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
-from shardwise.transport.collective_log import UNWATCHED, Call, CollectiveLog, Issued
+from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, Issued, LoggedCall
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.memory import OwnMemory, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
@@ -40,7 +40,7 @@ SMALL_ALL_REDUCE_BYTES = 2 * 1024 * 1024
 MAX_TAG = PROBE_TAG
 
 
-class GlooTransport(OwnMemory):
+class GlooTransport(OwnMemory, Transport):
     """Messages between the ranks of one gloo process group, for CPU tensors.
 
     Args:
@@ -69,13 +69,12 @@ class GlooTransport(OwnMemory):
         """Return True: gloo's thread sends and receives messages by itself."""
         return True
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Send every shard to all peers; receive theirs in place.
 
         What is sent is the copy in this rank's own row: the shard may be written to meanwhile.
         """
+        shards, fulls = call.inputs, call.outputs
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
         buckets = assign_buckets(
@@ -84,7 +83,8 @@ class GlooTransport(OwnMemory):
             SMALL_BYTES,
         )
         messages = self._messages(
-            self.log.add("all-gather", fulls, label), lambda: sum(full.nbytes for full in fulls)
+            self.log.add(call.kind.value, call.outputs, call.label),
+            lambda: sum(full.nbytes for full in fulls),
         )
 
         arrivals: list[tuple[Bucket, Message]] = []
@@ -112,33 +112,26 @@ class GlooTransport(OwnMemory):
 
         return self._pending(messages, finish)
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Send every peer its chunks; add up, in the order of ranks, what arrives for this one."""
+        fulls, shards = call.inputs, call.outputs
         buckets = assign_buckets(
             [shard.nbytes for shard in shards],
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
         messages = self._messages(
-            self.log.add("reduce-scatter", shards, label),
+            self.log.add(call.kind.value, call.outputs, call.label),
             lambda: scattered_bytes(fulls, shards, self.world_size),
         )
         reduction = PostedReduceScatter(
-            self.rank, self._order, buckets, messages, self._scratch, fulls, shards, op
+            self.rank, self._order, buckets, messages, self._scratch, fulls, shards, call.op
         )
         return self._pending(messages, reduction.finish)
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
-        return self._collectives.all_reduce(tensors, op, label)
+        return self._collectives.start(call)
 
     # A rehearsal sends nothing, and has other types here.
 
@@ -150,7 +143,7 @@ class GlooTransport(OwnMemory):
     def _collectives_type(self) -> type[CollectivesTransport]:
         return CollectivesTransport
 
-    def _messages(self, call: Call, nbytes: Callable[[], int]) -> Messages:
+    def _messages(self, call: LoggedCall, nbytes: Callable[[], int]) -> Messages:
         # The tag follows from the call, so that messages of ranks that have diverged never meet:
         # gloo ends the process if a message is larger than the memory that waits for it. Messages
         # with the same tag arrive in the order in which they were sent.
@@ -195,7 +188,7 @@ class PostedReduceScatter:
         buckets: the buckets of ``shards``.
         messages: new, for ``len(buckets)`` messages to and from every peer.
         scratch: lends the memory for what cannot arrive in the shards.
-        fulls: as in :meth:`~shardwise.transport.base.Transport.reduce_scatter`.
+        fulls: as in :class:`~shardwise.transport.base.Kind`.
         shards: as there.
         op: as there.
     """

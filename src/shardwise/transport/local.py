@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
-from shardwise.transport.base import NO_LABEL, FinishedWork, Label, Reduce, Work
+from shardwise.transport.base import Call, FinishedWork, Transport, Work
 from shardwise.transport.memory import OwnMemory
 
 
-class LocalTransport(OwnMemory):
+class LocalTransport(OwnMemory, Transport):
     """Collectives over one rank. They need no process group and work on any device."""
 
     name = "local"
@@ -21,28 +17,18 @@ class LocalTransport(OwnMemory):
         """Return False: the call itself does the work."""
         return False
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Copy every shard into its full, in the dtype of the full."""
-        for shard, full in zip(shards, fulls, strict=True):
+        for shard, full in zip(call.inputs, call.outputs, strict=True):
             full[: shard.numel()].copy_(shard)
         return FinishedWork()
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Copy every full into its shard, in the dtype of the shard."""
-        for full, shard in zip(fulls, shards, strict=True):
+        for full, shard in zip(call.inputs, call.outputs, strict=True):
             shard[: full.numel()].copy_(full)
         return FinishedWork()
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Do nothing: the reduction over one rank is the tensor itself."""
         return FinishedWork()

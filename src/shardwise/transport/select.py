@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shardwise.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.background import Background, Deferred
-from shardwise.transport.base import Transport, WiredTransport
+from shardwise.transport.base import Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.encoded import EncodedTransport
@@ -361,7 +361,7 @@ def _in_use(peers: Peers) -> _InUse:
 
 def _encoded_in_use(
     peers: Peers,
-) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], WiredTransport]:
+) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], Transport]:
     """Keep the transports with wires in use: what they lost belongs to all that share one."""
     return weakref.WeakValueDictionary()
 

@@ -22,18 +22,16 @@ each of which is used in one thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
 from shardwise import devices
 from shardwise.transport.base import (
-    NO_LABEL,
+    Call,
     FullBuffers,
-    Label,
     PendingWork,
-    Reduce,
     Transport,
-    WiredTransport,
     Work,
 )
 from shardwise.transport.buckets import as_rows
@@ -41,7 +39,7 @@ from shardwise.transport.encoded import ENCODABLE, EncodedTransport
 from shardwise.transport.memory import Blocks
 
 
-class TwoLevelTransport(WiredTransport):
+class TwoLevelTransport(Transport):
     """An encoded transport between hosts, and plain ones inside each of them.
 
     Rank ``r`` is rank ``r % L`` of the ``L`` ranks of host ``r // L``.
@@ -97,52 +95,30 @@ class TwoLevelTransport(WiredTransport):
         """Encode a shard, and decode that; inside a host, decoded values travel."""
         return self.across.as_gathered(shard, dtype)
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Gather the shards of this number, then those of all numbers."""
-        return self._run(self._gather(shards, fulls, label), waits=0)
+        return self._run(self._gather(call), waits=0)
 
-    def reduce_scatter_from(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _reduce_scatter(self, call: Call) -> Work:
         """Add up inside the host what hosts then exchange: error feedback is for these sums."""
-        return self._run(self._scatter(sources, fulls, shards, op, label), waits=1)
+        return self._run(self._scatter(call), waits=1)
 
-    def all_reduce_from(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Add up a part of each tensor inside the host; hosts reduce it; the host shares it."""
-        return self._run(self._reduce(sources, tensors, op, label), waits=1)
+        return self._run(self._reduce(call), waits=1)
 
     # The steps of a collective, each of which follows the end of the one before.
 
-    def _gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label
-    ) -> Iterator[Work]:
+    def _gather(self, call: Call) -> Iterator[Work]:
+        fulls = call.outputs
         numels = [full.numel() // self._local for full in fulls]
         block, parts = self._blocks.take_for(numels, [full.dtype for full in fulls])
-        yield self.across.all_gather(shards, parts, label)
-        yield self._gathers.all_gather(self._by_host(parts), self._by_host(fulls), label)
+        yield self.across.start(replace(call, outputs=parts))
+        yield self._gathers.all_gather(self._by_host(parts), self._by_host(fulls), call.label)
         self._blocks.give_back(block)
 
-    def _scatter(
-        self,
-        sources: Sequence[object],
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Iterator[Work]:
+    def _scatter(self, call: Call) -> Iterator[Work]:
+        fulls, shards = call.inputs, call.outputs
         chunks = [shard.numel() for shard in shards]
         block, sums = self._blocks.take_for(
             [self._hosts * chunk for chunk in chunks],
@@ -157,28 +133,23 @@ class TwoLevelTransport(WiredTransport):
             parts += of_host
             # A tail may be missing, so a chunk is complete unless all that follow are missing.
             lengths.append(sum(self._own(part, chunk) for part in of_host))
-        yield self._reductions.reduce_scatter(parts, self._by_host(sums), op, label)
+        yield self._reductions.reduce_scatter(parts, self._by_host(sums), call.op, call.label)
         there = [each[:length] for each, length in zip(sums, lengths, strict=True)]
-        yield self.across.reduce_scatter_from(sources, there, shards, op, label)
+        yield self.across.start(replace(call, inputs=there, disposable=()))
         self._blocks.give_back(block)
 
-    def _reduce(
-        self,
-        sources: Sequence[object],
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-    ) -> Iterator[Work]:
+    def _reduce(self, call: Call) -> Iterator[Work]:
+        tensors = call.outputs
         chunks = [-(-tensor.numel() // self._local) for tensor in tensors]
         block, sums = self._blocks.take_for(
             chunks, [self._dtype_inside(tensor) for tensor in tensors]
         )
-        yield self._reductions.reduce_scatter(tensors, sums, op, label)
+        yield self._reductions.reduce_scatter(tensors, sums, call.op, call.label)
         own = [
             each[: self._own(tensor, chunk)]
             for each, tensor, chunk in zip(sums, tensors, chunks, strict=True)
         ]
-        yield self.across.all_reduce_from(sources, own, op, label)
+        yield self.across.start(replace(call, inputs=own, outputs=own))
         # Parts of unequal length are gathered with padding, for which a tensor has no room.
         uneven = [tensor for tensor in tensors if tensor.numel() % self._local]
         padding, padded = self._blocks.take_for(
@@ -187,7 +158,7 @@ class TwoLevelTransport(WiredTransport):
         )
         landing = iter(padded)
         fulls = [next(landing) if each.numel() % self._local else each for each in tensors]
-        yield self._gathers.all_gather(own, fulls, label)
+        yield self._gathers.all_gather(own, fulls, call.label)
         for tensor, full in zip(uneven, padded, strict=True):
             tensor.copy_(full[: tensor.numel()])
         self._blocks.give_back(padding)

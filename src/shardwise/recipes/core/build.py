@@ -50,7 +50,7 @@ from shardwise.recipes.core.config import (
 )
 from shardwise.recipes.core.recipe import Task, TrainContext
 from shardwise.sharding.state import states_of
-from shardwise.transport.base import Transport, WiredTransport
+from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
 
 DTYPES = {PrecisionName.FP32: torch.float32, PrecisionName.BF16: torch.bfloat16}
@@ -383,6 +383,4 @@ def transport_name(model: nn.Module) -> str:
 
 
 def _name_of(transport: Transport) -> str:
-    if isinstance(transport, WiredTransport):
-        return f"{transport.name} ({transport.wire})"
-    return transport.name
+    return transport.name if transport.wire.is_plain else f"{transport.name} ({transport.wire})"

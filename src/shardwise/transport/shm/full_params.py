@@ -39,7 +39,7 @@ import torch
 
 from shardwise._torch import dtensor
 from shardwise.observe import Memory
-from shardwise.transport.collective_log import Call
+from shardwise.transport.collective_log import LoggedCall
 from shardwise.transport.shm.arena import (
     Arena,
     Extents,
@@ -109,7 +109,7 @@ class SharedBuffers:
     def allocate(self) -> None:
         """Do nothing: the ranks agree in the next gather on the memory that each tensor gets."""
 
-    def take(self, call: Call) -> None:
+    def take(self, call: LoggedCall) -> None:
         """Take memory that no rank reads, unless there is memory; then the tensors may be used.
 
         All ranks call this for the same gather, ``call``, and get the same memory.
@@ -226,7 +226,7 @@ class Pool:
         # What this rank uses. Pieces that are dropped with their windows are never given back.
         self._taken: weakref.WeakSet[PoolPiece] = weakref.WeakSet()
 
-    def wait_for_last_gather(self, call: Call) -> None:
+    def wait_for_last_gather(self, call: LoggedCall) -> None:
         """Wait, on behalf of ``call``, until what peers freed before the last gather is known.
 
         Raises:
@@ -302,7 +302,7 @@ class Pool:
                 self._freed_before[first + rank] = self._sync.posted + 1
             self._freed.append(piece)
 
-    def report(self, piece: PoolPiece, end: int, call: Call) -> None:
+    def report(self, piece: PoolPiece, end: int, call: LoggedCall) -> None:
         """Report that a call uses the first ``end`` bytes of a piece.
 
         Its memory is there once for all ranks, so this rank reports its share.

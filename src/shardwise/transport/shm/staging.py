@@ -22,7 +22,7 @@ import torch
 
 from shardwise.observe import Memory
 from shardwise.transport.base import PendingWork, Work
-from shardwise.transport.collective_log import Call
+from shardwise.transport.collective_log import LoggedCall
 from shardwise.transport.shm.arena import (
     Arena,
     Extents,
@@ -74,7 +74,7 @@ class Buffer:
     is_open: bool = False
     closed: int = 0
     extents: Extents = field(default_factory=Extents)
-    calls: set[Call] = field(default_factory=set)
+    calls: set[LoggedCall] = field(default_factory=set)
 
 
 class Staging:
@@ -213,7 +213,9 @@ class Staged:
             return self.own
         return self._staging.window_on(rank, number, self._nbytes).tensors(*self._sizes)
 
-    def report(self, call: Call, written: Callable[[], Iterable[tuple[int, int, int]]]) -> None:
+    def report(
+        self, call: LoggedCall, written: Callable[[], Iterable[tuple[int, int, int]]]
+    ) -> None:
         """Report the memory that a call uses, the first time that it uses this buffer.
 
         Args:

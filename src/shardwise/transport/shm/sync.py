@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from shardwise import observe
 from shardwise.errors import RanksDivergedError
 from shardwise.observe import Activity
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.peers import Pace, Peers, PeerWatch
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window, whole_pages
@@ -83,7 +83,7 @@ class Sync:
         self._log = log
         weakref.finalize(self, connections.close).atexit = False
 
-    def post(self, call: Call, offset: int = 0, places: int = 0) -> int:
+    def post(self, call: LoggedCall, offset: int = 0, places: int = 0) -> int:
         """Announce that this rank has done its part of a collective.
 
         Args:
@@ -99,7 +99,7 @@ class Sync:
         self.numbers.set(Count.POSTED, self.posted)
         return self.posted
 
-    def wait(self, number: int, call: Call, places: int = 0) -> None:
+    def wait(self, number: int, call: LoggedCall, places: int = 0) -> None:
         """Wait until all ranks have posted ``number``, and check that it was the same collective.
 
         Raises:
@@ -116,7 +116,7 @@ class Sync:
             self._check_not_overwritten(number, peer)
         self.waited = max(self.waited, number)
 
-    def wait_until(self, number: int, call: Call) -> None:
+    def wait_until(self, number: int, call: LoggedCall) -> None:
         """Wait until all ranks have posted ``number``, on behalf of ``call``, which follows it.
 
         Raises:
@@ -182,7 +182,7 @@ class Sync:
                 "earlier, for example with a smaller set_reduce_scatter_max_input_buffers"
             )
 
-    def _raise_diverged(self, call: Call) -> None:
+    def _raise_diverged(self, call: LoggedCall) -> None:
         """Raise, with what the peer has called if it publishes that in time."""
         deadline = time.monotonic() + _PUBLISH_SECONDS
         while time.monotonic() < deadline:
@@ -257,6 +257,6 @@ class SequenceNumbers:
         return self.get(count, rank) >= value
 
 
-def _digest(call: Call, places: int) -> int:
+def _digest(call: LoggedCall, places: int) -> int:
     """Make a 32-bit number that differs if ranks call, or place full parameters, differently."""
     return (call.digest ^ places) & 0xFFFFFFFF

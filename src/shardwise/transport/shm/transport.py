@@ -13,14 +13,14 @@ No byte passes through the kernel, and none that a peer wrote is copied. Ranks t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from shardwise._torch import dtensor
-from shardwise.transport.base import NO_LABEL, FullBuffers, Label, Reduce, Work
+from shardwise.transport.base import Call, FullBuffers, Reduce, Transport, Work
 from shardwise.transport.buckets import as_rows
-from shardwise.transport.collective_log import Call, CollectiveLog
+from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.memory import give_back, is_returned
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.arena import Arena, PageMap
@@ -34,7 +34,7 @@ from shardwise.transport.sums import add_in_order, exact_factor, scattered_bytes
 _AT_ONCE = 4 * 1024 * 1024
 
 
-class ShmTransport:
+class ShmTransport(Transport):
     """Collectives between the ranks of one process group that share memory.
 
     Args:
@@ -96,25 +96,24 @@ class ShmTransport:
                 self._buffers[dtensor.place_of(tensor)] = buffers
         return buffers
 
-    def all_gather(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL
-    ) -> Work:
+    def _all_gather(self, call: Call) -> Work:
         """Write this rank's chunks where all ranks see them."""
-        call = self._log.add("all-gather", fulls, label)
-        places, apart = self._write_in_place(shards, fulls, call)
+        shards, fulls = call.inputs, call.outputs
+        logged = self._log.add(call.kind.value, call.outputs, call.label)
+        places, apart = self._write_in_place(shards, fulls, logged)
         staged = self._staging.stage(
             [fulls[i].numel() // self.world_size for i in apart], [fulls[i].dtype for i in apart]
         )
         for part, i in zip(staged.own, apart, strict=True):
             part[: shards[i].numel()].copy_(shards[i])
-        staged.report(call, lambda: ((at, 0, shards[i].numel()) for at, i in enumerate(apart)))
-        issued = self._log.issue(call, 1, lambda: sum(full.nbytes for full in fulls))
-        number = self._sync.post(call, staged.at, places)
+        staged.report(logged, lambda: ((at, 0, shards[i].numel()) for at, i in enumerate(apart)))
+        issued = self._log.issue(logged, 1, lambda: sum(full.nbytes for full in fulls))
+        number = self._sync.post(logged, staged.at, places)
         self._pool.note_gather(number)
 
         def finish() -> None:
             with issued:
-                self._sync.wait(number, call, places)
+                self._sync.wait(number, logged, places)
             issued.end()
             for rank in range(self.world_size) if apart else ():
                 for i, part in zip(apart, staged.of(rank, number), strict=True):
@@ -122,27 +121,14 @@ class ShmTransport:
 
         return staged.until(finish)
 
-    def reduce_scatter(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label = NO_LABEL,
-    ) -> Work:
-        """Stage the chunks of the peers; add what they staged for this rank, in rank order."""
-        return self.reduce_scatter_owned(fulls, shards, op, label, ())
+    def _reduce_scatter(self, call: Call) -> Work:
+        """Stage the chunks of the peers; add what they staged for this rank, in rank order.
 
-    def reduce_scatter_owned(
-        self,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-        label: Label,
-        owned: Container[int],
-    ) -> Work:
-        """Do the same, and give the memory of large ``fulls`` back as they are staged and added."""
-        used_up = [i in owned and is_returned(full) for i, full in enumerate(fulls)]
-        call = self._log.add("reduce-scatter", shards, label)
+        Give the memory of large fulls that are disposable back as they are staged and added.
+        """
+        fulls, shards, op = call.inputs, call.outputs, call.op
+        used_up = [i in call.disposable and is_returned(full) for i, full in enumerate(fulls)]
+        logged = self._log.add(call.kind.value, call.outputs, call.label)
         staged = self._staging.stage(
             [self.world_size * shard.numel() for shard in shards],
             [wire_dtype(full, shard) for full, shard in zip(fulls, shards, strict=True)],
@@ -163,19 +149,19 @@ class ShmTransport:
                     if used_up[i]:
                         give_back(full, before, after)
         staged.report(
-            call,
+            logged,
             lambda: (
                 (i, before, after)
                 for i, (full, shard) in enumerate(zip(fulls, shards, strict=True))
                 for before, after in self._around(full.numel(), shard.numel())
             ),
         )
-        issued = self._log.issue(call, 1, lambda: scattered_bytes(fulls, shards, self.world_size))
-        number = self._sync.post(call, staged.at)
+        issued = self._log.issue(logged, 1, lambda: scattered_bytes(fulls, shards, self.world_size))
+        number = self._sync.post(logged, staged.at)
 
         def finish() -> None:
             with issued:
-                self._sync.wait(number, call)
+                self._sync.wait(number, logged)
             issued.end()
             if self._staging.keeps is not Keeps.ALL:
                 self._pool.trim()
@@ -196,24 +182,23 @@ class ShmTransport:
 
         return staged.until(finish)
 
-    def all_reduce(
-        self, tensors: Sequence[torch.Tensor], op: Reduce, label: Label = NO_LABEL
-    ) -> Work:
+    def _all_reduce(self, call: Call) -> Work:
         """Stage the tensors; add what all ranks staged, in rank order."""
-        call = self._log.add("all-reduce", tensors, label)
+        tensors = call.outputs
+        logged = self._log.add(call.kind.value, call.outputs, call.label)
         staged = self._staging.stage(
             [tensor.numel() for tensor in tensors], [tensor.dtype for tensor in tensors]
         )
         for tensor, part in zip(tensors, staged.own, strict=True):
             part.copy_(tensor.view(-1))
-        staged.report(call, lambda: ((i, 0, each.numel()) for i, each in enumerate(tensors)))
-        issued = self._log.issue(call, 1, lambda: sum(tensor.nbytes for tensor in tensors))
-        number = self._sync.post(call, staged.at)
-        divisor = self.world_size if op is Reduce.AVG else None
+        staged.report(logged, lambda: ((i, 0, each.numel()) for i, each in enumerate(tensors)))
+        issued = self._log.issue(logged, 1, lambda: sum(tensor.nbytes for tensor in tensors))
+        number = self._sync.post(logged, staged.at)
+        divisor = self.world_size if call.op is Reduce.AVG else None
 
         def finish() -> None:
             with issued:
-                self._sync.wait(number, call)
+                self._sync.wait(number, logged)
             issued.end()
             parts = [staged.of(rank, number) for rank in range(self.world_size)]
             for i, tensor in enumerate(tensors):
@@ -227,7 +212,7 @@ class ShmTransport:
         self._staging.keeps = Keeps.NOTHING
 
     def _write_in_place(
-        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], call: Call
+        self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], call: LoggedCall
     ) -> tuple[int, list[int]]:
         """Write this rank's chunks to those of ``fulls`` that all ranks see.
 
