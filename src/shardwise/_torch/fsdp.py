@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
@@ -127,6 +129,19 @@ def without_checkpointing(module: nn.Module) -> nn.Module:
 def without_checkpoint_prefix(name: str) -> str:
     """Remove the name parts that torch's activation checkpointing wrapper adds."""
     return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return all of a ``ShardedTensor``, in which torch reads the optimizer state of FSDP1.
+
+    A collective then. Any other tensor is returned as it is.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    full = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+    value.gather(out=full if dist.get_rank() == 0 else None)
+    dist.broadcast(full, 0)
+    return full
 
 
 def is_scripted(module: nn.Module) -> bool:
