@@ -105,7 +105,7 @@ def _container() -> Case:
 
 def _scripted() -> Case:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         inner = torch.jit.script(nn.Linear(4, 4))
     net = nn.Sequential(nn.Linear(4, 4), inner)
     return Case(net, {}, ValueError, r"1\.weight on rank \d.*compiled by torch\.jit")
