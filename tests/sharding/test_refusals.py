@@ -164,6 +164,12 @@ def _dtypes_of_single_parameters() -> Case:
     return Case(seeded(Net), {"mp_policy": policy}, NotImplementedError, says)
 
 
+def _gradients_of_another_dtype() -> Case:
+    net = seeded(Net)
+    net.head.bias.grad_dtype = torch.bfloat16
+    return Case(net, {}, NotImplementedError, r"head\.bias on rank \d.*reduce_dtype")
+
+
 def _no_factor() -> Case:
     return Case(seeded(Net), {"reshard_after_forward": 3}, ValueError, "factor of the 4 ranks")
 
@@ -299,6 +305,7 @@ CASES: list[Callable[[], Case]] = [
     _pigeon,
     _no_policy,
     _dtypes_of_single_parameters,
+    _gradients_of_another_dtype,
     _no_factor,
     _no_factor_of_its_own_mesh,
     _warned_where_warnings_are_errors,

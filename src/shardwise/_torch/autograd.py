@@ -1,7 +1,4 @@
-"""Private names of autograd, and of the compiler and the function transforms around it.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names of autograd, and of the compiler and the function transforms around it."""
 
 from __future__ import annotations
 

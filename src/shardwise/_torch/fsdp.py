@@ -1,7 +1,4 @@
-"""Private names by which a module looks managed by torch's FSDP2, and which FSDP needs of modules.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names by which a module looks managed by FSDP2, and which FSDP needs of modules."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
 )
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
 
@@ -42,6 +39,10 @@ else:
     DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
     ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
     TorchGradientReductionHandle = _newer(_fully_shard._fully_shard, "GradientReductionHandle")
+
+#: Whether a policy without a ``reduce_dtype`` means the dtype of the shard, as from torch 2.15 on.
+#: It meant the dtype of forward and backward before.
+REDUCES_AS_STORED = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 
 # torch keeps a module's state under the function behind its own fully_shard. Read it now:
 # patch_torch() may have replaced the name by the time it is needed.
