@@ -17,9 +17,7 @@ TRIED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 def warn_if_untried(version: str) -> None:
     """Warn on the first rank if ``version`` of torch is newer than those that were tried."""
-    found, newest = (
-        tuple(int(part) for part in each.split(".")[:2]) for each in (version, TRIED[-1])
-    )
+    found, newest = ([int(n) for n in each.split(".")[:2]] for each in (version, TRIED[-1]))
     if found > newest and os.environ.get("RANK", "0") == "0":
         warnings.warn(
             f"Shardwise was tried with torch {', '.join(TRIED)}; found torch {version}, in which "

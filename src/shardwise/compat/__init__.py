@@ -15,20 +15,11 @@ from shardwise._torch import fsdp
 from shardwise.compat import fsdp2
 from shardwise.frontends.fsdp import FullyShardedDataParallel
 
-_FUNCTIONS = (
-    "disable_fsdp_module_new_init",
-    "fully_shard",
-    "get_cls_to_fsdp_cls",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-)
+_FUNCTIONS = [name for name in fsdp2.__all__ if not isinstance(getattr(fsdp2, name), type)]
 #: Distinct classes, to find later what was replaced; the same in all blocks, for ``isinstance``.
-_CLASSES = {
-    cls.__name__: type(cls.__name__, (cls,), {"__doc__": cls.__doc__})
-    for cls in (FullyShardedDataParallel,)
-}
-#: The modules of torch from which programs import FSDP1. Its others need their own class: those of
-#: its checkpoints treat an instance as a model of flat parameters.
+_CLASSES = {cls.__name__: type(cls.__name__, (cls,), {}) for cls in (FullyShardedDataParallel,)}
+#: The modules of torch that programs import FSDP1 from. Its others need their own class: those of
+#: its checkpoints take an instance for a model of flat parameters.
 _FSDP1_HOMES = ("torch.distributed.fsdp", "torch.distributed.fsdp.fully_sharded_data_parallel")
 
 
@@ -76,9 +67,7 @@ def _distinct(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replace(replacements: dict[int, Any]) -> None:
     """Replace functions and classes, by identity, in the modules that have them as globals."""
-    for module in list(sys.modules.values()):
-        if not isinstance(module, ModuleType):
-            continue
+    for module in [each for each in sys.modules.values() if isinstance(each, ModuleType)]:
         keeps_classes = module.__name__.startswith("torch.") and module.__name__ not in _FSDP1_HOMES
         for name, value in list(vars(module).items()):
             if id(value) in replacements and not (keeps_classes and isinstance(value, type)):
