@@ -38,16 +38,14 @@ def patch_torch() -> Iterator[None]:
     ``disable_fsdp_module_new_init``; and the class ``FullyShardedDataParallel`` of FSDP1, in every
     module that is not torch's own. Other classes stay: policies are shared, and a module that
     Shardwise has sharded is an instance of torch's ``FSDPModule``. When the block ends, everything
-    is as before; models that were sharded inside stay so. All threads of the process see the
-    replacement.
+    is as before; models that were sharded inside stay so. All threads of the process are affected.
 
     A program for FSDP1 asks whether a model is an instance of that class whenever it clips, saves
     or loads. So run all of it inside the block, and no model that torch's own FSDP1 has wrapped.
     """
-    originals: dict[str, Any] = {**fsdp.fsdp2_functions(_FUNCTIONS)}
-    ours: dict[str, Any] = {name: _distinct(getattr(fsdp2, name)) for name in originals}
-    originals |= {name: getattr(torch.distributed.fsdp, name) for name in _CLASSES}
-    ours |= _CLASSES
+    originals: dict[str, Any] = {name: getattr(torch.distributed.fsdp, name) for name in _CLASSES}
+    originals |= fsdp.fsdp2_functions(_FUNCTIONS)
+    ours = {name: _CLASSES.get(name) or _distinct(getattr(fsdp2, name)) for name in originals}
     _replace({id(originals[name]): ours[name] for name in originals})
     try:
         yield
