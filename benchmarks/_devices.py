@@ -27,7 +27,7 @@ def nccl_version() -> tuple[int, ...]:
     """Return the version of NCCL; empty where torch has none."""
     if not torch.distributed.is_nccl_available():
         return ()
-    version: tuple[int, ...] = torch.cuda.nccl.version()
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return version
 
 

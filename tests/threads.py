@@ -169,6 +169,10 @@ class _Torchs:
 class _Group(multi_threaded_pg.ProcessLocalGroup):
     """Torch's process group for threads, with messages from one rank to another."""
 
+    def _get_backend(self, device: torch.device) -> Any:
+        """Say that it has no abilities: torch 2.15 asks before it sends a batch of messages."""
+        return SimpleNamespace(supports_coalescing=False, supports_tensor_alloc=lambda _: False)
+
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Any:
         """Send copies, which wait for whoever receives them."""
         copies = [tensor.detach().clone() for tensor in tensors]

@@ -80,7 +80,7 @@ def test_checkpointing_wrappers_are_seen_through() -> None:
     assert fsdp.without_checkpoint_prefix("blocks.0.weight") == "blocks.0.weight"
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
 def test_scripted_modules_are_known() -> None:
     module = nn.Linear(1, 1)
     assert not fsdp.is_scripted(module)

@@ -13,7 +13,9 @@ import torch.distributed.fsdp
 from torch import nn
 
 import shardwise
+from tests.frontends.training import assert_bits, train, trained_twin
 from tests.harness import run_ranks
+from tests.sharding.nets import Block, Net, seeded
 
 Ranks = Callable[..., list[Any]]
 
@@ -30,11 +32,11 @@ def is_sharded(model):
 """
 
 
-def _library(name: str) -> types.ModuleType:
+def _library(name: str, source: str = LIBRARY) -> types.ModuleType:
     """Import a program that was written for torch."""
     module = types.ModuleType(name)
     sys.modules[name] = module
-    exec(LIBRARY, vars(module))
+    exec(source, vars(module))
     return module
 
 
@@ -76,11 +78,63 @@ def test_it_is_undone_after_an_exception_too() -> None:
     assert shardwise.fully_shard is not torchs
 
 
-def test_it_may_be_nested() -> None:
-    torchs = torch.distributed.fsdp.fully_shard
-    with shardwise.patch_torch(), shardwise.patch_torch():
-        assert torch.distributed.fsdp.fully_shard is not torchs
-    assert torch.distributed.fsdp.fully_shard is torchs
+@pytest.mark.parametrize("name", ["fully_shard", "FullyShardedDataParallel"])
+def test_it_may_be_nested(name: str) -> None:
+    torchs = getattr(torch.distributed.fsdp, name)
+    with shardwise.patch_torch():
+        with shardwise.patch_torch():
+            assert getattr(torch.distributed.fsdp, name) is not torchs
+        assert getattr(torch.distributed.fsdp, name) is not torchs
+    assert getattr(torch.distributed.fsdp, name) is torchs
+
+
+FSDP1_LIBRARY = """
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, MixedPrecision, StateDictType
+from torch.distributed.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, enable_wrap, wrap
+
+def prepare(model, *classes):
+    return FSDP(model, auto_wrap_policy=ModuleWrapPolicy(set(classes)), device_id=None)
+
+def prepare_inside_out(model):
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, use_orig_params=True):
+        return wrap(model)
+
+def whole_state(model):
+    assert isinstance(model, FullyShardedDataParallel)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        return model.state_dict()
+"""
+
+
+def _fsdp1(rank: int, world_size: int) -> None:
+    before = _library("fsdp1_before", FSDP1_LIBRARY)
+    torchs = torch.distributed.fsdp.FullyShardedDataParallel
+    from torch.distributed.checkpoint import state_dict as torchs_own
+
+    with shardwise.patch_torch():
+        inside = _library("fsdp1_inside", FSDP1_LIBRARY)
+        for library in (before, inside):
+            assert library.FSDP is library.FullyShardedDataParallel
+            assert issubclass(library.FSDP, shardwise.FullyShardedDataParallel)
+        model = before.prepare(seeded(Net), Block)
+        train(model, rank, world_size)
+        expected, _ = trained_twin(world_size)
+        assert_bits(model.module, expected)
+        assert len(before.FSDP.fsdp_modules(model)) > 1, "blocks are units of their own"
+        assert isinstance(inside.prepare_inside_out(nn.Linear(4, 4)), before.FSDP)
+        assert torchs_own.FSDP is torchs, "which takes our models for what they are: of DTensors"
+    with shardwise.patch_torch():
+        state = inside.whole_state(model)
+    for name, value in expected.state_dict().items():
+        assert torch.equal(state[name], value), name
+    for library in (before, inside):
+        assert library.FSDP is library.FullyShardedDataParallel is torchs
+    assert isinstance(model, shardwise.FullyShardedDataParallel)
+
+
+def test_inside_fsdp1_is_ours_and_outside_torchs(ranks: Ranks) -> None:
+    run_ranks(_fsdp1, 2)
 
 
 def _stand_in(rank: int, world_size: int) -> None:

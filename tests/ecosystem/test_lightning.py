@@ -1,4 +1,4 @@
-"""Lightning Fabric's ``ModelParallelStrategy``, whose ``parallelize_fn`` calls ``fully_shard``."""
+"""Lightning Fabric's strategies for FSDP2, which calls ``fully_shard``, and for FSDP1."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -95,3 +96,68 @@ def _fabric(rank: int, world_size: int, folder: Path) -> None:
 
 def test_fabric_trains_saves_and_loads(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_fabric, 2, tmp_path, backend=None)
+
+
+def _fabric_fsdp1(rank: int, world_size: int, folder: Path) -> None:
+    from lightning_fabric import Fabric
+    from lightning_fabric.strategies import FSDPStrategy
+
+    class OnCPUs(FSDPStrategy):
+        """Fabric refuses the strategy itself on CPUs, whoever shards."""
+
+    def launch(form: str) -> Any:
+        strategy = OnCPUs(
+            auto_wrap_policy={Block},
+            activation_checkpointing_policy={Block},
+            state_dict_type=form,
+        )
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy)
+        fabric.launch()
+        return fabric
+
+    with shardwise.patch_torch():
+        fabric = launch("sharded")
+        model, optimizer = _set_up(fabric, seed=0)
+        wrapper = model._forward_module
+        assert isinstance(wrapper, shardwise.FullyShardedDataParallel)
+        assert len(wrapper.fsdp_modules(wrapper)) == 3
+        for step in range(STEPS):
+            _train(fabric, model, optimizer, rank, step)
+        assert_same_values(wrapper, trained_twin(world_size, STEPS, _make)[0])
+        norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        assert norm == 0, "nothing is left to clip"
+
+        state = {"model": model, "optimizer": optimizer, "step": STEPS}
+        fabric.save(folder / "shards", state)
+        launch("full").save(folder / "whole", state)
+        _train(fabric, model, optimizer, rank, STEPS)
+        longer, _ = trained_twin(world_size, STEPS + 1, _make)
+        other, its_optimizer = _set_up(fabric, seed=1)
+        state = {"model": other, "optimizer": its_optimizer, "step": 0}
+        fabric.load(folder / "shards", state)
+        assert state["step"] == STEPS
+        _train(fabric, other, its_optimizer, rank, STEPS)
+        assert_same_values(other._forward_module, longer)
+
+        # One file of weights, as litgpt loads it. Of a whole state, Fabric 2.6 cannot read what it
+        # has saved into DTensors.
+        whole = torch.load(folder / "whole")
+        assert whole["step"] == STEPS and whole["optimizer"]["state"]
+        if rank == 0:
+            torch.save(whole["model"], folder / "weights")
+        fabric.barrier()
+        late, _ = _set_up(fabric, seed=1)
+        fabric.load_raw(folder / "weights", late)
+        assert_same_values(late._forward_module, trained_twin(world_size, STEPS, _make)[0])
+
+        with fabric.init_module(empty_init=True):
+            late = _make()
+        late = fabric.setup_module(late)
+        assert all(not param.is_meta for param in late.parameters())
+        fabric.backward(loss_of(late, batches(world_size)[rank]))
+
+
+def test_fabric_trains_saves_and_loads_with_the_strategy_for_fsdp1(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    ranks(_fabric_fsdp1, 2, tmp_path, backend=None)

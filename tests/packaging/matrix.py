@@ -30,7 +30,7 @@ TABLE = re.compile(
 )
 
 PYTHONS = ("3.11", "3.12", "3.13", "3.14")
-TORCHES = ("2.11", "2.12", "2.13")
+TORCHES = ("2.11", "2.12", "2.13", "2.14", "2.15")
 # What depends most on either, over at most three ranks. Without ranks that are threads ("fake"):
 # torch 2.11 is not made for them.
 TESTS = (

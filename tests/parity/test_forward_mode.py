@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[..., torch.Tensor]] = {
 
 def _as_in_torch(rank: int, world_size: int, strategies: list[bool | int]) -> None:
     # Torch compiles what it needs for tangents with torch.jit.
-    warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r".*torch\.jit\.script")
     x = batches(world_size)[rank]
     tangent = torch.ones_like(x)
     for reshards in strategies:

@@ -53,7 +53,7 @@ TWICE: dict[str, Callable[[nn.Module, torch.Tensor], object]] = {
 
 def _first_order(rank: int, world_size: int, reshards: bool | int) -> None:
     # Torch compiles what it needs for tangents with torch.jit.
-    warnings.filterwarnings("ignore", message=r".*torch\.jit\.script", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message=r".*torch\.jit\.script")
     x = batches(world_size)
     net, whole = sharded_net(of_blocks={"reshard_after_forward": reshards}), seeded(Net)
     net.set_requires_gradient_sync(False)

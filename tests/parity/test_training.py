@@ -83,11 +83,10 @@ def _tolerance(case: Case, world_size: int) -> dict[str, Any]:
     if case.dtype == torch.bfloat16:
         # torch's SGD itself rounds bfloat16 by the place of an element within its tensor.
         return TOLERANCES[torch.bfloat16]
-    reduce_dtype = case.reduce_dtype or case.param_dtype or case.dtype
     # In float16 half of the division comes before the sum, where small gradients lose digits.
-    if world_size <= 2 and reduce_dtype != torch.float16:
+    if world_size <= 2 and case.reduces_in != torch.float16:
         return EXACT
-    return TOLERANCES[reduce_dtype]
+    return TOLERANCES[case.reduces_in]
 
 
 def _assert_equal_reference(ranks: Ranks, cases: list[Case], world: World) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
+from shardwise._torch.fsdp import REDUCES_AS_STORED
 from tests.parity.gathering import (
     Part,
     gather,
@@ -64,7 +65,7 @@ class Case:
     Attributes:
         dtype: of the parameters as stored.
         param_dtype: to compute in; ``None`` is ``dtype``.
-        reduce_dtype: to add gradients up in; ``None`` is the dtype computed in.
+        reduce_dtype: to add gradients up in; ``None`` is torch's default.
         microbatches: in each step, over which gradients accumulate.
         sync_every: reduce gradients after every microbatch, not only after the last.
         max_norm: clip gradients to it.
@@ -79,6 +80,12 @@ class Case:
     microbatches: int = 1
     sync_every: bool = True
     max_norm: float | None = None
+
+    @property
+    def reduces_in(self) -> torch.dtype:
+        """The dtype in which gradients are added up: from torch 2.15 on as stored by default."""
+        default = self.dtype if REDUCES_AS_STORED else self.param_dtype
+        return self.reduce_dtype or default or self.dtype
 
     def __str__(self) -> str:
         changed = [
@@ -256,8 +263,7 @@ def _combine(case: Case, per_rank: list[list[Tensor | None]]) -> Tensor | None:
     """Average over ranks what was summed over microbatches, or sum the averages."""
     if all(gradient is None for gradients in per_rank for gradient in gradients):
         return None
-    reduce_dtype = case.reduce_dtype or case.param_dtype or case.dtype
-    converted = [[gradient.to(reduce_dtype) for gradient in gradients] for gradients in per_rank]
+    converted = [[gradient.to(case.reduces_in) for gradient in gradients] for gradients in per_rank]
     if case.sync_every:
         averages = [_sum(ranks) / len(per_rank) for ranks in zip(*converted, strict=True)]
         return _sum([average.to(case.dtype) for average in averages])

@@ -294,7 +294,8 @@ def _count(training: Training) -> Found:
             mesh=plan.sharding_mesh(mesh[plan.names] if TENSOR in world.names else mesh),
             reshard_after_forward=plan.reshard_after_forward if reshard is None else reshard,
             precision=MixedPrecisionPolicy(
-                param_dtype=_dtype(settings.param_dtype), reduce_dtype=_dtype(settings.reduce_dtype)
+                param_dtype=_dtype(settings.param_dtype),
+                reduce_dtype=_dtype(settings.reduce_dtype or settings.param_dtype),
             ),
             placement=blueprint.placement,
             transport=settings.transport,

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise._torch import fsdp
 from shardwise.sharding.policy import Precision, cast_floating
 
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
@@ -15,7 +16,6 @@ BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
     ("param_dtype", "reduce_dtype", "stored", "computes", "reduces"),
     [
         (None, None, FP32, FP32, FP32),
-        (BF16, None, FP32, BF16, BF16),
         (BF16, FP32, FP32, BF16, FP32),
         (None, BF16, FP32, FP32, BF16),
         (BF16, FP32, BF16, BF16, FP32),
@@ -33,6 +33,18 @@ def test_dtypes(
     precision = Precision(MixedPrecisionPolicy(param_dtype, reduce_dtype))
     assert precision.compute_dtype(stored) == computes
     assert precision.reduce_dtype(stored) == reduces
+
+
+@pytest.mark.parametrize(
+    ("as_stored", "stored", "reduces"),
+    [(False, FP32, BF16), (True, FP32, FP32), (True, torch.float16, torch.float16)],
+)
+def test_the_default_dtype_of_reductions_is_that_of_torchs_version(
+    monkeypatch: pytest.MonkeyPatch, as_stored: bool, stored: torch.dtype, reduces: torch.dtype
+) -> None:
+    """From torch 2.15 on it is that of the shards."""
+    monkeypatch.setattr(fsdp, "REDUCES_AS_STORED", as_stored)
+    assert Precision(MixedPrecisionPolicy(BF16)).reduce_dtype(stored) == reduces
 
 
 def test_inputs_are_cast_unless_the_policy_says_not() -> None:

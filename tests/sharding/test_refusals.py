@@ -105,7 +105,7 @@ def _container() -> Case:
 
 def _scripted() -> Case:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore")
         inner = torch.jit.script(nn.Linear(4, 4))
     net = nn.Sequential(nn.Linear(4, 4), inner)
     return Case(net, {}, ValueError, r"1\.weight on rank \d.*compiled by torch\.jit")
@@ -162,6 +162,12 @@ def _dtypes_of_single_parameters() -> Case:
     policy = _LaterPolicy(param_dtype_override_fn=lambda param: None)
     says = "param_dtype_override_fn is not available"
     return Case(seeded(Net), {"mp_policy": policy}, NotImplementedError, says)
+
+
+def _gradients_of_another_dtype() -> Case:
+    net = seeded(Net)
+    net.head.bias.grad_dtype = torch.bfloat16
+    return Case(net, {}, NotImplementedError, r"head\.bias on rank \d.*reduce_dtype")
 
 
 def _no_factor() -> Case:
@@ -299,6 +305,7 @@ CASES: list[Callable[[], Case]] = [
     _pigeon,
     _no_policy,
     _dtypes_of_single_parameters,
+    _gradients_of_another_dtype,
     _no_factor,
     _no_factor_of_its_own_mesh,
     _warned_where_warnings_are_errors,

@@ -204,6 +204,7 @@ class _Checkpointed(Block):
 
 
 Shard = Callable[..., Any]
+LOW = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -245,6 +246,7 @@ MODELS: dict[str, Callable[[Shard], nn.Sequential]] = {
     "resharded after forward": lambda s: _by_layer(s, _layers(), reshard_after_forward=True),
     "kept after forward": lambda s: _by_layer(s, _layers(), reshard_after_forward=False),
     "mixed precision": lambda shard: _by_layer(shard, _layers(), mp_policy=MIXED),
+    "reduced as by default": lambda shard: _by_layer(shard, _layers(), mp_policy=LOW),
     "checkpointed": lambda shard: _by_layer(shard, _layers(_Checkpointed)),
     "half of each group frozen": _frozen,
     "prefetching by hand": _prefetching,

@@ -76,12 +76,6 @@ def test_files_of_another_kind_are_refused() -> None:
         Timeline.from_json({**Timeline((FULL,)).to_json(), "prediction": {"seconds": 1}}, "a file")
 
 
-def test_steps_can_be_picked() -> None:
-    picked = FULL.reduced_to([6])
-    assert picked.steps == (Step(6, 4.0, 8.0),)
-    assert [each.activity for each in picked.spans] == [Activity.FORWARD]
-
-
 def test_timelines_of_ranks_are_put_together_in_order() -> None:
     whole = together([Timeline((FULL,)), Timeline((rank(0, [], size=8),), PREDICTION)])
     assert [each.rank for each in whole.ranks] == [0, 3]

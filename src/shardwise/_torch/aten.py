@@ -1,7 +1,4 @@
-"""Operators that torch's own functions call, and that have no public name.
-
-Tried on torch 2.13.
-"""
+"""Operators that torch's own functions call, and that have no public name."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Private names of autograd, and of the compiler and the function transforms around it.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names of autograd, and of the compiler and the function transforms around it."""
 
 from __future__ import annotations
 
@@ -57,6 +54,15 @@ def running_node_number() -> int | None:
     number: int = node._sequence_nr()
     return None if number > _MOST else number
 
+
+#: (tensors, factor): multiply every tensor in place by a 0-dim tensor.
+foreach_mul_ = torch._foreach_mul_
+#: (starts, ends, weight) -> tensors ``weight`` of the way from ``starts`` to ``ends``.
+foreach_lerp = torch._foreach_lerp
+#: (starts, ends, weight): move ``starts`` in place by ``weight`` of the way to ``ends``.
+foreach_lerp_ = torch._foreach_lerp_
+#: (tensors): replace every element by its sign.
+foreach_sign_ = torch._foreach_sign_
 
 #: Nodes that accumulate gradients have the largest number that there is.
 _MOST = 2**62
@@ -188,29 +194,7 @@ def foreach_norm(tensors: list[torch.Tensor], order: float) -> list[torch.Tensor
     return found
 
 
-def foreach_mul_(tensors: list[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply every tensor in place by a 0-dim tensor."""
-    torch._foreach_mul_(tensors, factor)
-
-
-def foreach_lerp(
-    starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float
-) -> list[torch.Tensor]:
-    """Return the tensors ``weight`` of the way from ``starts`` to ``ends``."""
-    return list(torch._foreach_lerp(starts, ends, weight))
-
-
-def foreach_lerp_(starts: list[torch.Tensor], ends: list[torch.Tensor], weight: float) -> None:
-    """Move ``starts`` in place by ``weight`` of the way to ``ends``."""
-    torch._foreach_lerp_(starts, ends, weight)
-
-
-def foreach_sign_(tensors: list[torch.Tensor]) -> None:
-    """Replace every element by its sign."""
-    torch._foreach_sign_(tensors)
-
-
-def foreach_add_(tensors: list[torch.Tensor], others: list[torch.Tensor], factor: float) -> None:
+def foreach_add_(tensors: Any, others: Any, factor: float) -> None:
     """Add ``factor`` times ``others`` in place."""
     torch._foreach_add_(tensors, others, alpha=factor)
 

@@ -1,7 +1,4 @@
-"""Private names of process groups and of ``torch.distributed.checkpoint``.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names of process groups and of ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 

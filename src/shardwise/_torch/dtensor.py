@@ -1,7 +1,4 @@
-"""Private names of ``DTensor``, other tensor subclasses and device meshes.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names of ``DTensor``, other tensor subclasses and device meshes."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Fake tensors: tensors with shapes, dtypes and storages, but without values.
-
-Tried on torch 2.13.
-"""
+"""Fake tensors: tensors with shapes, dtypes and storages, but without values."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Private names by which a module looks managed by torch's FSDP2, and which FSDP needs of modules.
-
-Tried on torch 2.11, 2.12 and 2.13.
-"""
+"""Private names by which a module looks managed by FSDP2, and which FSDP needs of modules."""
 
 from __future__ import annotations
 
@@ -10,13 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
 )
-from torch.distributed.fsdp import _fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
 
@@ -40,6 +39,10 @@ else:
     DataParallelMeshDims = _newer(_fully_shard, "DataParallelMeshDims")
     ShardPlacementResult = _newer(_fully_shard._fsdp_common, "ShardPlacementResult")
     TorchGradientReductionHandle = _newer(_fully_shard._fully_shard, "GradientReductionHandle")
+
+#: Whether a policy without a ``reduce_dtype`` means the dtype of the shard, as from torch 2.15 on.
+#: It meant the dtype of forward and backward before.
+REDUCES_AS_STORED = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 
 # torch keeps a module's state under the function behind its own fully_shard. Read it now:
 # patch_torch() may have replaced the name by the time it is needed.
@@ -127,6 +130,19 @@ def without_checkpointing(module: nn.Module) -> nn.Module:
 def without_checkpoint_prefix(name: str) -> str:
     """Remove the name parts that torch's activation checkpointing wrapper adds."""
     return ".".join(part for part in name.split(".") if part != _CHECKPOINT_WRAPPED_MODULE)
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Return all of a ``ShardedTensor``, in which torch reads the optimizer state of FSDP1.
+
+    A collective then. Any other tensor is returned as it is.
+    """
+    if not isinstance(value, ShardedTensor):
+        return value
+    full = torch.empty(value.size(), dtype=value.dtype, device=value.device)
+    value.gather(out=full if dist.get_rank() == 0 else None)
+    dist.broadcast(full, 0)
+    return full
 
 
 def is_scripted(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """How many references to a tensor and its memory there are.
 
-Tried on torch 2.13. Where torch does not say, nothing counts as the only reference.
+Where torch does not say, nothing counts as the only reference.
 """
 
 from __future__ import annotations

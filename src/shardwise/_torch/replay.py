@@ -3,8 +3,6 @@
 Torch finds out what a fake operation returns in Python, and keeps that, but even looking it up
 there takes longer than most operations take on values. The layers of a model repeat a few hundred
 calls: the first of each goes to torch, and the others get tensors like those it returned.
-
-Tried on torch 2.13.
 """
 
 from __future__ import annotations

@@ -75,11 +75,6 @@ class Rounds:
         return self._fragment.rounds
 
     @property
-    def has_joined(self) -> bool:
-        """Whether this replica takes part."""
-        return self._is_joined
-
-    @property
     def has_peers(self) -> bool:
         """Whether others train already, from whom this replica can get its outer state."""
         return self._quorum.has_peers

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch import fsdp
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
     Role,
@@ -447,6 +448,7 @@ def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictS
     """A copy of a state dict's value, sharded as the optimizer needs it."""
     if not isinstance(value, torch.Tensor):
         return value
+    value = fsdp.whole(value)
     is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
     if isinstance(value, DTensor) or param is None or is_step:
         return value.clone()

@@ -269,7 +269,7 @@ def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
     """The policy of ``fully_shard``. :meth:`ShardedUnit.forward` casts inputs."""
     return MixedPrecisionPolicy(
         param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=mixed_precision.reduce_dtype,
+        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
         cast_forward_inputs=False,
     )
 

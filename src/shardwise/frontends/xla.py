@@ -139,7 +139,12 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
                 strategy=strategy,
                 mesh=find_mesh(Strategy.of(strategy), group, None),
                 reshard_after_forward=None if keeps_root else reshard_after_forward,
-                mixed_precision=_mixed_precision(compute_dtype, buffer_dtype, fp32_reduce_scatter),
+                mixed_precision=MixedPrecision(
+                    param_dtype=compute_dtype,
+                    reduce_dtype=torch.float32 if fp32_reduce_scatter else None,
+                    buffer_dtype=compute_dtype if buffer_dtype is None else buffer_dtype,
+                    cast_forward_inputs=True,
+                ),
                 transport=transport,
                 wire=wire,
             ),
@@ -151,17 +156,6 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
             sync_module_states=sync_module_states,
             state_dict_type=StateDictType.LOCAL_STATE_DICT,
         )
-
-
-def _mixed_precision(
-    compute_dtype: torch.dtype | None, buffer_dtype: torch.dtype | None, fp32_reduce: bool
-) -> MixedPrecision:
-    return MixedPrecision(
-        param_dtype=compute_dtype,
-        reduce_dtype=torch.float32 if fp32_reduce else None,
-        buffer_dtype=compute_dtype if buffer_dtype is None else buffer_dtype,
-        cast_forward_inputs=True,
-    )
 
 
 def _group_of_this_rank(

@@ -513,7 +513,6 @@ class _Source:
 
 
 _MODEL = _Source(runtime=False)
-_RUNTIME = _Source(runtime=True)
 #: File of the runtime -> what it allocates memory for.
 _KINDS = {
     "sharding/full_params.py": Memory.FULL_PARAMETERS,

@@ -218,6 +218,7 @@ def _shard(
     mesh: DeviceMesh,
 ) -> None:
     reshard = settings.reshard_after_forward
+    reduce_dtype = settings.reduce_dtype or settings.param_dtype
     shard_blocks(
         model,
         blocks,
@@ -227,7 +228,7 @@ def _shard(
         ),
         precision=MixedPrecisionPolicy(
             param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
-            reduce_dtype=None if settings.reduce_dtype is None else _dtype(settings.reduce_dtype),
+            reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype),
         ),
         placement=blueprint.placement,
         transport=settings.transport,

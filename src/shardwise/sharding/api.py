@@ -335,6 +335,12 @@ def _check_parameter(param: nn.Parameter, fqn: str, owners: list[ParamOwner]) ->
             f"{fqn} on rank {dist.get_rank()}: found a parameter of a lazy module, which has no "
             "shape yet; run one forward of the model before fully_shard"
         )
+    if param.grad_dtype != param.dtype:
+        raise NotImplementedError(
+            f"{fqn} on rank {dist.get_rank()}: found a parameter of {param.dtype} with grad_dtype "
+            f"{param.grad_dtype}; expected gradients in its own dtype. Use "
+            "MixedPrecisionPolicy(reduce_dtype=...) for the dtype to accumulate and reduce in"
+        )
     check_extension(fqn, dtensor.plain(param))
 
 

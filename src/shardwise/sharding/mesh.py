@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,7 +194,7 @@ class DataMesh:
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
         carrier = self.shard_group if group is None else group
-        scatter = self.scatter.over(self._transport_over(carrier), carrier)
+        scatter = self.scatter.put_around(self._transport_over(carrier), carrier)
         return dataclasses.replace(self, scatter=scatter, scatter_group=group)
 
     def separate_group(self) -> dist.ProcessGroup:
@@ -317,7 +318,7 @@ def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
         for root in dict.fromkeys(map(dtensor.root_mesh, meshes)):
             here = root.get_coordinate() or ()
             for dim, name in enumerate(root.mesh_dim_names or () if here else ()):
-                line = (*here[:dim], slice(None), *here[dim + 1 :])
+                line: tuple[Any, ...] = (*here[:dim], slice(None), *here[dim + 1 :])
                 ranks = root.mesh[line].tolist()
                 is_apart = len(ranks) > 1 and len(mine.intersection(ranks)) == 1
                 says_not = _SAYS_NOT_DATA_PARALLEL.search(name.lower())

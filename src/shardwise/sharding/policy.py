@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise import devices
-from shardwise._torch import autograd
+from shardwise._torch import autograd, fsdp
 from shardwise.errors import OffloadError
 from shardwise.scratch import file
 from shardwise.scratch.file import ScratchFile, file_in
@@ -36,11 +36,10 @@ class Precision:
 
     def reduce_dtype(self, stored: torch.dtype) -> torch.dtype:
         """The dtype in which gradients of such a parameter are accumulated and reduced."""
-        wanted = self.policy.reduce_dtype
-        if wanted is None and self.policy.param_dtype is None:
-            return stored
-        computed = self.compute_dtype(stored)
-        return computed if wanted is None or not computed.is_floating_point else wanted
+        wanted, computed = self.policy.reduce_dtype, self.compute_dtype(stored)
+        if wanted is None:
+            return stored if fsdp.REDUCES_AS_STORED else computed
+        return wanted if computed.is_floating_point else computed
 
     def cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cast floating-point forward inputs to ``param_dtype``, if the policy says so."""

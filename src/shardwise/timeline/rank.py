@@ -5,8 +5,8 @@ All times are seconds on the clock that all ranks of the recording share; see ``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.checkpoint.disk.strict import Fields, refuse
@@ -135,20 +135,6 @@ class RankTimeline:
             for span in self.spans
             if span.begin < step.end and (span.end is None or span.end > step.begin)
         ]
-
-    def reduced_to(self, steps: Iterable[int]) -> RankTimeline:
-        """Return only what belongs to some of the steps, by their numbers."""
-        wanted = set(steps)
-        kept = tuple(step for step in self.steps if step.number in wanted)
-
-        def within(begin: float, end: float) -> bool:
-            return any(begin < step.end and end > step.begin for step in kept)
-
-        return replace(
-            self,
-            steps=kept,
-            spans=tuple(s for s in self.spans if within(s.begin, s.end or self.end)),
-        )
 
     # -- in a file --------------------------------------------------------------------------------
 

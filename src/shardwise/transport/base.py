@@ -196,7 +196,7 @@ class Transport(ABC):
     def trim(self) -> None:  # noqa: B027 - most keep nothing
         """Give back what is kept for the next reductions, once no rank reads it any more."""
 
-    def over(self, inner: Transport, group: dist.ProcessGroup) -> Transport:
+    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> Transport:
         """Return ``inner``, which serves another group, with what is ``replaced`` in this one."""
         return inner
 

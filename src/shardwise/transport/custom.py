@@ -174,7 +174,7 @@ class CustomTransport(Transport):
         """Reduce as the inner transport does."""
         return self._inner.start(call)
 
-    def over(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
+    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
         """Return the same custom collectives over another group, whose transport is ``inner``."""
         return CustomTransport(inner, group, self._gather, self._scatter)
 
