@@ -266,7 +266,7 @@ def _load(rank: int, world_size: int, make: Callable[[], nn.Module], folder: Pat
             with pytest.raises((ValueError, RuntimeError), match=where):
                 load(net, first, folder)
             for name, value in net.state_dict().items():
-                if value.placements[0].is_shard():
+                if value.placements[0].is_shard() and load in (_model, _assigned_model):
                     torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     for load in LOADS:
         load(make(), own, folder)
