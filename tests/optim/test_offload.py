@@ -1073,7 +1073,7 @@ def _full(value: torch.Tensor) -> torch.Tensor:
         ("disk in backward", "disk in backward"),
         *(
             (f"{name}:{saved}", f"{name}:{loaded}")
-            for name in ("lion", "adafactor", "momentum", "no states")
+            for name in ("lion", "adafactor", "adamw8bit", "momentum", "no states")
             for saved, loaded in (("memory", "host"), ("host", "disk"))
         ),
         ("adafactor:disk in backward", "adafactor:memory"),
