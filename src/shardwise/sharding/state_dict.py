@@ -77,7 +77,7 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
     )
     if found != expected:
         raise ValueError(
-            f"{what} on rank {own_rank()}: found a shard that was saved at {saved.get_coordinate()} "
+            f"{what} on rank {own_rank()}: found a shard saved at {saved.get_coordinate()} "
             f"of a mesh of shape {tuple(saved.shape)}, expected the one of {own.get_coordinate()} "
             f"of {tuple(own.shape)}. torch.save writes the shards of one rank; save one file per "
             "rank, or full tensors, or use shardwise.checkpoint, which also loads on other meshes"

@@ -20,9 +20,14 @@ from shardwise.errors import CheckpointError
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.recipes.core.plot import plot_confusion
-from shardwise.recipes.core.recipe import Example, Inputs, Place, Schedule, Task
+from shardwise.recipes.core.recipe import Example, Place, Schedule, Task
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
+from shardwise.recipes.vision.config import (
+    FAKE_TRAINING,
+    FAKE_VALIDATION,
+    ImageFolderInputs,
+    VisionInputs,
+)
 from shardwise.recipes.vision.images import (
     Augment,
     Batch,
@@ -91,7 +96,9 @@ class Classifier:
     loaded_into: str
 
 
-def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Classifier) -> Task:
+def vision_task(
+    inputs: VisionInputs, place: Place, data: ImageData, classifier: Classifier
+) -> Task:
     """Return the task of training a classifier.
 
     At the end the model is written as one safetensors file, loaded again and evaluated: what
@@ -99,9 +106,8 @@ def vision_task(inputs: Inputs, place: Place, data: ImageData, classifier: Class
     """
     train, world, model = inputs.train, place.world, classifier.model
     assert isinstance(model, nn.Module)
-    evaluation = Evaluation(
-        data.validation, len(data.classes), train.batch_size, world, place.device
-    )
+    at_a_time = inputs.config.eval_batch_size or train.batch_size
+    evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
     files = RunDir(train.output.out)
     title = f"{classifier.name} on {data.name}"
 
