@@ -204,6 +204,7 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
         ("imagenet --fake-data --model resnet51", "did you mean resnet"),
         ("imagenet --fake-data --momentum 1", "--momentum: found 1.0, expected 0 to 1, without 1"),
         ("imagenet --fake-data --warmup-epochs nan", "--warmup-epochs: found nan"),
+        ("imagenet --fake-data --eval-batch-size 0", "--eval-batch-size: found 0"),
         ("imagenet --fake-data --lr-drop-factor 0", "--lr-drop-factor: found 0.0"),
         ("imagenet --fake-data --lr-drop-epochs -1", "--lr-drop-epochs: found -1"),
         ("imagenet --fake-data --image-size 8", "--image-size: found 8, expected 32 or more"),
@@ -436,7 +437,7 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
     mnist = "--data-dir d --use-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
     imagenet = (
         "--data-dir d --model tiny --image-size 64 --workers 3 --warmup-epochs 2.5 "
-        "--lr-drop-epochs 8 --lr-drop-factor 2 --momentum 0.5"
+        "--lr-drop-epochs 8 --lr-drop-factor 2 --momentum 0.5 --eval-batch-size 11"
     )
     assert call(monkeypatch, "train", "mnist", *common.split(), *mnist.split()) == 0
     assert call(monkeypatch, "train", "imagenet", *common.split(), *imagenet.split()) == 0
@@ -458,7 +459,7 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
     assert second.items() >= asked.items()
     own = {
         "model": "tiny", "image_size": 64, "threads": 3, "warmup_epochs": 2.5, "drop_epochs": 8,
-        "drop_factor": 2.0, "momentum": 0.5,
+        "drop_factor": 2.0, "momentum": 0.5, "eval_batch_size": 11,
     }  # fmt: skip
     assert second.items() >= own.items()
     published = {

@@ -316,6 +316,51 @@ def test_groups_that_the_last_backward_does_not_reach_step_too(threads: Ranks) -
     threads(_only_before, 2)
 
 
+class Skipping(Net):
+    """Leaves one block out, and the bias of another."""
+
+    skipped: int | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, block in enumerate(self.blocks):
+            if number == self.skipped:
+                continue
+            bias = block.up.bias if number != (self.skipped or -2) + 1 else None
+            x = x + block.down(nn.functional.linear(x, block.up.weight, bias).relu())  # type: ignore[union-attr]
+        out: torch.Tensor = self.head(x) * self.gain
+        return out
+
+
+def _zeros_step(rank: int, world_size: int, max_norm: float | None) -> None:
+    mine, theirs = (fully_shard(seeded(Skipping)) for _ in range(2))
+    optimizer = in_backward(mine, adamw, max_norm=max_norm)
+    ordinary = adamw(theirs.parameters())
+    for step, (skipped, set_to_none) in enumerate(
+        [(1, False), (None, False), (1, False), (0, False), (None, True), (1, True), (0, False)]
+    ):
+        for model in (mine, theirs):
+            model.skipped = skipped
+            loss_of(model, batches(world_size, step)[rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none)
+        ordinary.step()
+        ordinary.zero_grad(set_to_none)
+        assert_equal(values(mine), values(theirs))
+    before = values(mine)
+    assert_equal(moments(optimizer, mine), moments(ordinary, theirs))
+    optimizer.step()
+    ordinary.step()
+    assert_equal(values(mine), values(theirs))
+    assert any(not torch.equal(each, before[name]) for name, each in values(mine).items())
+
+
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+def test_what_zero_grad_fills_with_zeros_decays_alike(
+    threads: Ranks, max_norm: float | None
+) -> None:
+    threads(_zeros_step, 2, max_norm)
+
+
 def _step_steps_with_the_rest(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     optimizer, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())

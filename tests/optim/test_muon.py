@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise import fully_shard
 from shardwise._torch import dtensor
 from shardwise.errors import RanksDivergedError
-from shardwise.optim import Muon
+from shardwise.optim import Muon, muon_groups
 from tests.optim.nets import Mesh, Net, make_muon, part_of, set_gradients
 
 Threads = Callable[..., list[Any]]
@@ -124,6 +125,34 @@ def _trains_in_bfloat16(rank: int, world_size: int) -> None:
 
 def test_bfloat16_parameters_differ_by_their_rounding_at_most(threads: Threads) -> None:
     threads(_trains_in_bfloat16, 3)
+
+
+def _splits_the_data(rank: int, world_size: int) -> None:
+    """The iteration rounds to bfloat16 what differs by the order in which gradients are added."""
+    lr, steps = 0.02, 8
+    shapes = ((32, 64), (64, 64), (64, 32))
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(*shape), nn.GELU()) for shape in shapes))
+    mine = fully_shard(copy.deepcopy(whole))
+    optimizers = [Muon(muon_groups(net, adamw={"lr": 3e-4}), lr=lr) for net in (mine, whole)]
+    for step in range(steps):
+        of_ranks = torch.randn(world_size, 8, 32, generator=torch.Generator().manual_seed(step))
+        mine(of_ranks[rank]).sub(of_ranks[rank]).square().mean().backward()
+        whole(of_ranks.flatten(0, 1)).sub(of_ranks.flatten(0, 1)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, param in mine.named_parameters():
+        expected = dtensor.plain(part_of(whole.get_parameter(name).detach(), param))
+        found = dtensor.plain(param.detach())
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * lr * steps)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_split_data_changes_a_hundredth_of_a_step_at_most(
+    threads: Threads, world_size: int
+) -> None:
+    threads(_splits_the_data, world_size)
 
 
 def _momentum_survives(rank: int, world_size: int) -> None:

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import checkpoint
 from shardwise.diloco import DiLoCo
 from shardwise.errors import OffloadError, StepInterruptedError
-from shardwise.optim import AdamW8bit, Muon, in_backward, muon_groups, offload
+from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import entries, masters, optimizer, staging, stores
 from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.place import StateHome
@@ -75,6 +75,8 @@ OPTIMIZERS: dict[str, Make] = {
     "no states": lambda params: torch.optim.SGD(params, lr=0.05),
     "averages": lambda params: torch.optim.ASGD(params, lr=0.05),
     "adamw8bit": lambda params: AdamW8bit(params, lr=0.05),
+    "lion": lambda params: Lion(params, lr=0.05, weight_decay=0.1),
+    "adafactor": lambda params: Adafactor(params, lr=0.05, weight_decay=0.1),
 }
 
 
@@ -1029,15 +1031,16 @@ def _save(rank: int, world_size: int, folder: Path, how: str) -> None:
 
 
 def _with_states_on(how: str, net: nn.Module, folder: Path) -> Any:
-    place = f"disk:{folder}"
-    match how:
-        case "disk":
-            return offload(adamw(net.parameters()), place)
-        case "disk in backward":
-            return in_backward(net, lambda params: offload(adamw(params), place))
-        case "memory":
-            return adamw(net.parameters())
-    raise ValueError(how)
+    """``"PLACE"`` or ``"PLACE in backward"``, maybe after the name of an optimizer and a colon."""
+    name, _, where = how.rpartition(":")
+    make = OPTIMIZERS[name or "adamw"]
+    place = where.removesuffix(" in backward")
+    to = {"disk": f"disk:{folder}", "host": "host"}.get(place)
+
+    def kept(params: Any) -> torch.optim.Optimizer:
+        return make(params) if to is None else offload(make(params), to)
+
+    return in_backward(net, kept) if place != where else kept(net.parameters())
 
 
 def _load(rank: int, world_size: int, folder: Path, how: str) -> dict[str, Any]:
@@ -1064,13 +1067,24 @@ def _full(value: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("disk", "memory"), ("memory", "disk"), ("disk in backward", "disk in backward")],
+    [
+        ("disk", "memory"),
+        ("memory", "disk"),
+        ("disk in backward", "disk in backward"),
+        *(
+            (f"{name}:{saved}", f"{name}:{loaded}")
+            for name in ("lion", "adafactor", "adamw8bit", "momentum", "no states")
+            for saved, loaded in (("memory", "host"), ("host", "disk"))
+        ),
+        ("adafactor:disk in backward", "adafactor:memory"),
+    ],
 )
 def test_checkpoints_move_between_disk_and_memory_and_between_meshes(
     saved: str, loaded: str, ranks: Ranks, tmp_path: Path
 ) -> None:
     ranks(_save, 2, tmp_path, saved)
-    [expected] = ranks(_load, 1, tmp_path, "memory")
+    name, colon, _ = saved.rpartition(":")
+    [expected] = ranks(_load, 1, tmp_path, f"{name}{colon}memory")
     for found in ranks(_load, 3, tmp_path, loaded):
         for name, tensors in expected.items():
             for mine, theirs in zip(found[name], tensors, strict=True):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +25,8 @@ from shardwise.recipes.core.build import RunningStatistics
 from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.recipes.core.journal import read_metrics
 from shardwise.recipes.vision.config import MnistConfig
-from shardwise.recipes.vision.images import TrainingImages
+from shardwise.recipes.vision.images import Images, TrainingImages
+from shardwise.recipes.vision.task import Classifier, ImageData, vision_task
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses
@@ -90,6 +93,50 @@ def test_however_it_is_sharded_it_learns_the_same(ranks: Ranks, tmp_path: Path) 
         for found, expected in zip(losses(config), losses(plain), strict=True):
             assert found[1] == pytest.approx(expected[1], rel=0.1, abs=0.1)
     same_weights(rounded[2], rounded[1])
+
+
+class Dots(Images):
+    """Ten images of one pixel, and how many were read at a time."""
+
+    def __init__(self) -> None:
+        self.read_at_a_time: list[int] = []
+
+    def __len__(self) -> int:
+        return 10
+
+    def read(
+        self, indices: Sequence[int], epochs: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.read_at_a_time.append(len(indices))
+        return torch.tensor(indices).float().view(-1, 1), torch.tensor(indices) % 3
+
+
+def evaluate(rank: int, world_size: int, folder: Path) -> None:
+    world, scores = World(rank, world_size, rank, world_size), []
+    torch.manual_seed(0)
+    model: Any = nn.Linear(1, 3)
+    for size, expected in ((None, [5]), (2, [2, 2, 1]), (4, [4, 1])):
+        config = dataclasses.replace(small_mnist(folder), eval_batch_size=size)
+        dots = Dots()
+        data = ImageData(name="dots", training=dots, validation=dots, classes=["a", "b", "c"])
+        classifier = Classifier(
+            name="line",
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters()),
+            schedule=lambda step: 1.0,
+            load=lambda file: model,
+            loaded_into="itself",
+        )
+        place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
+        evaluated = vision_task(config.check(world), place, data, classifier).evaluate()
+        assert dots.read_at_a_time == expected
+        scores.append(evaluated)
+    assert all(each == pytest.approx(scores[0]) for each in scores)
+
+
+def test_evaluations_have_a_batch_size_of_their_own(threads: Ranks, tmp_path: Path) -> None:
+    write_digits(tmp_path / "mnist")
+    threads(evaluate, 2, tmp_path)
 
 
 # -- running statistics ----------------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -18,7 +20,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from shardwise import clip_grad_norm_
+from shardwise import FullyShardedDataParallel, StateDictType, clip_grad_norm_
+from shardwise.optim import in_backward, offload
 from tests.sharding.nets import (
     Net,
     Stack,
@@ -26,6 +29,7 @@ from tests.sharding.nets import (
     assert_same_values,
     average_backward,
     batches,
+    hybrid_mesh,
     loss_of,
     seeded,
     shard_blocks,
@@ -178,3 +182,129 @@ def _broadcast(rank: int, world_size: int) -> None:
 
 def test_full_state_dicts_of_one_rank_load_on_all(ranks: Ranks) -> None:
     ranks(_broadcast, 2)
+
+
+# -- files of other ranks ----------------------------------------------------------------------
+
+
+def _wrapped_net() -> nn.Module:
+    net = FullyShardedDataParallel(seeded(Net))
+    FullyShardedDataParallel.set_state_dict_type(net, StateDictType.SHARDED_STATE_DICT)
+    return net
+
+
+def _trained(make: Callable[[], nn.Module], step: int = 0) -> tuple[nn.Module, torch.optim.Adam]:
+    net = make()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    loss_of(net, batches(1, step)[0]).backward()
+    optimizer.step()
+    return net, optimizer
+
+
+def _save(rank: int, world_size: int, make: Callable[[], nn.Module], folder: Path) -> None:
+    net, optimizer = _trained(make)
+    saved = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, folder / f"{rank}.pt")
+
+
+def _model(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    net.load_state_dict(state["model"])
+
+
+def _assigned_model(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    net.load_state_dict(state["model"], assign=True)
+
+
+def _new_optimizer(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.step()
+
+
+def _used_optimizer(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.load_state_dict(state["optimizer"])
+    optimizer.step()
+
+
+def _offloaded_optimizer(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    optimizer = offload(torch.optim.Adam(net.parameters(), lr=0.1), f"disk:{folder}")
+    optimizer.load_state_dict(state["optimizer"])
+
+
+def _optimizer_in_backward(net: nn.Module, state: dict[str, Any], folder: Path) -> None:
+    optimizer = in_backward(net, lambda params: torch.optim.Adam(params, lr=0.1))
+    optimizer.load_state_dict(state["optimizer"])
+    loss_of(net, batches(1)[0]).backward()
+
+
+LOADS = (
+    _model,
+    _assigned_model,
+    _new_optimizer,
+    _used_optimizer,
+    _offloaded_optimizer,
+    _optimizer_in_backward,
+)
+
+
+def _load(rank: int, world_size: int, make: Callable[[], nn.Module], folder: Path) -> None:
+    """Load rank 0's file, this rank's own, and copies in memory."""
+    _save(rank, world_size, make, folder)
+    torch.distributed.barrier()
+    first, own = (torch.load(folder / f"{each}.pt", weights_only=True) for each in (0, rank))
+    net, optimizer = _trained(make, step=1)
+    for load in LOADS:
+        if load is _optimizer_in_backward:
+            continue  # the other rank would wait in its backward
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        if rank:
+            where = (
+                rf"(weight|bias|exp_avg' of .*) on rank {rank}: .* expected the one of \({rank},"
+            )
+            with pytest.raises((ValueError, RuntimeError), match=where):
+                load(net, first, folder)
+            for name, value in net.state_dict().items():
+                if value.placements[0].is_shard() and load in (_model, _assigned_model):
+                    torch.testing.assert_close(value, before[name], rtol=0, atol=0)
+    for load in LOADS:
+        load(make(), own, folder)
+        kept = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+        load(make(), copy.deepcopy(kept), folder)
+
+
+@pytest.mark.parametrize("make", [sharded_net, _wrapped_net])
+def test_shards_that_another_rank_saved_are_refused(
+    ranks: Ranks, tmp_path: Path, make: Callable[[], nn.Module]
+) -> None:
+    ranks(_load, 2, make, tmp_path)
+
+
+def _load_of_three(rank: int, world_size: int, folder: Path) -> None:
+    own = torch.load(folder / f"{rank}.pt", weights_only=True)
+    for load in LOADS:
+        with pytest.raises((ValueError, RuntimeError), match=r"of shape \(3,\), expected the one"):
+            load(sharded_net(), own, folder)
+
+
+def test_shards_that_a_job_of_another_size_saved_are_refused(
+    threads: Ranks, tmp_path: Path
+) -> None:
+    threads(_save, 3, sharded_net, tmp_path)
+    threads(_load_of_three, 2, tmp_path)
+
+
+def _load_of_a_replica(rank: int, world_size: int, folder: Path) -> None:
+    def make() -> nn.Module:
+        return sharded_net(mesh=hybrid_mesh(world_size))
+
+    _save(rank, world_size, make, folder)
+    torch.distributed.barrier()
+    saved = torch.load(folder / f"{(rank + 2) % world_size}.pt", weights_only=True)
+    for load in LOADS:
+        load(make(), saved, folder)
+
+
+def test_shards_that_another_replica_saved_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(_load_of_a_replica, 4, tmp_path)

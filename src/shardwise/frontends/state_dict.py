@@ -37,7 +37,7 @@ from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.state import groups_of
-from shardwise.sharding.state_dict import HasStateDictKinds
+from shardwise.sharding.state_dict import HasStateDictKinds, check_origin
 
 
 class SavingModule(TransparentModule, HasStateDictKinds):
@@ -346,6 +346,7 @@ def convert_loaded(
     sharded = param.sharded
     assert isinstance(sharded, DTensor)
     if isinstance(value, DTensor):
+        check_origin(fqn, value, sharded)
         _check_shape(fqn, value.shape, sharded.shape, "the full tensor", settings)
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value

@@ -49,6 +49,21 @@ class GroupSteps:
         self._stepped: set[torch.Tensor] = set()
         self._parts: PartialSteps | None = None
         self._is_interrupted = False
+        # Parameters that would have a gradient, had it not been dropped, and those of them whose
+        # gradient the program has filled with zeros since.
+        self._dropped: set[torch.Tensor] = set()
+        self._zeroed: set[torch.Tensor] = set()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Note that the program clears the gradients, which have been dropped already.
+
+        Args:
+            set_to_none: whether it drops them, or fills them with zeros, with which optimizers
+                step, too.
+        """
+        if set_to_none:
+            self._dropped.clear()
+        self._zeroed = set(self._dropped)
 
     def check_whole(self) -> None:
         """Check that no step was interrupted.
@@ -117,6 +132,7 @@ class GroupSteps:
         Raises:
             PeerLostError: a peer died or stalled, while norms were added up.
         """
+        self._step_zeroed()
         if not self._names:
             return
         if self._parts is not None:
@@ -139,6 +155,18 @@ class GroupSteps:
         self._clipping.drop()
         self._forget_step()
 
+    def _step_zeroed(self) -> None:
+        """Step with the zeros that ``zero_grad`` has left of gradients that got no others."""
+        zeroed, self._zeroed = self._zeroed, set()
+        for group in self._groups:
+            forms = {param.form: None for param in group.params if param.form.parameter in zeroed}
+            for form in forms:
+                form.parameter.grad = torch.zeros_like(form.parameter)
+                self._stepped.discard(form.parameter)
+            if forms:
+                self.step(group.label.name, list(forms))
+            zeroed.difference_update(form.parameter for form in forms)
+
     def _step(self, name: str, params: Sequence[torch.Tensor]) -> frozenset[torch.Tensor]:
         """Step with those of ``params`` that the optimizer has, and return them."""
         if self._parts is None or not self._names:
@@ -157,6 +185,9 @@ class GroupSteps:
             if steps:
                 parts.run(own)
             for param in own:
+                if param.grad is not None:
+                    self._dropped.add(param)
+                    self._zeroed.discard(param)
                 param.grad = None
         return frozenset(own)
 

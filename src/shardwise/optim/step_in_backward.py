@@ -142,6 +142,17 @@ class OptimizerInBackward(AroundOptimizer):
         self._steps.step_rest()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients that are left.
+
+        Args:
+            set_to_none: drop the gradients (``True``) or fill them with zeros (``False``). With
+                zeros, parameters that the next backward does not reach step with zero gradients,
+                as in a step after backward.
+        """
+        super().zero_grad(set_to_none)
+        self._steps.zero_grad(set_to_none)
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the inner optimizer, which has all parameters.
 

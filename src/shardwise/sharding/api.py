@@ -28,6 +28,7 @@ from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of
+from shardwise.sharding.state_dict import keep_out_other_parts
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -374,6 +375,7 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(keep_out_other_parts)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
 
 

@@ -14,7 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shardwise import observe
 from shardwise._torch import autograd, dtensor
@@ -22,13 +25,14 @@ from shardwise._torch.fsdp import ParamOwner
 from shardwise.observe import Activity, Memory
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
+from shardwise.sharding.state_dict import check_origin
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
 
 
 class _Steps:
-    """Counts optimizer steps on sharded parameters.
+    """Counts optimizer steps on sharded parameters, and checks the states that they begin with.
 
     Autograd counts writes to a tensor, but not those of optimizers that update many tensors by one
     fused operation.
@@ -36,6 +40,10 @@ class _Steps:
 
     def __init__(self) -> None:
         self._forms: weakref.WeakValueDictionary[int, ShardedParam] = weakref.WeakValueDictionary()
+        # Whether the states of an optimizer were checked since some were last loaded.
+        self._are_checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = (
+            weakref.WeakKeyDictionary()
+        )
         self._is_registered = False
 
     def watch(self, form: ShardedParam) -> None:
@@ -43,12 +51,34 @@ class _Steps:
         self._forms[id(form.parameter)] = form
         if not self._is_registered:
             self._is_registered = True
+            register_optimizer_step_pre_hook(self._check_states)
             register_optimizer_step_post_hook(self._count)
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
         """Return the sharded forms of those of ``params`` that are sharded."""
         found = ((param, self._forms.get(id(param))) for param in params)
         return [form for param, form in found if form is not None and form.parameter is param]
+
+    def _check_states(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Check that states are the parts of this rank, at the first step and after every load.
+
+        Raises:
+            ValueError: another rank saved one.
+        """
+        if self._are_checked.get(optimizer):
+            return
+        if optimizer not in self._are_checked:
+            optimizer.register_load_state_dict_post_hook(self._expect_others)
+        self._expect_others(optimizer)
+        for param, state in optimizer.state.items():
+            for form in self.forms_of([param]):
+                for key, value in state.items():
+                    check_origin(f"optimizer state {key!r} of {form.fqn}", value, param)
+        self._are_checked[optimizer] = True
+
+    def _expect_others(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the states of an optimizer are to be checked before its next step."""
+        self._are_checked[optimizer] = False
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
@@ -319,6 +349,7 @@ class ShardedParam:
                 f"placements {self.spec.placements}. Load with set_model_state_dict, or make the "
                 "value a DTensor with distribute_tensor"
             )
+        check_origin(self.fqn, found, self.parameter)
         if found.shape != self.spec.shape or found.placements != self.spec.placements:
             raise ValueError(
                 f"{self.fqn} on rank {dist.get_rank()}: the sharded parameter was replaced by one "

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -48,6 +49,59 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     with sharded_state_dicts(model):
         return model.state_dict()
+
+
+def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
+    """Check that a loaded value is not the part that another rank has of a tensor.
+
+    A pickled ``DTensor`` keeps its mesh, with the coordinates of the rank that saved it. Torch does
+    not compare them, so ranks that all load rank 0's file would go on with rank 0's rows.
+
+    Args:
+        what: the value, for messages.
+        value: what was loaded. Anything but a ``DTensor`` passes.
+        like: the sharded parameter that the value belongs to.
+
+    Raises:
+        ValueError: a rank with another part saved it, or a job with another number of ranks.
+    """
+    if not (isinstance(value, DTensor) and isinstance(like, DTensor)):
+        return
+    saved, own = value.device_mesh, like.device_mesh
+    if saved is own or saved.ndim != own.ndim:
+        return
+    sharded = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
+    found, expected = (
+        [(mesh.size(dim), (mesh.get_coordinate() or ())[dim:][:1]) for dim in sharded]
+        for mesh in (saved, own)
+    )
+    if found != expected:
+        raise ValueError(
+            f"{what} on rank {own_rank()}: found a shard saved at {saved.get_coordinate()} "
+            f"of a mesh of shape {tuple(saved.shape)}, expected the one of {own.get_coordinate()} "
+            f"of {tuple(own.shape)}. torch.save writes the shards of one rank; save one file per "
+            "rank, or full tensors, or use shardwise.checkpoint, which also loads on other meshes"
+        )
+
+
+def keep_out_other_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: object,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Refuse to load the parts of other ranks; a hook. Parameters stay as they are."""
+    for name, param in module.named_parameters(recurse=False):
+        key = prefix + name
+        try:
+            check_origin(key, state_dict.get(key), param)
+        except ValueError as error:
+            errors.append(str(error))
+            state_dict[key] = param.detach()
 
 
 FORMAT = "shardwise.rank"

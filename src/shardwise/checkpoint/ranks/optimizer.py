@@ -161,9 +161,10 @@ def destinations(
         for key in entry.path[3:]:
             before = before.get(key) if isinstance(before, dict) else None
         if not _is_alike(before, entry):
-            before = made(param).get(str(entry.path[-1]))
-        if not _is_alike(before, entry):
-            before = home_like(optimizer, _made_for(param, entry))
+            new = made(param).get(str(entry.path[-1]))
+            if new is None or not _is_alike(new, entry):
+                new = _made_for(param, entry)
+            before = home_like(optimizer, new)
         found[entry.fqn] = before
     return found
 

@@ -25,6 +25,7 @@ from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.optim_names import keys_in_order, parameters_in_order
 from shardwise.optim_states import MakesStates
 from shardwise.sharding.param import forms_of
+from shardwise.sharding.state_dict import check_origin
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
 _TOGETHER = 4 * 1024 * 1024
@@ -238,6 +239,8 @@ class OffloadedOptimizer(AroundOptimizer):
             if key in params
         }
         for number, (param, state) in enumerate(states.items()):
+            for key, value in state.items():
+                check_origin(f"optimizer state {key!r} of parameter {number}", value, param)
             self._check_state(number, param, state)
         # With an empty state, the inner optimizer checks the groups, and converts nothing.
         before = self.inner.state

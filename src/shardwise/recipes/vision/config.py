@@ -39,10 +39,17 @@ _NOT_SQUARE = 0  # as the default of an image size: the model has no single one
 Folders = tuple[ImageFolder, ImageFolder]
 
 
+@dataclass(frozen=True, kw_only=True)
 class VisionConfig:
     """What the configurations of all trainings on images have in common."""
 
     train: TrainConfig
+    eval_batch_size: int | None = field(
+        default=None,
+        metadata=option(
+            "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
+        ),
+    )
 
     @property
     def files(self) -> RunDir:
@@ -55,6 +62,8 @@ class VisionConfig:
         Raises:
             OptionError: it does not fit.
         """
+        found = self.eval_batch_size
+        require(found is None or found >= 1, "--eval-batch-size", found, "1 or more")
         resolve_sharding(self.train.sharding, world.size, world.hosts)
 
     def check_dry_run(self, world: World) -> None:

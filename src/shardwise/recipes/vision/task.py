@@ -19,9 +19,14 @@ from shardwise.elastic.world import World
 from shardwise.errors import CheckpointError
 from shardwise.recipes.core.build import RunningStatistics, kept_between_forwards
 from shardwise.recipes.core.checkpointing import SaveError, on_rank_zero
-from shardwise.recipes.core.recipe import Example, Inputs, Schedule, Task, TrainContext
+from shardwise.recipes.core.recipe import Example, Schedule, Task, TrainContext
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.vision.config import FAKE_TRAINING, FAKE_VALIDATION, ImageFolderInputs
+from shardwise.recipes.vision.config import (
+    FAKE_TRAINING,
+    FAKE_VALIDATION,
+    ImageFolderInputs,
+    VisionInputs,
+)
 from shardwise.recipes.vision.confusion import plot_confusion
 from shardwise.recipes.vision.images import (
     Augment,
@@ -92,7 +97,7 @@ class Classifier:
 
 
 def vision_task(
-    inputs: Inputs, place: TrainContext, data: ImageData, classifier: Classifier
+    inputs: VisionInputs, place: TrainContext, data: ImageData, classifier: Classifier
 ) -> Task:
     """Return the task of training a classifier.
 
@@ -101,9 +106,8 @@ def vision_task(
     """
     train, world, model = inputs.train, place.world, classifier.model
     assert isinstance(model, nn.Module)
-    evaluation = Evaluation(
-        data.validation, len(data.classes), train.batch_size, world, place.device
-    )
+    at_a_time = inputs.config.eval_batch_size or train.batch_size
+    evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
     files = RunDir(train.output.out)
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
