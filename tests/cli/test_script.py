@@ -325,6 +325,7 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
         (".", "SCRIPT: found ., which is no file, expected a Python file"),
         ("--nprc 2 there.py", "No such option: --nprc"),
         ("--nproc 0 there.py", "--nproc: found 0, expected 1 or more"),
+        ("--nproc 100000 there.py", "--nproc: found 100000, expected at most "),
         ("--max-restarts -1 there.py", "--max-restarts: found -1, expected 0 or more"),
         ("--node-rank 0 there.py", "--node-rank: found without --nnodes"),
         ("-m there.py/x", "--module: found there.py/x, expected the name of a module"),
