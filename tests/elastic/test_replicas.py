@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.elastic.replicas import ReplicaLauncher
@@ -66,6 +67,21 @@ def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None
     assert trial.started[:2] == ["0-0", "1-0"]
     assert {"0-0-0", "0-0-1", "1-0-0"} <= trial.ran
     assert not any(name.startswith("0-1") for name in trial.ran)
+
+
+def test_other_machines_cannot_reach_the_store_of_a_replica(tmp_path: Path) -> None:
+    """torch's store knows no token, and would listen at all addresses of the host."""
+    found: list[str] = []
+
+    def look(replica: ReplicaWorld, pids: list[int]) -> None:
+        mine = psutil.Process().net_connections("tcp")
+        found.extend(each.laddr.ip for each in mine if each.status == psutil.CONN_LISTEN)
+        (tmp_path / "go").touch()
+
+    trial = Trial(tmp_path, {"0-0": "wait go"})
+    trial.launcher._started = look
+    assert trial.launcher.run() == 0
+    assert found == ["127.0.0.1"]
 
 
 def test_a_replica_is_given_up_after_so_many_restarts(tmp_path: Path) -> None:
