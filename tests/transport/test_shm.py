@@ -475,7 +475,7 @@ def test_a_process_without_the_token_is_rejected() -> None:
 
 
 def _crowd(rank: int, world_size: int) -> str:
-    """Any user of the machine may connect, and fill the queue of a rank that does not accept yet."""
+    """Any user of the machine may fill the queue of a rank that does not accept yet."""
     real = handshake._listen
 
     @contextlib.contextmanager
