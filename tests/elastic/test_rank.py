@@ -193,6 +193,24 @@ def test_a_thread_that_needs_python_at_the_end_does_not_abort_the_rank(end: str)
     assert ended.returncode == 0, ended.stderr
 
 
+# A thread that is no daemon, and that sends a signal once the rank waits for it.
+WAITS = """
+import threading, time
+def wait():
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "_shutdown":
+        time.sleep(0.01)
+    os.kill(os.getpid(), 15)
+    time.sleep(600)
+threading.Thread(target=wait).start()
+"""
+
+
+def test_a_signal_ends_the_wait_for_threads_and_is_no_failure() -> None:
+    command = [sys.executable, "-c", BODY.format(WAITS.strip().replace("\n", "\n    "))]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+
+
 def test_a_rank_that_cannot_tell_where_it_is_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()  # where a file would be
     file = tmp_path / "report"

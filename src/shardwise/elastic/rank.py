@@ -149,8 +149,10 @@ def leave(code: int) -> NoReturn:
     at this moment, as gloo's does to free a tensor, is ended by Python in the middle of C++, which
     aborts the process ("terminate called without an active exception").
     """
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
+    for wait in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with contextlib.suppress(KeyboardInterrupt, Stopped):  # which only end the wait, as there
+            wait()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     _write_files()
     _end(code)
 
