@@ -24,7 +24,6 @@ while what.startswith("wait"):
         break
     time.sleep(0.01)
 if what == "kill" and os.environ["RANK"] == "0":
-    open(os.path.join({folder!r}, "killed"), "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "hang" or what == "kill":
     time.sleep(600)
@@ -50,8 +49,12 @@ class Trial:
             started=lambda replica, pids: self.started.append(
                 f"{replica.number}-{replica.restarts}"
             ),
-            lost=lambda replica, why: self.lost.append((replica.number, why)),
+            lost=self._note_lost,
         )
+
+    def _note_lost(self, replica: ReplicaWorld, why: str) -> None:
+        self.lost.append((replica.number, why))
+        self._log.with_name("lost").touch()
 
     @property
     def ran(self) -> set[str]:
@@ -60,7 +63,7 @@ class Trial:
 
 
 def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, {"0-0": "wait killed", "1-0": "kill", "1-1": "end"}, ranks=2)
+    trial = Trial(tmp_path, {"0-0": "wait lost", "1-0": "kill", "1-1": "end"}, ranks=2)
     trial.launcher.made_round([0, 1])
     assert trial.launcher.run() == 0
     assert trial.lost[0] == (1, "was killed by SIGKILL")
