@@ -81,6 +81,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--wire int9", "--wire: found 'int9', expected fp32, bf16, fp8, int8, or gather="),
         ("--nproc 2 --wire hosts:int8", "--wire: found the dimension hosts, expected one of dp_s"),
         ("--nproc 0", "--nproc: found 0, expected 1 or more"),
+        ("--nproc 100000", "--nproc: found 100000, expected at most "),
         ("--nproc 4 --mesh dp_shard=2", "--mesh: found dp_shard=2, a mesh of 2 ranks, expected"),
         ("--nproc 4 --strategy hybrid", "--strategy: found hybrid on one host without"),
         ("--nproc 4 --strategy hybrid --replicas 3", "--replicas: found 3, expected a number"),

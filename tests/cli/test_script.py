@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 import subprocess
@@ -135,6 +136,41 @@ def test_a_rank_that_ends_otherwise_is_named(
 def test_sys_exit_of_0_is_no_failure_and_atexit_runs(script: Callable[[str], Script]) -> None:
     source = "import atexit\natexit.register(print, 'the end')\nsys.exit(0)"
     assert script(source).run() == (0, "the end\n", "")
+
+
+@pytest.mark.parametrize("end", ["", "sys.exit()", "sys.exit(3)", "1 / 0"])
+def test_what_a_script_has_not_closed_is_written_and_its_threads_are_waited_for(
+    script: Callable[[str], Script], end: str
+) -> None:
+    source = """
+        import atexit, gzip, threading
+        def write(name, seconds=0.0):
+            time.sleep(seconds)
+            sys.kept.append(open(name, "w"))
+            sys.kept[-1].write("all of it")
+        sys.kept = []
+        write("plain")
+        sys.kept.append(gzip.open("packed", "wt"))
+        sys.kept[-1].write("all of it")
+        threading.Thread(target=write, args=("thread", 0.3)).start()
+        threading.Thread(target=sys.stdin.buffer.read, daemon=True).start()  # holds its lock
+        atexit.register(write, "atexit")
+    """
+    mine = script(textwrap.dedent(source) + end)
+    code, _, err = mine.run()
+    assert code == {"sys.exit(3)": 3, "1 / 0": 1}.get(end, 0), err
+    for name in ("plain", "thread", "atexit"):
+        assert (mine.folder / name).read_text() == "all of it"
+    assert gzip.decompress((mine.folder / "packed").read_bytes()) == b"all of it"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+def test_output_that_cannot_be_written_has_pythons_exit_code(
+    script: Callable[[str], Script],
+) -> None:
+    mine = script("sys.stdout = open('/dev/full', 'w')\nprint('lost')")
+    code, _, err = mine.run()
+    assert (code, err) == (120, "error: rank 0 of 1 ended with exit code 120\n")
 
 
 def test_a_script_is_restarted_unless_its_command_line_is_wrong(
@@ -289,6 +325,7 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
         (".", "SCRIPT: found ., which is no file, expected a Python file"),
         ("--nprc 2 there.py", "No such option: --nprc"),
         ("--nproc 0 there.py", "--nproc: found 0, expected 1 or more"),
+        ("--nproc 100000 there.py", "--nproc: found 100000, expected at most "),
         ("--max-restarts -1 there.py", "--max-restarts: found -1, expected 0 or more"),
         ("--node-rank 0 there.py", "--node-rank: found without --nnodes"),
         ("-m there.py/x", "--module: found there.py/x, expected the name of a module"),

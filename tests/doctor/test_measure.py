@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -101,9 +102,17 @@ def test_shared_memory_has_a_bandwidth_and_a_round_trip() -> None:
 
 
 @needs_futex
-def test_a_second_process_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "START", 0.1)
-    monkeypatch.setattr(sys, "executable", "/bin/true")
+@pytest.mark.parametrize(
+    ("program", "start"), [("/bin/true", measure.START), ("/usr/bin/yes", 0.1)]
+)
+def test_a_second_process_that_does_not_start_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, program: str, start: float, tmp_path: Path
+) -> None:
+    script = tmp_path / "program"
+    script.write_text(f"#!/bin/sh\nexec {program} >/dev/null\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(measure, "START", start)
+    monkeypatch.setattr(sys, "executable", str(script))
     assert measure_shared_memory() == PairLink("a second process did not answer")
 
 

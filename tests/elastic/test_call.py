@@ -194,6 +194,8 @@ def test_wrong_arguments_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         shardwise.launch(print, "ab")
     with pytest.raises(ValueError, match="nproc: found 0, expected a whole number, 1 or more"):
         shardwise.launch(print, nproc=0)
+    with pytest.raises(ValueError, match=r"nproc: found 100000, expected at most .*_MOST_RANKS"):
+        shardwise.launch(print, nproc=100_000)
     with pytest.raises(ValueError, match="max_restarts: found -1"):
         shardwise.launch(print, max_restarts=-1)
     monkeypatch.setenv("RANK", "0")

@@ -161,6 +161,56 @@ def test_a_rank_reports_why_it_ends(
     assert report.text.splitlines()[-1] == text
 
 
+# Python's own end would abort this program: a thread returns to Python while that ends.
+RACE = """
+import atexit, ctypes
+atexit.register(ctypes.PyDLL(None).usleep, 1_500_000)  # the last thing; no other thread runs then
+import threading
+from datetime import timedelta
+from torch.distributed import HashStore
+from shardwise.elastic.program import run_program
+from shardwise.elastic.rank import run_rank
+from shardwise.elastic.world import World
+
+def body(*_):
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=0.3))
+    threading.Thread(target=store.get, args=("nothing",), daemon=True).start()
+
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    ["run_rank(World(0, 1, 0, 1), body)", "run_program(body)", "run_program(lambda: exit(body()))"],
+)
+def test_a_thread_that_needs_python_at_the_end_does_not_abort_the_rank(end: str) -> None:
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    command = [sys.executable, "-c", RACE + end]
+    ended = subprocess.run(
+        command, env={**os.environ, **world}, stderr=subprocess.PIPE, check=False, timeout=120
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+# A thread that is no daemon, and that sends a signal once the rank waits for it.
+WAITS = """
+import threading, time
+def wait():
+    main = threading.main_thread().ident
+    while sys._current_frames()[main].f_code.co_name != "_shutdown":
+        time.sleep(0.01)
+    os.kill(os.getpid(), 15)
+    time.sleep(600)
+threading.Thread(target=wait).start()
+"""
+
+
+def test_a_signal_ends_the_wait_for_threads_and_is_no_failure() -> None:
+    command = [sys.executable, "-c", BODY.format(WAITS.strip().replace("\n", "\n    "))]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+
+
 def test_a_rank_that_cannot_tell_where_it_is_is_not_asked(tmp_path: Path) -> None:
     (tmp_path / "stacks").mkdir()  # where a file would be
     file = tmp_path / "report"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -369,7 +370,7 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
     assert second.verdicts == [Verdict(Next.LEAVE, text, "restart")]
     again = it.come()
     again.thread.join(WAIT)
-    assert "this host failed 0 s ago while it joined" in again.error
+    assert re.search(r"this host failed \d+ s ago while it joined", again.error)
     assert len(first.worlds) == 5
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from shardwise.elastic.replicas import ReplicaLauncher
@@ -23,7 +24,6 @@ while what.startswith("wait"):
         break
     time.sleep(0.01)
 if what == "kill" and os.environ["RANK"] == "0":
-    open(os.path.join({folder!r}, "killed"), "w").close()
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "hang" or what == "kill":
     time.sleep(600)
@@ -49,8 +49,12 @@ class Trial:
             started=lambda replica, pids: self.started.append(
                 f"{replica.number}-{replica.restarts}"
             ),
-            lost=lambda replica, why: self.lost.append((replica.number, why)),
+            lost=self._note_lost,
         )
+
+    def _note_lost(self, replica: ReplicaWorld, why: str) -> None:
+        self.lost.append((replica.number, why))
+        self._log.with_name("lost").touch()
 
     @property
     def ran(self) -> set[str]:
@@ -59,13 +63,28 @@ class Trial:
 
 
 def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, {"0-0": "wait killed", "1-0": "kill", "1-1": "end"}, ranks=2)
+    trial = Trial(tmp_path, {"0-0": "wait lost", "1-0": "kill", "1-1": "end"}, ranks=2)
     trial.launcher.made_round([0, 1])
     assert trial.launcher.run() == 0
     assert trial.lost[0] == (1, "was killed by SIGKILL")
     assert trial.started[:2] == ["0-0", "1-0"]
     assert {"0-0-0", "0-0-1", "1-0-0"} <= trial.ran
     assert not any(name.startswith("0-1") for name in trial.ran)
+
+
+def test_other_machines_cannot_reach_the_store_of_a_replica(tmp_path: Path) -> None:
+    """torch's store knows no token, and would listen at all addresses of the host."""
+    found: list[str] = []
+
+    def look(replica: ReplicaWorld, pids: list[int]) -> None:
+        mine = psutil.Process().net_connections("tcp")
+        found.extend(each.laddr.ip for each in mine if each.status == psutil.CONN_LISTEN)
+        (tmp_path / "go").touch()
+
+    trial = Trial(tmp_path, {"0-0": "wait go"})
+    trial.launcher._started = look
+    assert trial.launcher.run() == 0
+    assert found == ["127.0.0.1"]
 
 
 def test_a_replica_is_given_up_after_so_many_restarts(tmp_path: Path) -> None:

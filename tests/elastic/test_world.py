@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 
+from shardwise.elastic import world as world_
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import JOB, PARENT_PID, WORKER_JOB, World, find_world, job_id
+from shardwise.elastic.world import (
+    JOB,
+    MOST_RANKS,
+    PARENT_PID,
+    WORKER_JOB,
+    World,
+    find_world,
+    job_id,
+    most_ranks,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -49,6 +60,26 @@ def test_half_a_world_is_an_error(missing: str) -> None:
 def test_numbers_out_of_range_are_an_error(name: str, value: str) -> None:
     with pytest.raises(UserError, match=f"found {name}={value}, expected"):
         find_world({**TORCHRUN, name: value})
+
+
+@pytest.mark.parametrize(
+    ("cores", "gigabytes", "expected"), [(2, 24, 32), (64, 24, 96), (1, 8, 16), (1, 0.1, 1)]
+)
+def test_a_host_carries_so_many_ranks(
+    monkeypatch: pytest.MonkeyPatch, cores: int, gigabytes: float, expected: int
+) -> None:
+    found = {"SC_PHYS_PAGES": int(gigabytes * 2**18), "SC_PAGE_SIZE": 2**12}
+    monkeypatch.delenv(MOST_RANKS, raising=False)
+    monkeypatch.setattr(world_, "usable_cores", lambda: cores)
+    monkeypatch.setattr(os, "sysconf", found.__getitem__)
+    most, text = most_ranks()
+    assert most == expected
+    assert text.startswith(f"at most {expected}: this host has {cores} cores, for 16 ranks each")
+    monkeypatch.setenv(MOST_RANKS, "100000")
+    assert most_ranks() == (100000, "at most 100000, as SHARDWISE_MOST_RANKS says")
+    monkeypatch.setenv(MOST_RANKS, "many")
+    with pytest.raises(UserError, match="found SHARDWISE_MOST_RANKS=many, expected at least 1"):
+        most_ranks()
 
 
 def test_a_job_is_named_by_our_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

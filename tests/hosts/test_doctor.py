@@ -69,7 +69,7 @@ class Guest:
         return start(self.host, "shardwise", *arguments, env=self.env)
 
 
-def diagnose(*guests: Guest, timeout: float = 20) -> list[Verdicts]:
+def diagnose(*guests: Guest, timeout: float = 60) -> list[Verdicts]:
     processes = [guest.begin(timeout) for guest in guests]
     verdicts = []
     for process in processes:

@@ -477,6 +477,29 @@ def test_a_process_without_the_token_is_rejected() -> None:
     assert run_ranks(_intruder, 2) == [[0.0, 1.0]] * 2
 
 
+def _crowd(rank: int, world_size: int) -> str:
+    """Any user of the machine may fill the queue of a rank that does not accept yet."""
+    real = handshake._listen
+
+    @contextlib.contextmanager
+    def listen() -> Iterator[tuple[socket.socket, str]]:
+        with real() as (listener, name), contextlib.ExitStack() as crowd:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    each = crowd.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                    each.setblocking(False)
+                    each.connect(f"\0{name}")
+                    each.send(handshake._HELLO.pack(1, b"0" * 32))
+            yield listener, name
+
+    with patch.object(handshake, "_listen", listen) if rank == 0 else contextlib.nullcontext():
+        return select_transport(dist.group.WORLD, CPU, "auto").name
+
+
+def test_a_full_queue_keeps_no_rank_from_sharing_memory() -> None:
+    assert run_ranks(_crowd, 3) == ["shm"] * 3
+
+
 def _another_user(rank: int, world_size: int) -> str:
     with patch.object(handshake, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1)):
         try:

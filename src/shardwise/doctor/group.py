@@ -326,8 +326,20 @@ class HostGroup:
             answer = self._receive(at, step, deadline)
             took = time.time() - before
             if isinstance(answer, float | int) and (best is None or took < best[0]):
-                best = took, float(answer) - (before + took / 2)
+                best = took, _ahead(float(answer), before, took)
         return None if best is None else best[1]
+
+
+def _ahead(answer: float, asked: float, took: float) -> float:
+    """Return how far a clock is ahead of this host's; 0 if it may have been right.
+
+    Args:
+        answer: the time that it showed.
+        asked: the time here, before the question.
+        took: seconds until the answer was here.
+    """
+    ahead = answer - (asked + took / 2)
+    return ahead if abs(ahead) > took / 2 else 0.0
 
 
 _ADDRESSES = "server/addresses"

@@ -37,6 +37,7 @@ from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
 from shardwise.elastic.rank import die_with_parent
 from shardwise.elastic.restarts import run_here
+from shardwise.elastic.world import most_ranks
 from shardwise.errors import RankFailedError, lost_peer_behind
 
 T = TypeVar("T")
@@ -73,7 +74,8 @@ def launch(
     Args:
         function: called as ``function(*args)``.
         args: a tuple or list, the same for every rank.
-        nproc: number of ranks.
+        nproc: number of ranks; if they are more than this host can carry, the variable
+            ``SHARDWISE_MOST_RANKS`` has to allow it.
         max_restarts: how often to call the function again, on all ranks, after a rank failed. It
             should continue from a checkpoint of its own.
 
@@ -117,6 +119,9 @@ def _check(function: object, args: object, nproc: int, max_restarts: int) -> Non
     for name, number, least in (("nproc", nproc, 1), ("max_restarts", max_restarts, 0)):
         if not isinstance(number, int) or number < least:
             raise ValueError(f"{name}: found {number!r}, expected a whole number, {least} or more")
+    most, expected = most_ranks()
+    if nproc > most:
+        raise ValueError(f"nproc: found {nproc}, expected {expected}")
     if "RANK" in os.environ:
         raise RuntimeError(
             f"launch: found RANK={os.environ['RANK']} in the environment, expected a process that "

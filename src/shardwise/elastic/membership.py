@@ -320,9 +320,11 @@ class JobState:
         places = kept | {other.number for other in self.hosts}
         if host.number not in kept and len(places) >= nodes.count:
             return f"--nnodes: the job at {nodes.where} has its {counted(nodes.count)} already"
-        since = max(0.0, time.time() - self.failed.get(host.address, -REST))
-        if self.generation < 0 or since >= REST:
+        # Another host may have noted it, and clocks differ, or are set.
+        since = time.time() - self.failed.get(host.address, -REST)
+        if self.generation < 0 or abs(since) >= REST:
             return None
+        since = max(0.0, since)
         return (
             f"--rdzv: this host failed {since:.0f} s ago while it joined the job at {nodes.where}; "
             f"find the reason in its output, and try again in {REST - since:.0f} s"
@@ -564,7 +566,7 @@ class JobState:
 
     def _note_failed(self, host: Host) -> None:
         now = time.time()
-        recent = {at: when for at, when in self.failed.items() if now - when < REST}
+        recent = {at: when for at, when in self.failed.items() if abs(now - when) < REST}
         recent.pop(host.address, None)
         self.failed = dict([*recent.items(), (host.address, now)][-_KEPT:])
 

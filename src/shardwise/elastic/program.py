@@ -27,7 +27,13 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from shardwise.elastic.errors import Stopped, UserError, signal_name
-from shardwise.elastic.rank import STOP_SIGNALS, die_with_parent, report_end, reset_in_children
+from shardwise.elastic.rank import (
+    STOP_SIGNALS,
+    die_with_parent,
+    leave,
+    report_end,
+    reset_in_children,
+)
 from shardwise.elastic.world import PARENT_PID, World, find_world
 
 _OURS = str(Path(__file__).parent)
@@ -62,9 +68,11 @@ def run_program(program: Callable[[], object]) -> NoReturn:
             die_with_parent(int(parent))
         program()
     except SystemExit as ended:
+        code = 0
         if ended.code not in (None, 0):
-            report_end(world, _exit_of(ended, world))
-        raise
+            if not isinstance(ended.code, int):
+                print(ended.code, file=sys.stderr)
+            code = report_end(world, _exit_of(ended, world))
     except KeyboardInterrupt:
         code = report_end(world, _stopped(signal.SIGINT))
     except BaseException as error:
@@ -72,7 +80,7 @@ def run_program(program: Callable[[], object]) -> NoReturn:
         code = report_end(world, named(error))
     else:
         code = 0
-    sys.exit(code)
+    leave(code)
 
 
 def _stop(signum: int, frame: FrameType | None) -> None:

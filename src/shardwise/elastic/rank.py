@@ -11,16 +11,19 @@ host share, so the launcher can tell which rank failed first.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import enum
 import errno
 import faulthandler
 import gc
+import io
 import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -36,6 +39,7 @@ from shardwise.errors import OffloadError, lost_peer_behind
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_UNWRITTEN = 120  # Python's exit code if it could not write all output
 
 
 def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
@@ -59,10 +63,8 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     except BaseException as error:  # the launcher must learn of it, whatever it is
         if lost_peer_behind(error) is not None and not signals.noted:
             torchrun.let_the_first_failure_be_named()
-        code = report_end(world, error)
-    else:
-        code = 0
-    _leave(code)
+        _end(report_end(world, error))  # without what may wait for peers that are gone
+    leave(0)
 
 
 def report_end(world: World, error: BaseException) -> int:
@@ -139,14 +141,48 @@ def _report(report: RankReport, world: World) -> None:
     print(f"{prefix}{shown if is_recorded else report.text}", file=sys.stderr, flush=True)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
+    """End this process with an exit code as Python does, but without the last part of its end.
+
+    Up to there, all is the same: it waits for threads that are no daemons, calls what ``atexit``
+    knows, and writes what files still hold. Then Python takes itself apart. A thread that needs it
+    at this moment, as gloo's does to free a tensor, is ended by Python in the middle of C++, which
+    aborts the process ("terminate called without an active exception").
+    """
+    for wait in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        with contextlib.suppress(KeyboardInterrupt, Stopped):  # which only end the wait, as there
+            wait()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    _write_files()
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    if code:
-        # Skip destructors that could wait for peers that are gone.
-        os._exit(code)
-    sys.exit(0)
+        try:
+            if stream is not None:  # its file was closed before Python began
+                stream.flush()
+        except (OSError, ValueError):
+            code = code or _UNWRITTEN
+    os._exit(code)
+
+
+def _write_files() -> None:
+    """Write what files that nobody has closed still hold, as Python does when it frees them."""
+    kinds = ((type(found), found) for found in gc.get_objects())
+    files = [(kind, found) for kind, found in kinds if issubclass(kind, io.IOBase)]
+    # Text goes into binary files, such as compressed ones, and these into those of Python itself.
+    files.sort(
+        key=lambda file: (not issubclass(file[0], io.TextIOBase), file[0].__module__ == "_io")
+    )
+    for kind, file in files:
+        with contextlib.suppress(Exception):
+            if file.closed or not file.writable():
+                continue
+            if kind.__module__ == "_io" or issubclass(kind, io.TextIOBase):
+                file.flush()
+            else:
+                file.close()  # a compressed file has an end
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, how_failed
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
-from shardwise.elastic.network import interface_towards
+from shardwise.elastic.network import interface_towards, listening
 from shardwise.elastic.outcome import STOP_GRACE
 from shardwise.elastic.rank import STOP_SIGNALS, Ending
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, ReplicaWorld, usable_cores
@@ -56,9 +56,16 @@ class _World:
         shown: bool,
     ) -> None:
         self.replica = replica
-        # The ranks find each other here; it serves this start alone.
+        # The ranks find each other here; it serves this start alone. Given no socket, torch's would
+        # listen at all addresses of this host, for whoever comes.
+        listener = listening(_HERE)
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            _HERE, 0, is_master=True, wait_for_workers=False, timeout=timedelta(minutes=5)
+            _HERE,
+            listener.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(minutes=5),
+            master_listen_fd=listener.detach(),
         )
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ranks: list[LocalRank] = []

@@ -31,6 +31,12 @@ QUORUM_TOKEN = "SHARDWISE_QUORUM_TOKEN"
 WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
 
+# Set by a user who wants more ranks on a host than it can carry.
+MOST_RANKS = "SHARDWISE_MOST_RANKS"
+_PER_CORE = 16  # ranks; whoever tries out a job has more than cores, and they mostly wait
+_PER_RANK = 2**28  # bytes, of a rank that has imported torch
+
+
 @dataclass(frozen=True)
 class World:
     """This process among all processes of the run.
@@ -124,6 +130,23 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def most_ranks() -> tuple[int, str]:
+    """Return how many ranks this host can carry, and that in words.
+
+    Raises:
+        UserError: the variable by which the user says it is no number.
+    """
+    if MOST_RANKS in os.environ:
+        most = _number(os.environ, MOST_RANKS, None, low=1)
+        return most, f"at most {most}, as {MOST_RANKS} says"
+    cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    most = max(1, min(_PER_CORE * cores, memory // _PER_RANK))
+    return most, (
+        f"at most {most}: this host has {cores} cores, for {_PER_CORE} ranks each, and memory for "
+        f"{memory // _PER_RANK} ranks; to start more, set {MOST_RANKS} to their number"
+    )
 
 
 def launched_here() -> bool:

@@ -24,7 +24,7 @@ from shardwise.diloco.settings import (
     check_streaming,
 )
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
+from shardwise.elastic.world import World, most_ranks
 from shardwise.frontends.strategies import (
     HOST,
     REPLICATE,
@@ -910,11 +910,13 @@ def check_nproc(nproc: int | None, world: World | None) -> int:
         world: the world that the environment names; None: none.
 
     Raises:
-        OptionError: it is below 1, or the world has another number.
+        OptionError: it is below 1, more than this host can carry, or the world has another number.
     """
     if nproc is not None:
         _at_least("--nproc", nproc, 1)
     if world is None:
+        most, expected = most_ranks()
+        require(nproc is None or nproc <= most, "--nproc", nproc, expected)
         return nproc or 1
     require(
         nproc in (None, world.local_size),

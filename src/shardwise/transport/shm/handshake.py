@@ -19,6 +19,7 @@ import secrets
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -193,7 +194,15 @@ def _connect(rank: int, address: str) -> socket.socket:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(_ANSWER_SECONDS)
-        peer.connect(f"\0{name}")
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while True:
+            try:
+                peer.connect(f"\0{name}")
+                break
+            except BlockingIOError:  # its queue is full, of many ranks or of strangers
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(_POLL_SECONDS)
         _check_user(peer)
         peer.sendall(_HELLO.pack(rank, token.encode()))
     except OSError:
