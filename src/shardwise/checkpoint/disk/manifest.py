@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -118,7 +119,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = Path(folder) / NAME
     text = read_small(path, MAX_BYTES)
-    fields = parse(text, str(path))
+    with os.scandir(folder) as files:  # what it describes
+        size = sum(file.stat(follow_symlinks=False).st_size for file in files)
+    fields = parse(text, str(path), size)
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):

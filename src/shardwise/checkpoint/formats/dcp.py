@@ -336,7 +336,9 @@ def read_metadata(folder: Path) -> list[Item]:
     file = folder / METADATA
     data = read_small(file, _MAX_BYTES, Links.FOLLOW)
     try:
-        found = load(data, _known, _MAX_STEPS)
+        with os.scandir(folder) as files:  # what it describes
+            size = sum(each.stat().st_size for each in files)
+        found = load(data, _known, _MAX_STEPS, size=size)
     except PickleError as error:
         raise CheckpointError(
             f"{file}: is not metadata of torch.distributed.checkpoint that can be read without "

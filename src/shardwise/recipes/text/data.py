@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.elastic.errors import UserError
+from shardwise.errors import CheckpointError
 from shardwise.planning import presets
+from shardwise.pretrained import opening
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import Shuffle
 
@@ -391,22 +393,16 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, option: str = "--tokenizer") -> None:
-        from transformers import AutoTokenizer
-
         from shardwise.checkpoint.formats.detect import find_tokenizer  # imports torch
 
-        try:
-            folder = find_tokenizer(Path(name))  # that of a run is in a folder of its own
-            # Code from strangers is not run; unless told so, transformers would ask on a terminal.
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder or name, trust_remote_code=False
-            )
-        except Exception as error:  # each loader fails in its own way
-            reason = " ".join(str(error).split())[:200]
+        try:  # that of a run is in a folder of its own
+            self.tokenizer: Any = opening.tokenizer(find_tokenizer(Path(name)) or name)
+        except (CheckpointError, OSError) as error:
+            reason = error.__cause__ or error
             whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(
                 option,
-                f"{name}, {whose} cannot be loaded ({reason})",
+                f"{name}, {whose} cannot be loaded ({' '.join(str(reason).split())[:200]})",
                 "a tokenizer of the hub, with the network there, or the folder of a saved one",
             ) from None
         separator = self.tokenizer.eos_token_id
@@ -468,9 +464,13 @@ class Tokenizer:
         """Return the tokens of a text.
 
         Raises:
-            UserError: the model has no row for one of them.
+            UserError: the model has no row for one of them, or the tokenizer takes for ever.
         """
-        found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            with opening.limited(f"{self.option}: the tokenizer in {self.name}"):
+                found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except CheckpointError as error:
+            raise UserError(str(error)) from None
         self.check(found)
         return [int(token) for token in found]
 
