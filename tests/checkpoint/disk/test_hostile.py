@@ -224,7 +224,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "lists that take more memory than the file": (
         text(lambda t: t.replace("{", '{"x": [' + "[]," * 3_000_000 + "[]],", 1)),
-        "takes up to .* bytes of memory",
+        "takes up to .* bytes in memory",
     ),
     "a field that nobody knows": (put("tensros", []), "the field 'tensros'"),
     "a damaged last line": (

@@ -67,7 +67,7 @@ def test_any_bytes_are_parsed_or_refused(text: bytes) -> None:
         (b"1" * 5000, "is not valid JSON"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "is nested too deeply"),
         (b"[" * 10**5, "is nested too deeply"),
-        (b"[" + b"[]," * 2**21 + b"[]]", "takes up to .* bytes of memory"),
+        (b"[" + b"[]," * 2**21 + b"[]]", "takes up to .* bytes in memory"),
     ],
     ids=lambda value: value[:20].decode(errors="replace") if isinstance(value, bytes) else "",
 )

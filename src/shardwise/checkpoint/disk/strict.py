@@ -59,8 +59,8 @@ def check_memory(needed: int, size: int, where: str) -> None:
     """
     if needed > FREE + size:
         raise CheckpointError(
-            f"{where}: takes up to {needed:,} bytes of memory, expected {FREE + size:,} or fewer for "
-            f"files of {size:,}"
+            f"{where}: takes up to {needed:,} bytes in memory, expected at most {FREE + size:,}: "
+            f"the files have {size:,}"
         )
 
 

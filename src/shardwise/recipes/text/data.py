@@ -204,7 +204,7 @@ def load_text(paths: Sequence[str], seq_length: int, eval_paths: Sequence[str] =
 
 
 def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
-    """Return the files that an option names, each once; by default Python's library.
+    """Return the files that an option names, each once, whatever its names; or Python's library.
 
     Args:
         paths: files, folders (with all that they hold) and patterns.
@@ -214,7 +214,11 @@ def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
         OptionError: a path that does not exist, is empty or cannot be read.
     """
     files = [file for text in paths for file in _expand(text, option)] if paths else _stdlib_files()
-    return list(dict.fromkeys(files))
+    once: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = file.stat()
+        once.setdefault((status.st_dev, status.st_ino), file)
+    return list(once.values())
 
 
 def _split(
@@ -259,10 +263,29 @@ def _expand(text: str, option: str) -> list[Path]:
         return files
     if path.exists():
         return [_checked(path, option)]
-    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(text) else []
+    matches = sorted(_glob(str(path))) if glob.has_magic(text) else []
     if not matches:
         raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
     return [file for match in matches for file in _expand_match(Path(match), option)]
+
+
+def _glob(pattern: str) -> list[str]:
+    """Return what a pattern matches; behind ``**`` each folder once, as links may form circles."""
+    head, stars, tail = pattern.partition("**")
+    if not stars or (head and not head.endswith("/")) or (tail and not tail.startswith("/")):
+        return glob.glob(pattern)
+    seen: set[tuple[int, int]] = set()
+    found: list[str] = []
+    for top in glob.glob(head) if head else ["."]:
+        for parent, folders, _ in os.walk(top, followlinks=True):
+            status = os.stat(parent)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            found += _glob(os.path.join(glob.escape(parent), tail.lstrip("/") or "*"))
+    return found
 
 
 def _expand_match(path: Path, option: str) -> Iterator[Path]:
