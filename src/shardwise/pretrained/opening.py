@@ -45,7 +45,8 @@ GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"
 _MOST_BYTES = 1 << 24  # of a configuration
 _MOST_FILE = 1 << 28  # of any file of a tokenizer
-_GRACE = 5.0  # seconds after which a library that does not come back is ended with its process
+_AGAIN = 1.0  # and once more, if what was interrupted has kept the error to itself
+_GRACE = 5.0  # after which a library that does not come back is ended with its process
 _MOST_ID = 2**31 - 1
 
 _LAYERS = re.compile(r"num_(hidden_)?layers|n_layers?")
@@ -103,7 +104,7 @@ def limited(what: str) -> Iterator[None]:
     last = threading.Timer(LIMIT + _GRACE, end)
     last.daemon = True
     handler = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, LIMIT)
+    timer = signal.setitimer(signal.ITIMER_REAL, LIMIT, _AGAIN)
     last.start()
     try:
         yield
@@ -271,7 +272,7 @@ def adapter_config(folder: Path) -> PeftConfig:
     file = folder / ADAPTER_CONFIG
     settings = read_adapter_settings(folder)
     kind = settings.get("peft_type")
-    if kind not in _ADAPTERS:
+    if not isinstance(kind, str) or kind not in _ADAPTERS:
         refuse(f"{file}, 'peft_type'", kind, "adapters in layers, such as LORA")
     if settings.get("megatron_config"):
         refuse(f"{file}, 'megatron_config'", "some", "none: peft would import what it names")
