@@ -543,7 +543,7 @@ def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")  # without a name
     with (
         pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors'"),
-        written_beside(there, None, force=True) as partial,
+        commit.written_beside(there, None, force=True) as partial,
     ):
         partial.write_bytes(b"ne")
         raise full

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -42,7 +41,7 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
-from shardwise.checkpoint.disk.files import read_small, write_new
+from shardwise.checkpoint.disk.files import read_small, write_new, size_of
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
@@ -119,9 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = Path(folder) / NAME
     text = read_small(path, MAX_BYTES)
-    with os.scandir(folder) as files:  # what it describes
-        size = sum(file.stat(follow_symlinks=False).st_size for file in files)
-    fields = parse(text, str(path), size)
+    fields = parse(text, str(path), size_of(Path(folder)))
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):
