@@ -41,7 +41,7 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
-from shardwise.checkpoint.disk.files import read_small, write_new, size_of
+from shardwise.checkpoint.disk.files import read_small, size_of, write_new
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
