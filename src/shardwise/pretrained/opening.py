@@ -279,7 +279,9 @@ def adapter_config(folder: Path) -> PeftConfig:
     copies = settings.get("layer_replication") or ()
     if sum(last - first for first, last in copies) > MOST_LAYERS:
         refuse(f"{file}, 'layer_replication'", copies, f"at most {MOST_LAYERS:,} layers")
-    return PeftConfig.from_peft_type(**{k: v for k, v in settings.items() if k != "auto_mapping"})
+    plain = {name: value for name, value in settings.items() if name != "auto_mapping"}
+    config: PeftConfig = PeftConfig.from_peft_type(**plain)  # type: ignore[no-untyped-call]
+    return config
 
 
 def read_adapter_settings(folder: Path) -> dict[str, Any]:
