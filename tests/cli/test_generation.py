@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shardwise.cli.main import app
 from shardwise.recipes.text.byte_tokenizer import byte_tokenizer
@@ -141,6 +142,31 @@ def test_what_is_left_out_of_a_long_prompt_is_said(shell: Shell, folder: Path) -
         "warning    the prompt has 40 tokens, and the model 32 positions: the first 8 are left "
         "out\n"
     )
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.9"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_weights_that_are_no_numbers_are_an_error(
+    shell: Shell, folder: Path, temperature: str, number: float
+) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"].fill_(number)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    message = shell(str(folder), "--temperature", temperature, "--prompt", "a", code=2)
+    assert "found logits that are not finite after 1 tokens, expected numbers" in message
+    assert message.count("\n") == 1
+
+
+def test_a_prompt_beyond_the_embedding_is_an_error(shell: Shell, folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        weights[name] = weights[name][:100].clone()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    ends = {"bos_token_id": None, "eos_token_id": None}
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": 100, **ends}))
+    message = shell(str(folder), "--prompt", "z", code=2)
+    assert "found token 122 in the prompt, and 100 rows in the embedding" in message
 
 
 def test_a_text_ends_with_the_end_of_text(shell: Shell, folder: Path) -> None:

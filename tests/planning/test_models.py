@@ -76,10 +76,10 @@ def test_a_model_that_is_not_there_is_named(name: str, message: str) -> None:
     ("content", "message"),
     [
         ("{", "no JSON"),
-        ("[1]", 'without "model_type"'),
-        ("{}", 'without "model_type"'),
+        ("[1]", "expected a JSON object"),
+        ("{}", 'with no "model_type"'),
         ("[" * 50_000, "no JSON"),
-        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "expected at most 10,000"),
+        ('{"model_type": "llama", "num_hidden_layers": 1000000000}', "expected 1 to 10,000"),
     ],
 )
 def test_a_file_that_is_no_configuration_is_refused(

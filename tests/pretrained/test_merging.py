@@ -199,7 +199,7 @@ def test_damaged_adapters_are_refused_and_nothing_is_left(
     ("setting", "value", "message"),
     [
         ("init_lora_weights", "pissa", "changed the weights of the base"),
-        ("peft_type", "NONSENSE", "peft cannot read it"),
+        ("peft_type", "NONSENSE", "found .NONSENSE., expected adapters in layers"),
         ("target_modules", ["nothing"], "cannot be put on LlamaForCausalLM"),
         ("base_model_name_or_path", "../nowhere", "found no such folder"),
     ],

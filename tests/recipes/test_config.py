@@ -236,8 +236,8 @@ def test_a_config_file_or_its_folder_is_a_model(tmp_path: Path) -> None:
         ("{", "no JSON"),
         ("[" * 100_000, "no JSON"),
         ('{"model_type": ' + "[" * 500 + "]" * 500 + "}", "nested too deeply"),
-        ("[]", 'without "model_type"'),
-        ("{}", 'without "model_type"'),
+        ("[]", "expected a JSON object"),
+        ("{}", 'with no "model_type"'),
     ],
 )
 def test_what_is_no_model_is_named(tmp_path: Path, content: str | None, message: str) -> None:

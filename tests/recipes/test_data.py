@@ -20,6 +20,7 @@ from shardwise.recipes.text.data import (
     Document,
     Sequences,
     decode,
+    find_files,
     load_text,
     load_vocabulary,
 )
@@ -117,6 +118,19 @@ def test_files_folders_and_patterns_may_be_mixed_and_count_once(tmp_path: Path) 
     ):
         found = {document.path.name for document in load_text(paths, 8).train.documents}
         assert found == {"a.txt", "b.txt", "c.md"}, paths
+
+
+@pytest.mark.parametrize("pattern", ["**/*.txt", "**", "**/**/*.txt"])
+def test_a_file_counts_once_under_all_its_names(tmp_path: Path, pattern: str) -> None:
+    (first, second) = write(tmp_path, a=b"x" * 9, b=b"y" * 9)
+    (tmp_path / "inner").mkdir()
+    second.rename(tmp_path / "inner" / "b.txt")
+    first.rename(tmp_path / "a.txt")
+    for name in ("loop", "again", "inner/up"):  # each way through them would be 2^40 names
+        (tmp_path / name).symlink_to(tmp_path)
+    (tmp_path / "c.txt").hardlink_to(tmp_path / "a.txt")
+    found = find_files([f"{tmp_path}/{pattern}", str(tmp_path), f"{tmp_path}/c.txt"])
+    assert sorted(file.read_bytes()[:1] for file in found) == [b"x", b"y"]
 
 
 def test_bytes_that_are_no_text_are_as_good(tmp_path: Path) -> None:

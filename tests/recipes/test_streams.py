@@ -257,6 +257,22 @@ def test_streams_that_nobody_opened_since_are_still_where_they_were(corpus: Path
         ranks = again
 
 
+@pytest.mark.parametrize("paragraphs", [1, 7])
+def test_a_text_of_few_documents_is_cut_and_divided(tmp_path: Path, paragraphs: int) -> None:
+    words = [f"word{number}" for number in range(12_000)]
+    size = len(words) // paragraphs
+    parts = [words[at : at + size] for at in range(0, size * paragraphs, size)]
+    path = tmp_path / "few.txt"
+    path.write_text("\n\n".join(" ".join(part) for part in parts))
+    source = Source(find_documents([str(path)], "words"))
+    streams = [list(source.training_texts(source.part(i, 8))) for i in range(8)]
+    assert all(len(stream) > 10 for stream in streams), "no stream is empty"
+    trained = [word for stream in streams for text in stream for word in text.split()]
+    held = [word for text in source.validation_texts() for word in text.split()]
+    assert sorted(trained + held) == sorted(words[: size * paragraphs])
+    assert len(words) / 50 < len(held) < len(words) / 8
+
+
 def test_a_stream_begins_again_when_its_documents_are_over(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", texts(20))
     one = batches(source_of(path), 0, 1, 1)

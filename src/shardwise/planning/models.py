@@ -21,6 +21,7 @@ from shardwise.planning.presets import (
     ModelError,
     find_settings,
 )
+from shardwise.pretrained.opening import model_of
 from shardwise.wrap import repeated_blocks
 
 if TYPE_CHECKING:
@@ -204,12 +205,8 @@ def build_classifier(
 
 
 def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
-    from transformers import AutoConfig, PreTrainedModel
-
-    rest = {k: v for k, v in settings.items() if k not in ("model_type", "torch_dtype", "dtype")}
     try:
-        config = AutoConfig.for_model(settings["model_type"], **rest, dtype="float32")
-        model = family.from_config(config, dtype=torch.float32)
+        model = model_of(family, settings)
     except Exception as error:  # each of its models checks in its own way
         # Their first sentence; a list of everything that would do follows.
         first = " ".join(str(error).split()).partition(". ")[0]
@@ -218,7 +215,6 @@ def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrain
             f"settings that transformers cannot use ({reason})",
             f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
         ) from error
-    assert isinstance(model, PreTrainedModel)
     model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
     return model
 

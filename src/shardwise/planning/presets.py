@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.strict import check_depth
 from shardwise.errors import CheckpointError
+from shardwise.pretrained.opening import SettingsError, read_settings
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
 SEPARATOR, BYTE_VOCABULARY = 256, 264
@@ -192,9 +191,6 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
-MOST_LAYERS = 10_000
-
-
 def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) -> dict[str, Any]:
     """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
 
@@ -215,16 +211,11 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ModelError(model, f"{names}, or the path of a config.json{hint}")
     try:
-        settings = json.loads(file.read_text(encoding="utf-8"))
-        check_depth(settings, "it")
-    except (OSError, ValueError, RecursionError, CheckpointError) as error:
+        return read_settings(file)
+    except SettingsError as error:
+        raise ModelError(f"{file} with {error.found}", error.expected) from None
+    except CheckpointError as error:
         raise ModelError(f"{file}, no JSON ({error})", "a config.json") from None
-    if not isinstance(settings, dict) or not isinstance(settings.get("model_type"), str):
-        raise ModelError(f'{file} without "model_type"', "a config.json")
-    layers = settings.get("num_hidden_layers")
-    if isinstance(layers, int) and layers > MOST_LAYERS:  # each is built, and rehearsed
-        raise ModelError(f"{file} with {layers:,} layers", f"at most {MOST_LAYERS:,}")
-    return settings
 
 
 def longest_sequence(settings: dict[str, Any]) -> int | None:

@@ -5,21 +5,20 @@ from __future__ import annotations
 import logging
 import os
 import re
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.errors import CheckpointError
-from shardwise.pretrained import hf
+from shardwise.pretrained import hf, opening
 
 Name = str | os.PathLike[str]
 """A folder, a file of weights, or the name of a repository on the Hugging Face Hub."""
@@ -56,7 +55,7 @@ def build(
         The model, in evaluation mode as from ``from_pretrained``.
 
     Raises:
-        CheckpointError: there is no configuration, or its weights are quantized.
+        CheckpointError: there is no configuration, its weights are quantized, or a file is damaged.
         ValueError: ``transformers`` cannot build the model, or ``dtype`` is not one.
     """
     where = find(name)
@@ -76,8 +75,8 @@ def build(
             *(name, CONFIG, ", ".join(untied)),
         )
     model.config.name_or_path = model.name_or_path = os.fspath(name)
-    if model.can_generate() and where.is_dir() and (where / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(where)
+    if model.can_generate() and where.is_dir():
+        model.generation_config = opening.generation_config(where) or model.generation_config
     model.train(mode=False)
     return model
 
@@ -90,12 +89,8 @@ def _build(
     except Exception as error:  # each model checks its configuration in its own way
         raise ValueError(
             f"{where}: transformers cannot build {model_class.__name__} from {CONFIG}: "
-            f"{type(error).__name__}: {_shortened(error)}"
+            f"{type(error).__name__}: {opening.shortened(error)}"
         ) from error
-
-
-def _shortened(error: Exception) -> str:
-    return textwrap.shorten(" ".join(str(error).split()), 300, placeholder=" ...")
 
 
 def _differ(source: Source, name: str, other: str) -> bool:
@@ -146,11 +141,13 @@ def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTra
             "not know; install the version that does, or build the model and call fill()"
         )
     try:
-        return made.from_dict(settings, **overrides)
+        return opening.model_config(made, settings, where / CONFIG, **overrides)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise ValueError(
             f"{where}: transformers cannot use {CONFIG}: {type(error).__name__}: "
-            f"{_shortened(error)}"
+            f"{opening.shortened(error)}"
         ) from error
 
 

@@ -82,9 +82,11 @@ def build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
         dtype: dtype of its parameters, but for those that the model keeps in float32.
     """
     is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
-    make = model_class._from_config if is_model else model_class.from_config
     with torch.device("meta"), meta_device_safe_creation_ops():
-        model = make(config, dtype=dtype)
+        if is_model:
+            model = model_class._from_config(config, dtype=dtype)
+        else:
+            model = model_class.from_config(config, dtype=dtype, trust_remote_code=False)
     assert isinstance(model, PreTrainedModel)
     plan = model._get_dtype_plan(dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():

@@ -13,14 +13,13 @@ import copy
 import math
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from peft import PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import PeftConfig, PeftModel, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
@@ -35,9 +34,9 @@ from shardwise.checkpoint.ranks.hf import Conversion, write_model
 from shardwise.checkpoint.ranks.shards import parts
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.checkpoint.ranks.weights import tensors_of
-from shardwise.pretrained import hf
+from shardwise.pretrained import hf, opening
 from shardwise.pretrained.filling import same_random_numbers
-from shardwise.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX
+from shardwise.pretrained.merging import ADAPTER_WEIGHTS, PREFIX
 from shardwise.sharding.init import allocate
 
 _NAME = "default"  # peft's own name of the first adapter
@@ -73,10 +72,8 @@ def add_adapters(model: PreTrainedModel, config: PeftConfig) -> PeftModel:
             "the embedding, which is sharded; modules_to_save=['embed_tokens'] trains all of it"
         )
     trains = model.training
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # peft draws numbers that nothing holds, and asks transformers for a former name.
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted = get_peft_model(model, config, low_cpu_mem_usage=True)
+    with torch.random.fork_rng(devices=[]):  # peft draws numbers that nothing holds
+        adapted: PeftModel = opening.with_adapters(model, config, "config")
     adapted.train(trains)
     return adapted
 
@@ -238,7 +235,7 @@ def save_adapters(
             base = hf.plain_class(hf.inner_model(model))
             mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=mapping)
-        sync(folder / ADAPTER_CONFIG)
+        sync(folder / opening.ADAPTER_CONFIG)
         if tokenizer is not None:
             tokenizer.save_pretrained(str(folder))
 

@@ -9,7 +9,6 @@ from the base's files to the new ones through a buffer.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,6 @@ from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.disk.strict import parse
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, write_hf
 from shardwise.checkpoint.formats.source import (
@@ -37,14 +35,14 @@ from shardwise.checkpoint.formats.source import (
     unwatched,
 )
 from shardwise.errors import CheckpointError
-from shardwise.pretrained import hf
+from shardwise.pretrained import hf, opening
 from shardwise.pretrained.building import Name, build, find
+from shardwise.pretrained.opening import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 #: What ``peft`` puts before the names of the plain model.
 PREFIX = "base_model.model."
 
@@ -253,13 +251,11 @@ def _wrappers(module: Any) -> Iterator[Any]:
 
 def _base_of(adapters: Path) -> str:
     """The base model that adapters name."""
-    file = adapters / ADAPTER_CONFIG
-    if not file.is_file():
-        raise CheckpointError(f"{adapters}: found no {ADAPTER_CONFIG}, expected adapters of peft")
-    config = parse(read_small(file, _MAX_FILE, Links.FOLLOW), str(file))
-    name = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    name = opening.read_adapter_settings(adapters).get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{file}: names no base model; give its folder or name (--base)")
+        raise CheckpointError(
+            f"{adapters / ADAPTER_CONFIG}: names no base model; give its folder or name (--base)"
+        )
     return name
 
 
@@ -277,11 +273,11 @@ def _stored(model: PreTrainedModel, base: Source) -> dict[str, StatePath]:
 
 def _adapted(model: Any, adapters: Path) -> Any:
     """Put adapters without memory on a model."""
-    from peft import PeftConfig, get_peft_model
-
     file = adapters / ADAPTER_CONFIG
     try:
-        config = PeftConfig.from_pretrained(str(adapters))
+        config = opening.adapter_config(adapters)
+    except CheckpointError:
+        raise
     except Exception as error:  # whatever a strange file makes peft raise
         raise CheckpointError(f"{file}: peft cannot read it: {error!r}") from error
     begun = getattr(config, "init_lora_weights", True)
@@ -291,9 +287,9 @@ def _adapted(model: Any, adapters: Path) -> Any:
             "it with peft's path_initial_model_for_weight_conversion first"
         )
     try:
-        with warnings.catch_warnings():  # peft asks transformers for a former name
-            warnings.simplefilter("ignore", FutureWarning)
-            return get_peft_model(model, config, low_cpu_mem_usage=True)
+        return opening.with_adapters(model, config, file)
+    except CheckpointError:
+        raise
     except Exception as error:
         raise CheckpointError(
             f"{adapters}: cannot be put on {type(model).__name__}; its {ADAPTER_CONFIG} or its "

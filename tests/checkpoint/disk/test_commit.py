@@ -535,3 +535,17 @@ def test_every_file_of_a_folder_is_on_the_disk_before_it_gets_its_name(
     for file in files:
         assert synced.get(file.stat().st_ino) == file.stat().st_size, file.name
     assert (tmp_path / "out").stat().st_ino in synced, "its names too"
+
+
+def test_a_full_disk_is_named_and_what_was_there_stays(tmp_path: Path) -> None:
+    there = tmp_path / "model.safetensors"
+    there.write_bytes(b"old")
+
+    def fill_the_disk() -> None:
+        with commit.written_beside(there, None, force=True) as partial:
+            partial.write_bytes(b"ne")
+            raise OSError(errno.ENOSPC, "No space left on device")  # without a name
+
+    with pytest.raises(OSError, match=r"No space left on device: .*model\.safetensors'"):
+        fill_the_disk()
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [(there.name, b"old")]

@@ -66,8 +66,8 @@ def test_any_bytes_are_parsed_or_refused(text: bytes) -> None:
         (b'{"a": 1, "b": {"c": 1, "c": 2}}', "found the key 'c' twice in one object"),
         (b"1" * 5000, "is not valid JSON"),
         (b"[" * (MAX_DEPTH + 1) + b"]" * (MAX_DEPTH + 1), "is nested too deeply"),
-        (b"[" * 10**6, "is nested too deeply"),
-        (b"[" + b"[]," * 2**21 + b"[]]", "more than 1,048,576 lists and objects"),
+        (b"[" * 10**5, "is nested too deeply"),
+        (b"[" + b"[]," * 2**21 + b"[]]", "takes up to .* bytes in memory"),
     ],
     ids=lambda value: value[:20].decode(errors="replace") if isinstance(value, bytes) else "",
 )

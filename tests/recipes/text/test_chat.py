@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,23 @@ def test_errors_name_file_and_line_counting_blank_ones(tmp_path: Path) -> None:
     with pytest.raises(ChatError) as refused:
         load_chats([str(path)])
     assert str(refused.value).startswith(f"--chat: {path}, line 4: found a list, expected an")
+
+
+@pytest.mark.parametrize(
+    ("data", "line", "name"),
+    [
+        (b'{"prompt": "a", "completion": "b"}\n' * 2, 3, "UTF-8"),
+        ('\ufeff{"prompt": "a", "completion": "b"}\n'.encode("utf-16-le"), 1, "UTF-16"),
+        ('\ufeff{"prompt": "a", "completion": "b"}\n'.encode("utf-16-be"), 1, "UTF-16"),
+    ],
+    ids=["behind another file", "little endian", "big endian"],
+)
+def test_a_byte_order_mark_is_named(tmp_path: Path, data: bytes, line: int, name: str) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_bytes(data + (codecs.BOM_UTF8 + data if name == "UTF-8" else b""))
+    expected = f"{path}, line {line}: found a byte order mark of {name} in front of it"
+    with pytest.raises(ChatError, match=re.escape(expected)):
+        load_chats([str(path)])
 
 
 def test_lines_are_read_again_from_where_they_lie(tmp_path: Path) -> None:

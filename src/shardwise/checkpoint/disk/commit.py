@@ -378,9 +378,11 @@ def written_beside(
         yield partial
         sync(partial)
         _replace(destination, partial)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             remove(partial)
+        if isinstance(error, OSError) and error.filename is None:  # as torch raises it
+            error.filename = str(destination)
         raise
 
 

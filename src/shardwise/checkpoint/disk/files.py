@@ -114,6 +114,16 @@ def read_small(path: Path, most: int, links: Links = Links.REFUSE) -> bytes:
     return text
 
 
+def size_of(folder: Path) -> int:
+    """The bytes of all files in a folder, whatever other processes do with them meanwhile."""
+    size = 0
+    with contextlib.suppress(OSError), os.scandir(folder) as files:
+        for file in files:
+            with contextlib.suppress(OSError):
+                size += file.stat().st_size
+    return size
+
+
 class NewFile:
     """A new file that is written front to back, and is on the disk when the ``with`` block ends.
 

@@ -41,7 +41,7 @@ from shardwise.checkpoint.disk.entries import (
     dotted,
     itemsize,
 )
-from shardwise.checkpoint.disk.files import read_small, write_new
+from shardwise.checkpoint.disk.files import read_small, size_of, write_new
 from shardwise.checkpoint.disk.strict import (
     Fields,
     check_number,
@@ -118,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = Path(folder) / NAME
     text = read_small(path, MAX_BYTES)
-    fields = parse(text, str(path))
+    fields = parse(text, str(path), size_of(Path(folder)))
     found = _OF_ALL_ABOVE.search(text)
     wrong = found is not None and found[1] != _checksum(text[: found.start()])
     if wrong or (found is None and isinstance(fields, dict) and _LAST in fields):

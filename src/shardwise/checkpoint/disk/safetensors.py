@@ -109,7 +109,7 @@ def read_fields(handle: int, size: int, file: Path) -> tuple[int, dict[str, Any]
     check_number(length, f"{where}, length", least=2, most=min(MAX_HEADER, max(2, size - 8)))
     text = bytearray(length)
     read_exactly(handle, memoryview(text), 8, file)
-    return 8 + length, Fields(parse(bytes(text), where), where).all()
+    return 8 + length, Fields(parse(text, where, size), where).all()
 
 
 def _place(name: str, entry: Any, where: str, data: int) -> StoredSpan:

@@ -16,34 +16,52 @@ from shardwise.errors import CheckpointError
 
 MAX_INT = 2**62  # no file has more bytes or elements, and the sum of two still fits in 64 bits
 MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two for each
-_FEW = 1 << 20  # lists and objects that a file of any size may hold
-_BYTES_EACH = 8  # bytes that a file must have for each further list or object
+FREE = 1 << 26  # bytes of memory that reading a file may take beyond the size of the file
+# Bytes of memory that Python takes for what each of these belongs to, at most.
+_COSTS = {b"[": 104, b"{": 248, b":": 200, b",": 48, b'"': 32}
 _NESTED = (dict, list)  # a union would be made anew for each value of a large file
 _MAX_SAME_HASH = 16  # keys of a dict; by chance not even two have the same hash
 
 
-def parse(text: bytes, where: str) -> Any:
+def parse(
+    text: bytes | bytearray, where: str, size: int = 0, decoder: json.JSONDecoder | None = None
+) -> Any:
     """Parse JSON, and nothing but JSON.
 
     Args:
         text: the JSON text, in UTF-8.
         where: the file, for error messages.
+        size: bytes of the file that the text is in, or of the files that it describes, if that is
+            more than the text: so much memory it may take, and 64 MiB.
+        decoder: reads the text; ``None``: the strict one.
 
     Raises:
         CheckpointError: it is not JSON, has a key twice in one object, is nested too deeply, or
             would take far more memory than it has bytes.
     """
-    # An empty list takes two bytes in the file, and sixty in memory.
-    if text.count(b"[") + text.count(b"{") > _FEW + len(text) // _BYTES_EACH:
-        refuse(where, f"more than {_FEW:,} lists and objects", "fewer in a file of this size")
+    needed = sum(text.count(mark) * cost for mark, cost in _COSTS.items())
+    check_memory(needed + (2 if text.isascii() else 8) * len(text), max(size, len(text)), where)
     try:
-        found = _JSON.decode(text.decode("utf-8"))
+        found = (decoder or _JSON).decode(text.decode("utf-8"))
     except RecursionError:
         raise CheckpointError(f"{where}: is nested too deeply") from None
     except ValueError as error:
         raise CheckpointError(f"{where}: is not valid JSON ({error})") from None
     check_depth(found, where)
     return found
+
+
+def check_memory(needed: int, size: int, where: str) -> None:
+    """Check that reading a file does not take far more memory than the file has bytes.
+
+    Raises:
+        CheckpointError: it takes more than 64 MiB beyond that.
+    """
+    if needed > FREE + size:
+        raise CheckpointError(
+            f"{where}: takes up to {needed:,} bytes in memory, expected at most {FREE + size:,}: "
+            f"the files have {size:,}"
+        )
 
 
 def _constant(name: str) -> NoReturn:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from shardwise.checkpoint.disk.files import read_exactly
-from shardwise.checkpoint.disk.strict import refuse
+from shardwise.checkpoint.disk.strict import check_memory, refuse
 from shardwise.errors import CheckpointError
 
 _END = struct.Struct("<4s4H2LH")
@@ -36,6 +36,7 @@ _ENCRYPTED, _LATER = 1, 8  # flags; _LATER: sizes follow the record, and are in 
 _ENTRY_CRC = 16  # offset of the checksum in an entry of the directory
 _DESCRIPTOR = b"PK\x07\x08"
 _MOST_DIRECTORY = 1 << 26
+_RECORD = 800  # bytes of memory that a record takes while the directory is read
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,7 @@ class Archive:
 
     def _read_records(self) -> dict[str, Record]:
         end = self._read_end()
+        check_memory(end.size // _ENTRY.size * _RECORD, self._length, str(self._file))
         directory, count, first = self._bytes(end.first, end.size), end.count, end.first
         records: dict[str, Record] = {}
         folder, free = b"", 0

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from shardwise._torch import c10d
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
-from shardwise.checkpoint.disk.files import Links, open_file, read_small, write_new
+from shardwise.checkpoint.disk.files import Links, open_file, read_small, size_of, write_new
 from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
@@ -336,7 +336,7 @@ def read_metadata(folder: Path) -> list[Item]:
     file = folder / METADATA
     data = read_small(file, _MAX_BYTES, Links.FOLLOW)
     try:
-        found = load(data, _known, _MAX_STEPS)
+        found = load(data, _known, _MAX_STEPS, size=size_of(folder))
     except PickleError as error:
         raise CheckpointError(
             f"{file}: is not metadata of torch.distributed.checkpoint that can be read without "

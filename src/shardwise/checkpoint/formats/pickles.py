@@ -8,17 +8,22 @@ the pickle, so the number of steps bounds time and memory.
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import struct
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shardwise.checkpoint.disk.strict import MAX_DEPTH, Collisions
+from shardwise.checkpoint.disk.strict import FREE, MAX_DEPTH, Collisions
 
 _BYTES_EACH = 3  # bytes that the pickle must have for each container
 _FEW = 4096  # containers that it may have in addition
+_NODE = 48  # bytes that a value may take beside its own: on the stack, in the memo, in a container
+_CONTAINER = 256  # and of what contains others, when it is filled and walked
 _MOST_KEY = 64  # values that a key may contain, if it is a tuple
+_CONTAINERS = (dict, list, tuple)
 _ATOMS = (str, bytes, bool, int, float, type(None))
 
 
@@ -71,6 +76,7 @@ def load(
     find_class: Callable[[str, str], Any],
     most_steps: int,
     persistent_load: Callable[[Any], Any] | None = None,
+    size: int = 0,
 ) -> Any:
     """Read the value in a pickle. No container in it contains itself, or is nested too deeply.
 
@@ -81,13 +87,16 @@ def load(
         most_steps: largest number of steps; each makes at most one value.
         persistent_load: called with the pickle's description of something outside of it, returns
             that.
+        size: bytes of the files that the pickle describes, if that is more than its own: so much
+            memory the value may take, and 64 MiB.
 
     Raises:
         PickleError: it is damaged, names something else, or is too large.
         CheckpointError: the keys of a dict in it were chosen to make the dict slow.
     """
     try:
-        found = _Machine(data, find_class, persistent_load).run(most_steps)
+        most = FREE + max(size, len(data)) - len(data)
+        found = _Machine(data, find_class, persistent_load, most).run(most_steps)
     except (IndexError, struct.error, UnicodeDecodeError):
         raise PickleError("it is damaged or truncated") from None
     check_tree(found, len(data))
@@ -105,19 +114,18 @@ def check_tree(value: Any, size: int) -> None:
         PickleError: it is nested too deeply, or far larger than the pickle.
     """
     left = 16 * _FEW + size
-    level = [value]
+    level = {id(value): (value, 1)}  # each container once, and how often it is there
     for _ in range(MAX_DEPTH // 2):
-        inner: list[Any] = []
-        for node in level:
-            left -= len(node) if isinstance(node, dict | list | tuple) else 1
+        inner: dict[int, tuple[Any, int]] = {}
+        for node, times in level.values():
+            left -= times * (len(node) if isinstance(node, _CONTAINERS) else 1)
             if left < 0:
                 raise PickleError("it contains the same lists so often that it grows too large")
-            if isinstance(node, dict):
-                inner += node.keys()
-                inner += node.values()
-            elif isinstance(node, list | tuple):
-                inner += node
-        level = [node for node in inner if isinstance(node, dict | list | tuple)]
+            parts = (node, node.values()) if isinstance(node, dict) else (node,)
+            for item in itertools.chain(*parts) if isinstance(node, _CONTAINERS) else ():
+                if isinstance(item, _CONTAINERS):
+                    inner[id(item)] = item, times + inner.get(id(item), (None, 0))[1]
+        level = inner
         if not level:
             return
     raise PickleError(f"it has more than {MAX_DEPTH // 2} levels of nesting")
@@ -131,6 +139,7 @@ class _Machine:
         data: bytes,
         find_class: Callable[[str, str], Any],
         persistent_load: Callable[[Any], Any] | None,
+        memory: int,
     ) -> None:
         self.data = data
         self.find_class = find_class
@@ -139,6 +148,7 @@ class _Machine:
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under the marks that are set
         self.memo: list[Any] = []
+        self.memory = memory  # bytes that are left
         self.containers = _FEW + len(data) // _BYTES_EACH
         self.collisions: dict[int, Collisions] = {}
         self.held: list[Any] = []  # dicts in ``collisions``, kept alive so that ids stay unique
@@ -186,10 +196,17 @@ class _Machine:
     # ---- values ----
 
     def push(self, value: Any) -> None:
+        self.take_memory(sys.getsizeof(value) + _NODE)
         self.stack.append(value)
+
+    def take_memory(self, nbytes: int) -> None:
+        self.memory -= nbytes
+        if self.memory < 0:
+            raise PickleError("it takes more than 64 MiB of memory beyond the size of its file")
 
     def push_text(self, format_: str) -> None:
         text = self.take(self.number(format_))
+        self.take_memory(0 if text.isascii() else 4 * len(text))
         self.push(text.decode("utf-8", "surrogatepass"))
 
     def push_bytes(self, format_: str) -> None:
@@ -197,6 +214,7 @@ class _Machine:
 
     def push_container(self, value: Any) -> None:
         self.count_container()
+        self.take_memory(_CONTAINER)
         self.push(value)
 
     def count_container(self) -> None:
@@ -219,12 +237,14 @@ class _Machine:
 
     def mark(self) -> None:
         self.count_container()
+        self.take_memory(_CONTAINER)
         self.below.append(self.stack)
         self.stack = []
 
     def to_mark(self) -> list[Any]:
         items = self.stack
         self.stack = self.below.pop()
+        self.memory += _CONTAINER
         return items
 
     def memoize(self) -> None:
@@ -255,6 +275,7 @@ class _Machine:
             self.refuse("sets items of", into)
         if len(items) % 2:
             raise PickleError("a key in it has no value")
+        self.take_memory(_NODE * len(items))
         for i in range(0, len(items), 2):
             key = items[i]
             if type(key) is not str and type(key) is not PickledObject:
@@ -273,6 +294,7 @@ class _Machine:
                 self.refuse("has a key that is", key)
         collisions = self.collisions.get(id(into))
         if collisions is None:
+            self.take_memory(2 * _CONTAINER)
             collisions = self.collisions[id(into)] = Collisions("a dict in it")
             self.held.append(into)
         collisions.check(key)
@@ -302,6 +324,7 @@ class _Machine:
         if not isinstance(maker, Constructor) or not isinstance(args, tuple):
             self.refuse("calls", maker)
         self.count_container()
+        self.take_memory(_CONTAINER)
         try:
             self.push(maker.make(args))
         except (

@@ -97,7 +97,7 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
         os.close(handle)
     names = _PickledNames(archive.records, start, str(path))
     try:
-        tree = load(data, names.find, _MOST_STEPS, names.storage)
+        tree = load(data, names.find, _MOST_STEPS, names.storage, length)
     except PickleError as error:
         raise CheckpointError(
             f"{path}: is not a file of torch.save that can be read without running code from it "

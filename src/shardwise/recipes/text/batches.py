@@ -414,6 +414,6 @@ def validation_tokens(
         raise OptionError(
             "--data",
             f"{len(tokens)} tokens for validation (one document in {VALIDATION_SHARE})",
-            f"at least {length + 1} with --seq-length {length}",
+            f"at least {length + 1} with --seq-length {length}, or --eval-data with others",
         )
     return HeldTokens(tokens[:wanted])

@@ -14,6 +14,7 @@ Every line is checked before a training starts. Then only places of lines are in
 
 from __future__ import annotations
 
+import codecs
 import os
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -310,6 +311,10 @@ def _lines_of(option: str, path: Path) -> Iterator[tuple[int, int, bytes]]:
                 if len(line) > _LONGEST_LINE:
                     where = _where(option, path, number)
                     raise _wrong(where, f"more than {_LONGEST_LINE:,} bytes", "one chat per line")
+                mark = next((mark for mark in _MARKS if line.startswith(mark)), None)
+                if mark is not None:
+                    found = f"a byte order mark of {_MARKS[mark]} in front of it"
+                    raise _wrong(_where(option, path, number), found, "UTF-8 without one")
                 if line.strip():
                     yield number, offset, line
                 offset += len(line)
@@ -319,4 +324,5 @@ def _lines_of(option: str, path: Path) -> Iterator[tuple[int, int, bytes]]:
         ) from None
 
 
-_BOM = b"\xef\xbb\xbf"  # what some editors put in front of UTF-8
+_BOM = codecs.BOM_UTF8  # what some editors put in front of a file
+_MARKS = {_BOM: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}

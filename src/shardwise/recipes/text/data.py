@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.elastic.errors import UserError
+from shardwise.errors import CheckpointError
 from shardwise.planning import presets
+from shardwise.pretrained import opening
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.core.position import Shuffle
 
@@ -202,7 +204,7 @@ def load_text(paths: Sequence[str], seq_length: int, eval_paths: Sequence[str] =
 
 
 def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
-    """Return the files that an option names, each once; by default Python's library.
+    """Return the files that an option names, each once, whatever its names; or Python's library.
 
     Args:
         paths: files, folders (with all that they hold) and patterns.
@@ -212,7 +214,11 @@ def find_files(paths: Sequence[str], option: str = "--data") -> list[Path]:
         OptionError: a path that does not exist, is empty or cannot be read.
     """
     files = [file for text in paths for file in _expand(text, option)] if paths else _stdlib_files()
-    return list(dict.fromkeys(files))
+    once: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = file.stat()
+        once.setdefault((status.st_dev, status.st_ino), file)
+    return list(once.values())
 
 
 def _split(
@@ -257,10 +263,29 @@ def _expand(text: str, option: str) -> list[Path]:
         return files
     if path.exists():
         return [_checked(path, option)]
-    matches = sorted(glob.glob(str(path), recursive=True)) if glob.has_magic(text) else []
+    matches = sorted(_glob(str(path))) if glob.has_magic(text) else []
     if not matches:
         raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
     return [file for match in matches for file in _expand_match(Path(match), option)]
+
+
+def _glob(pattern: str) -> list[str]:
+    """Return what a pattern matches; behind ``**`` each folder once, as links may form circles."""
+    head, stars, tail = pattern.partition("**")
+    if not stars or (head and not head.endswith("/")) or (tail and not tail.startswith("/")):
+        return glob.glob(pattern)
+    seen: set[tuple[int, int]] = set()
+    found: list[str] = []
+    for top in glob.glob(head) if head else ["."]:
+        for parent, folders, _ in os.walk(top, followlinks=True):
+            status = os.stat(parent)
+            folders[:] = [name for name in folders if not name.startswith(".")]
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            found += _glob(os.path.join(glob.escape(parent), tail.lstrip("/") or "*"))
+    return found
 
 
 def _expand_match(path: Path, option: str) -> Iterator[Path]:
@@ -391,22 +416,16 @@ class Tokenizer:
     """
 
     def __init__(self, name: str, option: str = "--tokenizer") -> None:
-        from transformers import AutoTokenizer
-
         from shardwise.checkpoint.formats.detect import find_tokenizer  # imports torch
 
-        try:
-            folder = find_tokenizer(Path(name))  # that of a run is in a folder of its own
-            # Code from strangers is not run; unless told so, transformers would ask on a terminal.
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(
-                folder or name, trust_remote_code=False
-            )
-        except Exception as error:  # each loader fails in its own way
-            reason = " ".join(str(error).split())[:200]
+        try:  # that of a run is in a folder of its own
+            self.tokenizer: Any = opening.tokenizer(find_tokenizer(Path(name)) or name)
+        except (CheckpointError, OSError) as error:
+            reason = error.__cause__ or error
             whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(
                 option,
-                f"{name}, {whose} cannot be loaded ({reason})",
+                f"{name}, {whose} cannot be loaded ({' '.join(str(reason).split())[:200]})",
                 "a tokenizer of the hub, with the network there, or the folder of a saved one",
             ) from None
         separator = self.tokenizer.eos_token_id
@@ -468,9 +487,13 @@ class Tokenizer:
         """Return the tokens of a text.
 
         Raises:
-            UserError: the model has no row for one of them.
+            UserError: the model has no row for one of them, or the tokenizer takes for ever.
         """
-        found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        try:
+            with opening.limited(f"{self.option}: the tokenizer in {self.name}"):
+                found = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        except CheckpointError as error:
+            raise UserError(str(error)) from None
         self.check(found)
         return [int(token) for token in found]
 

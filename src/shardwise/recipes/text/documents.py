@@ -7,7 +7,8 @@
 
 Local files may be compressed (.zst, .gz). Finding them imports no torch and opens no file: the
 command line does it before processes start. ``datasets`` then streams them. If a source has no
-split for validation, one document in 20 is held out; the text of a document decides which.
+split for validation, one document in 20 is held out; the text of a document decides which. Texts
+with fewer than 20 paragraphs, or none of them held out, are cut into pieces, which are documents.
 
 ``datasets`` retries a lost connection by reading on in the same open file. For a compressed file
 that loses what was decompressed already: rows are missing, or a line starts in its middle. So its
@@ -17,6 +18,7 @@ retries are turned off here, and the dataset is opened again after the last row 
 from __future__ import annotations
 
 import hashlib
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +35,8 @@ from shardwise.recipes.text.data import VALIDATION_SHARE, find_files
 HUB = "hf:"
 _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it
 _DOCUMENTS = {".jsonl", ".parquet"}  # what nobody wants to learn byte by byte
+# Characters of a piece, at least, and pieces of the texts that are cut, at most.
+_PIECE, _PIECES = 256, 400
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 
 
@@ -111,7 +115,8 @@ def find_documents(
         OptionError: several sources at once, files of several kinds, or nothing there.
         UserError: a package that reads them is not installed.
     """
-    require_installed("streaming --data", ["datasets"], "data")
+    why = f"--tokenizer {tokenizer}, with which {option} is read as documents," if tokenizer else ""
+    require_installed(why or f"streaming {option}", ["datasets"], "data")
     held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
     if any(path.startswith(HUB) for path in paths):
         if len(paths) > 1:
@@ -161,6 +166,8 @@ class StreamSource:
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
         self._field = _text_field(self._train, documents.name)
+        if documents.builder == "text" and self.holds_back:
+            self._train = self._cut_if_few()
         self._others = None if documents.validation is None else StreamSource(documents.validation)
 
     @property
@@ -178,10 +185,26 @@ class StreamSource:
             return self
         return StreamSource(replace(self._documents, commit=commit))
 
+    def _cut_if_few(self) -> Any:
+        """Return the dataset, cut into pieces if it has too few documents to divide."""
+        count, size, held = 0, 0, False
+        for text in self.texts():
+            count, size, held = count + 1, size + len(text), held or _is_held_back(text)
+            if held and count >= VALIDATION_SHARE:
+                return self._train
+        length = max(_PIECE, size // _PIECES)
+        pieces = re.compile(rf".{{{length}}}\S{{0,{_PIECE}}}\s*|.+", re.DOTALL)
+
+        def cut(batch: Mapping[str, list[str]]) -> dict[str, list[str]]:
+            texts = (text or "" for text in batch[self._field])
+            return {self._field: [piece for text in texts for piece in pieces.findall(text)]}
+
+        return self._train.map(cut, batched=True, batch_size=1)
+
     @property
     def holds_back(self) -> bool:
         """Whether one document in 20 is for validation: the source has no split for it."""
-        return self._validation is None and self._others is None
+        return self._validation is None and self._documents.validation is None
 
     def dealt_by_file(self, streams: int) -> bool:
         """Whether each stream has files of its own; if not, each reads all and takes some."""

@@ -24,6 +24,7 @@ from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.elastic.errors import UserError, say
 from shardwise.errors import CheckpointError
 from shardwise.planning.presets import longest_sequence
+from shardwise.pretrained import opening
 from shardwise.pretrained.building import find
 from shardwise.recipes.core.build import kept_between_forwards
 from shardwise.recipes.core.rundir import RunDir
@@ -109,6 +110,9 @@ def generate_tokens(
 
     Yields:
         A token at a time.
+
+    Raises:
+        CheckpointError: the model computes what is no number.
     """
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     draw = sampling.drawing()
@@ -125,7 +129,13 @@ def generate_tokens(
             inputs = torch.tensor([fresh], device=device)
             output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
             cache = getattr(output, "past_key_values", None)
-            token = draw(output.logits[0, -1, :vocab_size].float().cpu())
+            logits = output.logits[0, -1, :vocab_size].float().cpu()
+            if logits.isnan().any() or not logits.max().isfinite():
+                raise CheckpointError(
+                    f"found logits that are not finite after {len(context):,} tokens, expected "
+                    "numbers; the weights are broken, or their dtype is too small"
+                )
+            token = draw(logits)
             if token in stop:
                 return
             yield token
@@ -169,21 +179,26 @@ def generate(request: Request) -> None:
         dist.init_process_group(devices.backends_for(device))
     try:
         _generate(request, device)
+    except (CheckpointError, ValueError, TypeError) as error:
+        text = str(error)
+        name = "" if text.startswith(request.source) else f"{request.source}: "
+        raise UserError(f"SRC: {name}{text}") from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def _generate(request: Request, device: torch.device) -> None:
-    try:
-        where = find(request.source)
-        tokenizer, run = _tokenizer_of(where)
-        prompt = _tokens_of(request, tokenizer, run)
-        model = _load(request, device)
-    except (CheckpointError, ValueError, TypeError) as error:
-        text = str(error)
-        name = "" if text.startswith(request.source) else f"{request.source}: "
-        raise UserError(f"SRC: {name}{text}") from error
+    where = find(request.source)
+    tokenizer, run = _tokenizer_of(where)
+    prompt = _tokens_of(request, tokenizer, run)
+    model = _load(request, device)
+    rows = len(_embedding(model))
+    if max(prompt) >= rows:
+        raise CheckpointError(
+            f"found token {max(prompt)} in the prompt, and {rows} rows in the embedding of the "
+            "model, expected its own tokenizer"
+        )
     ids = tokenizer.get_vocab().values()
     limits = (longest_sequence(model.config.to_dict()), _length_in_training(run))
     window = min((each for each in limits if each is not None), default=2**31)
@@ -198,7 +213,7 @@ def _generate(request: Request, device: torch.device) -> None:
         prompt,
         request.max_tokens,
         request.sampling,
-        vocab_size=min(1 + max(ids), len(_embedding(model))),
+        vocab_size=min(1 + max(ids), rows),
         window=window,
         device=device,
         stop=_ends(model, tokenizer),
@@ -239,34 +254,32 @@ def _load(request: Request, device: torch.device) -> PreTrainedModel:
 
 def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
     """The tokenizer of a model, and the run that the model is from."""
-    from transformers import AutoTokenizer
-
     runs = [where]
     with contextlib.suppress(CheckpointError):
         runs += folders_of(find_checkpoint(where))
     run = next((RunDir(each) for each in runs if RunDir(each).run_json.is_file()), None)
     folder = find_tokenizer(where)
     if folder is None and run is not None:  # it began before runs kept their tokenizers
-        name = run.read("SRC").get("data", {}).get("tokenizer", "bytes")
-        return byte_tokenizer() if name == "bytes" else _loaded(AutoTokenizer, name), run
+        name = str(run.read("SRC").get("data", {}).get("tokenizer", "bytes"))
+        return byte_tokenizer() if name == "bytes" else opening.tokenizer(name), run
     if folder is None:
         raise CheckpointError(
             "found no tokenizer, expected the files of one beside the weights, as "
             "tokenizer.save_pretrained writes them"
         )
-    return _loaded(AutoTokenizer, folder), run
-
-
-def _loaded(auto: Any, name: str | Path) -> Any:
-    try:
-        return auto.from_pretrained(name)
-    except Exception as error:  # each loader fails in its own way
-        reason = " ".join(str(error).split())[:200]
-        raise CheckpointError(f"the tokenizer in {name} cannot be loaded ({reason})") from error
+    return opening.tokenizer(folder), run
 
 
 def _tokens_of(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
     """The tokens of a prompt: as in the documents of its run, or as its tokenizer makes them."""
+    with opening.limited("its chat template or its tokenizer"):
+        tokens = _encoded(request, tokenizer, run)
+    if not tokens:
+        raise CheckpointError("--prompt: found no tokens in it, expected at least one")
+    return tokens
+
+
+def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
     if request.chat:
         if not tokenizer.chat_template:
             raise CheckpointError("found no chat template in its tokenizer; leave out --chat")
@@ -275,25 +288,23 @@ def _tokens_of(request: Request, tokenizer: Any, run: RunDir | None) -> list[int
             found = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_dict=False
             )
+        except CheckpointError:
+            raise
         except Exception as error:  # a template is a program
             reason = " ".join(str(error).split())[:200]
             raise CheckpointError(f"its chat template cannot be used ({reason})") from error
         return [int(token) for token in found]
     start = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+    begin = [] if start is None else [int(start)]
     if run is not None:
         plain = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
-        return [int(start), *map(int, plain)]
-    tokens = [int(token) for token in tokenizer(request.prompt)["input_ids"]]
-    if not tokens and start is None:
-        raise CheckpointError("--prompt: found no tokens in it, expected at least one")
-    return tokens or [int(start)]
+        return [*begin, *map(int, plain)]
+    return [int(token) for token in tokenizer(request.prompt)["input_ids"]] or begin
 
 
 def _length_in_training(run: RunDir | None) -> int | None:
     """The sequence length that a run trained with; ``None`` if it does not say."""
-    if run is None:
-        return None
-    found = run.read("SRC").get("config", {}).get("seq_length")
+    found = None if run is None else run.read("SRC").get("config", {}).get("seq_length")
     return found if isinstance(found, int) and found > 0 else None
 
 

@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.elastic.errors import UserError
+from shardwise.errors import CheckpointError
+from shardwise.pretrained.opening import limited
 from shardwise.recipes.core.config import OptionError
 from shardwise.recipes.text.chat import ASSISTANT, Chat, ChatError, Completion
 from shardwise.recipes.text.data import Tokenizer
@@ -110,15 +112,12 @@ class ChatEncoder:
             OptionError: there is no chat template.
         """
         try:
-            match chat:
-                case Chat():
-                    rendered = self._rendered(chat, where)
-                    self._check_lists(chat, rendered, where)
-                    found = [self._document(each) for each in rendered]
-                case Completion():
-                    found = [self._completion(chat)]
-        except (ChatError, OptionError):
+            with limited(f"{where}: the chat template or the tokenizer in {self._name}"):
+                found = self._documents(chat, where)
+        except UserError:
             raise
+        except CheckpointError as error:
+            raise ChatError(str(error)) from None
         except Exception as error:  # whatever a template raises, or a tokenizer about odd text
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise ChatError(f"{where}: {self._name} cannot encode it ({reason})") from error
@@ -128,6 +127,13 @@ class ChatEncoder:
             except UserError as error:
                 raise ChatError(f"{where}: {error}") from None
         return found
+
+    def _documents(self, chat: Chat | Completion, where: str) -> list[Document]:
+        if isinstance(chat, Completion):
+            return [self._completion(chat)]
+        rendered = self._rendered(chat, where)
+        self._check_lists(chat, rendered, where)
+        return [self._document(each) for each in rendered]
 
     def _check_lists(self, chat: Chat, rendered: Sequence[_Text], where: str) -> None:
         """Check that the template takes apart the contents that are lists.
