@@ -44,7 +44,7 @@ LENGTH = 24
 
 
 def source_of(*paths: object) -> StreamSource:
-    return StreamSource(find_documents([str(path) for path in paths], None))
+    return StreamStreamSource(find_documents([str(path) for path in paths], None))
 
 
 def batches(
@@ -264,7 +264,7 @@ def test_a_text_of_few_documents_is_cut_and_divided(tmp_path: Path, paragraphs: 
     parts = [words[at : at + size] for at in range(0, size * paragraphs, size)]
     path = tmp_path / "few.txt"
     path.write_text("\n\n".join(" ".join(part) for part in parts))
-    source = Source(find_documents([str(path)], "words"))
+    source = StreamSource(find_documents([str(path)], "words"))
     streams = [list(source.training_texts(source.part(i, 8))) for i in range(8)]
     assert all(len(stream) > 10 for stream in streams), "no stream is empty"
     trained = [word for stream in streams for text in stream for word in text.split()]

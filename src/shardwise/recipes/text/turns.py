@@ -128,7 +128,7 @@ class ChatEncoder:
                 raise ChatError(f"{where}: {error}") from None
         return found
 
-    def _documents(self, chat: Chat | Completion, where: str) -> list[Document]:
+    def _documents(self, chat: Chat | Completion, where: str) -> list[MaskedTokens]:
         if isinstance(chat, Completion):
             return [self._completion(chat)]
         rendered = self._rendered(chat, where)
