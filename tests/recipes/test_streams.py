@@ -44,7 +44,7 @@ LENGTH = 24
 
 
 def source_of(*paths: object) -> StreamSource:
-    return StreamStreamSource(find_documents([str(path) for path in paths], None))
+    return StreamSource(find_documents([str(path) for path in paths], None))
 
 
 def batches(

@@ -93,6 +93,7 @@ def _on_a_part(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
+@pytest.mark.filterwarnings("ignore:nothing is averaged")
 def test_on_a_part_of_a_larger_mesh(threads: Ranks) -> None:
     threads(_on_a_part, 8)
 
