@@ -13,7 +13,7 @@ from shardwise.diloco.coordinator import (
     Attempt,
     Coordinator,
     Event,
-    Kind,
+    EventKind,
     ReplicaReport,
     RoundPlan,
     State,
@@ -132,7 +132,7 @@ class World:
         self.replicas[number].silent_since = None
         self.look()
 
-    def kinds(self, kind: Kind) -> list[Event]:
+    def kinds(self, kind: EventKind) -> list[Event]:
         return [event for event in self.events if event.kind is kind]
 
 
@@ -176,7 +176,7 @@ def test_a_late_replica_is_left_out_after_the_deadline_and_catches_up() -> None:
     assert list(world.attempt.members) == [0, 1]
     world.average([0, 1])
     world.apply([0, 1])
-    assert [event.late for event in world.kinds(Kind.ROUND)] == [(2,)]
+    assert [event.late for event in world.kinds(EventKind.ROUND)] == [(2,)]
     assert world.plan.fetches[2].source == 0
     world.fetch(2)
     assert not world.plan.fetches
@@ -200,7 +200,7 @@ def test_nobody_waits_for_a_replica_that_has_died() -> None:
     world.replicas[2].is_connected = False
     assert list(world.round_of(0, 1).members) == [0, 1]
     assert world.now < DEADLINE
-    assert [event.replica for event in world.kinds(Kind.LOST)] == [2]
+    assert [event.replica for event in world.kinds(EventKind.LOST)] == [2]
 
 
 def test_an_attempt_is_given_up_when_a_member_dies_in_the_exchange() -> None:
@@ -315,7 +315,7 @@ def test_two_join_at_once_and_take_part_in_the_round() -> None:
     assert {fetch.source for fetch in world.plan.fetches.values()} == {0}
     world.fetch(1)
     world.fetch(2)
-    assert [event.replica for event in world.kinds(Kind.JOINED)] == [0, 1, 2]
+    assert [event.replica for event in world.kinds(EventKind.JOINED)] == [0, 1, 2]
     assert list(world.round_of(0, 1, 2).members) == [0, 1, 2]
 
 
@@ -357,7 +357,7 @@ def test_a_new_start_takes_the_place_of_one_that_the_server_still_hears() -> Non
     world.look()
     assert old not in world.attempt.members.values()
     assert list(world.attempt.members) == [0, 1]
-    assert [event.replica for event in world.kinds(Kind.LOST)] == [2]
+    assert [event.replica for event in world.kinds(EventKind.LOST)] == [2]
 
 
 def test_another_source_is_tried_when_one_is_lost_or_fails() -> None:
@@ -381,7 +381,7 @@ def test_everyone_late_is_nobody_late() -> None:
     world.look(10 * DEADLINE)
     assert world.plan.attempt is None
     assert list(world.round_of(0, 1, 2).members) == [0, 1, 2]
-    assert [event.late for event in world.kinds(Kind.ROUND)] == [()]
+    assert [event.late for event in world.kinds(EventKind.ROUND)] == [()]
 
 
 def test_reports_that_come_again_change_nothing() -> None:
@@ -392,7 +392,7 @@ def test_reports_that_come_again_change_nothing() -> None:
     world.look()
     assert world.plan.version == 1
     assert world.plan.attempt is None
-    assert len(world.kinds(Kind.ROUND)) == 1
+    assert len(world.kinds(EventKind.ROUND)) == 1
 
 
 def test_the_group_is_kept_while_the_members_are_the_same() -> None:
@@ -472,8 +472,8 @@ def test_one_that_has_left_is_not_lost() -> None:
     world = three()
     world.replicas[2].reports(State.LEFT)
     world.look()
-    assert [event.replica for event in world.kinds(Kind.LEFT)] == [2]
-    assert not world.kinds(Kind.LOST)
+    assert [event.replica for event in world.kinds(EventKind.LEFT)] == [2]
+    assert not world.kinds(EventKind.LOST)
     assert list(world.round_of(0, 1).members) == [0, 1]
 
 

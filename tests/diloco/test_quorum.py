@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
-from shardwise.diloco.coordinator import Event, Kind
+from shardwise.diloco.coordinator import Event, EventKind
 from shardwise.diloco.membership import ReplicaSession
 from shardwise.diloco.quorum_server import REPORT
 from shardwise.elastic.store import GuardedStore, StoreRefusedError
@@ -110,7 +110,7 @@ class Trial:
     @property
     def members(self) -> list[list[int]]:
         """The members of each round."""
-        found = [event.attempt for event in self.events if event.kind is Kind.ROUND]
+        found = [event.attempt for event in self.events if event.kind is EventKind.ROUND]
         return [sorted(attempt.members) for attempt in found if attempt is not None]
 
 

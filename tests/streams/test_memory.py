@@ -22,8 +22,9 @@ from tests.streams.process_group import world
 
 WIDTH = 256
 BATCH = 8
-#: The loss, and its gradient of one.
-SCALARS = 2 * ROUNDING
+#: The loss, and its gradient of one; of the groups whose gradients are under way, which gradients
+#: this rank has, and which any rank has.
+SCALARS = 4 * ROUNDING
 
 #: By world size, depth and dtype: bytes of segments that the peak would not need without holes. The
 #: peak almost fills one segment, in which no hole is as long as the last full gradient.

@@ -200,7 +200,7 @@ def attempt_of(values: Mapping[str, Any]) -> Attempt:
     return Attempt(**{**values, **by_number})
 
 
-class Kind(enum.Enum):
+class EventKind(enum.Enum):
     """What has happened."""
 
     LOST = "lost"  # its connections have ended
@@ -226,7 +226,7 @@ class Event:
         late: replicas that are connected, and were left out of the round.
     """
 
-    kind: Kind
+    kind: EventKind
     round: int
     replica: int = -1
     source: int = -1
@@ -344,13 +344,13 @@ class Coordinator:
             each = self._seen.get(replica)
             if each is not None and each.report.incarnation == incarnation:
                 if each.report.state is State.LEFT:
-                    self._forget(replica, Kind.LEFT)
+                    self._forget(replica, EventKind.LEFT)
                 elif not each.is_connected:
-                    self._forget(replica, Kind.LOST)
+                    self._forget(replica, EventKind.LOST)
             else:
-                self._forget(replica, Kind.LOST)
+                self._forget(replica, EventKind.LOST)
 
-    def _forget(self, replica: int, kind: Kind) -> None:
+    def _forget(self, replica: int, kind: EventKind) -> None:
         del self._members[replica]
         self._drop_fetch(replica)
         live = tuple(sorted(self._members))
@@ -409,7 +409,7 @@ class Coordinator:
         )
         self._last, self._called_at, self._attempts = None, None, 0
         self._members[first] = leader.incarnation
-        self._events.append(Event(Kind.JOINED, leader.version, first, live=(first,)))
+        self._events.append(Event(EventKind.JOINED, leader.version, first, live=(first,)))
         for replica, report in live.items():
             if replica != first:
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
@@ -431,7 +431,7 @@ class Coordinator:
             self._members[replica] = report.incarnation
             self.plan = replace(self.plan, welcome=(*self.plan.welcome, report.incarnation))
             live = tuple(sorted(self._members))
-            self._events.append(Event(Kind.JOINED, self.plan.version, replica, live=live))
+            self._events.append(Event(EventKind.JOINED, self.plan.version, replica, live=live))
         return True
 
     # -- catching up -------------------------------------------------------------------------------
@@ -461,7 +461,7 @@ class Coordinator:
             self._tried.pop(replica, None)
             self._events.append(
                 Event(
-                    Kind.JOINED if joins else Kind.CAUGHT_UP,
+                    EventKind.JOINED if joins else EventKind.CAUGHT_UP,
                     report.version,
                     replica,
                     fetch.source,
@@ -543,7 +543,7 @@ class Coordinator:
         self._called_at = None
         self._events.append(
             Event(
-                Kind.ROUND,
+                EventKind.ROUND,
                 attempt.version + 1,
                 seconds=now - self._attempted_at,
                 live=tuple(sorted(self._members)),

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from shardwise.diloco.coordinator import Coordinator, Event, Kind
+from shardwise.diloco.coordinator import Coordinator, Event, EventKind
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
@@ -120,6 +120,6 @@ class QuorumServer:
 
     def _record(self, event: Event) -> None:
         """Write down which attempt committed a round, before replicas are told that one did."""
-        if event.kind is Kind.ROUND and event.attempt is not None:
+        if event.kind is EventKind.ROUND and event.attempt is not None:
             self._store.put(f"{COMMIT}{event.round}", json.dumps(asdict(event.attempt)).encode())
             self._store.forget(f"{MEETING}{event.attempt.number - _MEETINGS_KEPT}/")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import CheckpointError
-from shardwise.pretrained.opening import SettingsError, read_settings
+from shardwise.pretrained.opening import ModelSettingsError, read_settings
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
 SEPARATOR, BYTE_VOCABULARY = 256, 264
@@ -212,7 +212,7 @@ def find_settings(model: str, presets: Mapping[str, dict[str, Any]] = MODELS) ->
         raise ModelError(model, f"{names}, or the path of a config.json{hint}")
     try:
         return read_settings(file)
-    except SettingsError as error:
+    except ModelSettingsError as error:
         raise ModelError(f"{file} with {error.found}", error.expected) from None
     except CheckpointError as error:
         raise ModelError(f"{file}, no JSON ({error})", "a config.json") from None

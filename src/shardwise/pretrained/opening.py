@@ -63,7 +63,7 @@ _ADAPTERS = frozenset(
 )
 
 
-class SettingsError(CheckpointError):
+class ModelSettingsError(CheckpointError):
     """Settings of a model that cannot be.
 
     Attributes:
@@ -129,7 +129,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     """
     settings = _read_json(file)
     if not isinstance(settings.get("model_type"), str):
-        raise SettingsError(file, 'no "model_type"', "a config.json")
+        raise ModelSettingsError(file, 'no "model_type"', "a config.json")
     check_settings(settings, file)
     return settings
 
@@ -138,19 +138,19 @@ def check_settings(settings: Mapping[str, Any], where: object) -> None:
     """Check the numbers of a configuration that nobody else checks.
 
     Raises:
-        SettingsError: there are fewer than 1 or more than 10,000 layers, or no positions.
+        ModelSettingsError: there are fewer than 1 or more than 10,000 layers, or no positions.
     """
     for name, value in settings.items():
         if isinstance(value, Mapping):
             check_settings(value, where)
         if name in _POSITIONS and isinstance(value, int) and value < 1:
-            raise SettingsError(where, f"{value} positions", "1 or more")
+            raise ModelSettingsError(where, f"{value} positions", "1 or more")
         if _COUNTS.fullmatch(name):
             least = 1 if _LAYERS.fullmatch(name) else -MOST_LAYERS
             for count in value if isinstance(value, list) else [value]:
                 if isinstance(count, int) and not least <= count <= MOST_LAYERS:
                     what = "layers" if _LAYERS.fullmatch(name) else name
-                    raise SettingsError(where, f"{count:,} {what}", f"1 to {MOST_LAYERS:,}")
+                    raise ModelSettingsError(where, f"{count:,} {what}", f"1 to {MOST_LAYERS:,}")
 
 
 def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -174,7 +174,7 @@ def model_config(
         overrides: settings of the user, which may name what they want.
 
     Raises:
-        SettingsError: see :func:`check_settings`.
+        ModelSettingsError: see :func:`check_settings`.
         Exception: ``transformers`` cannot use them.
     """
     check_settings(settings, where)

@@ -254,7 +254,8 @@ class ParamGroup:
             if not unshards:  # otherwise this was done with the full parameters
                 param.freeze_or_unfreeze()
             param.enter_backward()
-        self._unreduced.expect()
+        if not autograd.in_transform():  # which gives gradients to its caller, none to parameters
+            self._unreduced.expect()
 
     def reshard(self) -> None:
         """Put the shards back into the modules, and free the full parameters.
