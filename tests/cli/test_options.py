@@ -545,6 +545,37 @@ def test_a_reader_that_has_gone_is_no_mistake(arguments: str) -> None:
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "closed"),
+    [
+        *[("--version", how) for how in ("1</dev/null", ">&- 2>&-", ">&- <&-")],
+        *[
+            (arguments, ">&-")
+            for arguments in (
+                "train lm --steps 1", "checkpoint ls .", "plan llama-tiny", "inspect", "doctor",
+                "calibrate", "compare . .", "watch .", "generate .", "merge-lora . merged",
+                "launch-lines --hosts a,b -- train lm", "--version",
+            )
+        ],
+    ],
+)  # fmt: skip
+def test_without_a_standard_output_every_command_ends(arguments: str, closed: str) -> None:
+    """And before anything happens: a file could get the number of a stream, and its output."""
+    line = f"exec {sys.executable} -m shardwise {arguments} {closed}"
+    ended = subprocess.run(
+        ["sh", "-c", line], stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    said = "error: cannot write: standard output is closed; >/dev/null discards what is printed\n"
+    assert (ended.returncode, ended.stderr) == (1, "" if "2>&-" in closed else said)
+    assert not list(Path().iterdir())
+
+
+def test_closed_streams_are_given_away_and_a_mistake_is_still_one() -> None:
+    line = f"exec {sys.executable} -m shardwise train lm --steps 0 2>&- <&-"
+    ended = subprocess.run(["sh", "-c", line], capture_output=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (2, b"", b"")
+
+
 def test_help_and_mistakes_need_no_torch() -> None:
     # It takes seconds to import: the command line answers before.
     code = """

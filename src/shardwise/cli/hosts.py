@@ -26,6 +26,7 @@ from shardwise.elastic.hosts import (
 )
 from shardwise.recipes.core.config import require
 from shardwise.recipes.core.option import option
+from shardwise.units import show
 
 _DOCTOR = """
 [bold]Examples[/bold]
@@ -86,7 +87,6 @@ class DoctorConfig(HostsConfig):
             SystemExit: with code 1 if a job would not run.
         """
         # Here, and not before: other commands start without it.
-        from shardwise.doctor.checks import Finding
         from shardwise.doctor.diagnose import diagnose
 
         require(self.nproc >= 1, "--nproc", self.nproc, "1 or more")
@@ -96,9 +96,6 @@ class DoctorConfig(HostsConfig):
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
         require(nodes.least is None, "--nnodes", self.nnodes, expected)
-
-        def show(finding: Finding) -> None:
-            print(finding, flush=True)
 
         sys.exit(0 if diagnose(nodes, self.nproc, self.least_gbit, show) else 1)
 

@@ -18,7 +18,7 @@ from shardwise.planning.presets import MODELS
 from shardwise.recipes.catalog import Subject, make_plan
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.units import brief_size
+from shardwise.units import brief_size, printable
 
 if TYPE_CHECKING:
     from shardwise.inspect.report import ParameterReport, Report
@@ -139,7 +139,7 @@ def inspect(
     if values:
         report = _with_values(report)
     if json:
-        print(json_module.dumps(report.to_json(param), separators=(",", ":"), ensure_ascii=False))
+        print(json_module.dumps(report.to_json(param), separators=(",", ":")))
     elif html is None and svg is None:
         from shardwise.inspect.text import View, as_text
 
@@ -199,4 +199,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    typer.echo(f"wrote {path}: {brief_size(path.stat().st_size)}", err=True)
+    typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)

@@ -288,7 +288,7 @@ class PlanConfig(StrategyConfig):
         if self.html is not None:
             plan.to_html(self.html)
         if self.json:
-            text = json_module.dumps(plan.to_json(), separators=(",", ":"), ensure_ascii=False)
+            text = json_module.dumps(plan.to_json(), separators=(",", ":"))
             print(text)
         elif self.html is None:
             print(plan)

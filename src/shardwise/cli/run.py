@@ -28,6 +28,7 @@ from shardwise.elastic.world import (
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import Job
 from shardwise.recipes.core.option import HOSTS, option
+from shardwise.units import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,9 +213,9 @@ def run(job: Job, launch: LaunchConfig) -> None:
             # The other hosts may see the folder that host 0 has made already.
             nothing_to_do = job.check_folder()
             if chosen is not None:
-                print(chosen)
+                show(chosen)
             if nothing_to_do is not None:
-                print(nothing_to_do)
+                show(nothing_to_do)
                 sys.exit(0)
             if launch.plan:
                 held.enter_context(job.plan(_world(hosts, processes)))
@@ -256,7 +257,7 @@ def _launch(job: Job, processes: int, nodes: Nodes | None, max_restarts: int) ->
     command = _command_of(job)
     if nodes is None:
         return run_here(command, processes, max_restarts)
-    print(meeting(nodes), flush=True)
+    show(meeting(nodes))
     if nodes.least is None:
         return run_over_hosts(command, processes, nodes, max_restarts)
     terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
@@ -294,7 +295,7 @@ def _launch_replicas(job: Job, processes: int, deadline: float, max_restarts: in
         code = launcher.run()
         if launcher.finished and 0 not in launcher.finished:
             first = min(launcher.finished)
-            print(f"run        {job.config.train.output.out}/replicas/{first} has the model")
+            show(f"run        {job.config.train.output.out}/replicas/{first} has the model")
         return code
 
 
