@@ -9,7 +9,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.values import read_name
+from shardwise.cli.values import Integer, read_name
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import check_nproc, require
@@ -45,20 +45,20 @@ def generate(
     chat: Annotated[
         bool, Option("--chat", help="The prompt is a message, by the tokenizer's chat template.")
     ] = False,
-    max_tokens: Annotated[int, Option(metavar="N", help="The most tokens to generate.")] = 200,
+    max_tokens: Annotated[int, Integer(metavar="N", help="The most tokens to generate.")] = 200,
     temperature: Annotated[
         float, Option(metavar="T", help="0: always the most likely token; 1: as the model says.")
     ] = 0.9,
     top_k: Annotated[
-        int, Option(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
+        int, Integer(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
     ] = 0,
     top_p: Annotated[
         float,
         Option(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
     ] = 1.0,
-    seed: Annotated[int, Option(metavar="N", help="Seed of the drawing.")] = 0,
+    seed: Annotated[int, Integer(metavar="N", help="Seed of the drawing.")] = 0,
     nproc: Annotated[
-        int, Option(metavar="N", help="Processes on this host to shard the model over.")
+        int, Integer(metavar="N", help="Processes on this host to shard the model over.")
     ] = 1,
     dtype: Annotated[
         str | None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typer import Argument, Option
 
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.run import HostsConfig
+from shardwise.cli.values import Integer
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import (
     TOKEN,
@@ -25,7 +25,7 @@ from shardwise.elastic.hosts import (
     torchrun_lines,
 )
 from shardwise.recipes.core.config import require
-from shardwise.recipes.core.option import option
+from shardwise.recipes.core.option import Count, NotNegative, Positive, option
 from shardwise.units import show
 
 _DOCTOR = """
@@ -72,9 +72,9 @@ def add_to(commands: typer.Typer) -> None:
 class DoctorConfig(HostsConfig):
     """What ``shardwise doctor`` is asked for."""
 
-    nproc: int = field(default=1, metadata=option("Processes of the job on every host."))
-    timeout: float = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
-    least_gbit: float = field(
+    nproc: Count = field(default=1, metadata=option("Processes of the job on every host."))
+    timeout: Positive = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
+    least_gbit: NotNegative = field(
         default=1.0,
         metadata=option("Warn of links between hosts that are slower than this, in Gbit/s."),
     )
@@ -89,9 +89,6 @@ class DoctorConfig(HostsConfig):
         # Here, and not before: other commands start without it.
         from shardwise.doctor.diagnose import diagnose
 
-        require(self.nproc >= 1, "--nproc", self.nproc, "1 or more")
-        require(0 < self.timeout < math.inf, "--timeout", self.timeout, "seconds, above 0")
-        require(0 <= self.least_gbit < math.inf, "--least-gbit", self.least_gbit, "0 or more")
         nodes = self.nodes_within(self.timeout)
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
@@ -111,10 +108,10 @@ def launch_lines(
         Option(help="Names of the hosts, separated by commas; they meet at the first one."),
     ] = None,
     slurm: Annotated[
-        int | None, Option(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
+        int | None, Integer(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
     ] = None,
-    nproc: Annotated[int, Option(help="Processes on each host.")] = 1,
-    rdzv_port: Annotated[int, Option(help="Port where the hosts meet.")] = 29400,
+    nproc: Annotated[int, Integer(help="Processes on each host.")] = 1,
+    rdzv_port: Annotated[int, Integer(help="Port where the hosts meet.")] = 29400,
     nnodes: Annotated[
         str | None,
         Option(metavar="MIN:MAX", help="Start with MIN hosts or more; others may join later."),

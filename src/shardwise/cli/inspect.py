@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.cli.values import read_name, read_path
+from shardwise.cli.values import Integer, read_name, read_path
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.planning.presets import MODELS
@@ -72,7 +72,7 @@ Mesh = Annotated[
         show_default=f"{_MESH}, or that of the run",
     ),
 ]
-Rank = Annotated[int | None, Option(help="Show what this rank holds.", show_default="all ranks")]
+Rank = Annotated[int | None, Integer(help="Show what this rank holds.", show_default="all ranks")]
 Param = Annotated[
     str | None,
     Option(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Backend, Nodes, Terms, spans_hosts
@@ -25,9 +26,10 @@ from shardwise.elastic.world import (
     launched_here,
     usable_cores,
 )
+from shardwise.planning.settings import MOST_RANKS
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import Job
-from shardwise.recipes.core.option import HOSTS, option
+from shardwise.recipes.core.option import HOSTS, Bounds, Count, Natural, Positive, option
 from shardwise.units import show
 
 
@@ -45,7 +47,7 @@ class HostsConfig:
             shown="1",
         ),
     )
-    node_rank: int | None = field(
+    node_rank: Natural | None = field(
         default=None,
         metadata=option("Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS),
     )
@@ -101,7 +103,7 @@ class HostsConfig:
 class LaunchConfig(HostsConfig):
     """How many processes on how many hosts, and what happens when some are lost."""
 
-    nproc: int | None = field(
+    nproc: Count | None = field(
         default=None,
         metadata=option(
             "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
@@ -116,13 +118,13 @@ class LaunchConfig(HostsConfig):
             "Say first what the training needs and how fast it will be; stop if it cannot fit."
         ),
     )
-    world_size: int | None = field(
+    world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = field(
         default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
     )
-    rdzv_timeout: float = field(
+    rdzv_timeout: Positive = field(
         default=300.0, metadata=option("Seconds to wait for all hosts.", HOSTS)
     )
-    max_restarts: int = field(
+    max_restarts: Natural = field(
         default=0,
         metadata=option(
             "How often to restart from the last checkpoint when a process or a host is lost, with "
@@ -201,7 +203,6 @@ def run(job: Job, launch: LaunchConfig) -> None:
             be_worker(world, job.run)
             return
         run_rank(world, job.run)
-    require(launch.max_restarts >= 0, "--max-restarts", launch.max_restarts, "0 or more")
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
     # Several hosts may each have a disk of their own, and would each choose for themselves.
@@ -236,10 +237,7 @@ def run(job: Job, launch: LaunchConfig) -> None:
 def _dry_run(job: Job, launch: LaunchConfig, nodes: Nodes | None) -> None:
     expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
     require(nodes is None, "--nnodes", launch.nnodes, expected)
-    option, size = "--world-size", launch.world_size
-    if size is None:
-        option, size = "--nproc", 1 if launch.nproc is None else launch.nproc
-    require(size >= 1, option, size, "1 or more")
+    size = launch.world_size or launch.nproc or 1
     job.show_dry_run(World(0, size, 0, size))
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.cli.values import read_path
+from shardwise.cli.values import Integer, read_path
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.runs import files
@@ -55,7 +55,7 @@ Runs = Annotated[
 ]
 Port = Annotated[
     int | None,
-    Option(
+    Integer(
         help="Port on this computer; 0: any that is free.",
         show_default=f"{_PORT}, or any that is free",
     ),
