@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from typing import Annotated
@@ -12,7 +11,8 @@ from typer import Argument, Option
 from shardwise.cli.values import Integer, read_name
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.begin import check_extras
-from shardwise.recipes.core.config import check_nproc, require
+from shardwise.recipes.core.config import check_nproc, check_number, require
+from shardwise.recipes.core.option import SEEDS, Bounds
 
 EXAMPLES = """\
 [bold]Examples[/bold]
@@ -69,11 +69,11 @@ def generate(
 
     A text ends with the model's end-of-text token, or after --max-tokens.
     """
-    require(max_tokens >= 1, "--max-tokens", max_tokens, "1 or more")
-    require(0 <= temperature < math.inf, "--temperature", temperature, "0 or more")
-    require(top_k >= 0, "--top-k", top_k, "0 or more")
+    check_number("--max-tokens", max_tokens, Bounds(least=1))
+    check_number("--temperature", temperature, Bounds(least=0))
+    check_number("--top-k", top_k, Bounds(least=0))
     require(0 < top_p <= 1, "--top-p", top_p, "more than 0, and 1 at most")
-    require(0 <= seed < 2**63, "--seed", seed, "0 or more, below 2^63")
+    check_number("--seed", seed, SEEDS)
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if dtype is not None:
         require(dtype in names, "--dtype", dtype, f"one of {', '.join(names)}")

@@ -24,8 +24,8 @@ from shardwise.elastic.hosts import (
     slurm_script,
     torchrun_lines,
 )
-from shardwise.recipes.core.config import require
-from shardwise.recipes.core.option import Count, NotNegative, Positive, option
+from shardwise.recipes.core.config import check_number, require
+from shardwise.recipes.core.option import Bounds, Count, NotNegative, Positive, option
 from shardwise.units import show
 
 _DOCTOR = """
@@ -119,6 +119,8 @@ def launch_lines(
     torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
 ) -> None:
     """Print the line that starts a job, for each host, or a script for Slurm."""
+    check_number("--nproc", nproc, Bounds(least=1))
+    check_number("--slurm", 1 if slurm is None else slurm, Bounds(most=1 << 20))
     names: tuple[str, ...] = ()
     if hosts:  # an IPv6 address may stand in its brackets, as with --rdzv
         names = tuple(re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in hosts.split(","))

@@ -13,6 +13,7 @@ from typing import cast
 import typer
 
 _MAX_DIGITS = 25  # of an integer; the largest one of any option has 19
+_MAX_SIZE = 2**62  # bytes
 _MAX_NAME, _MAX_PATH = 255, 4095  # bytes, of Linux: of a file's name, and of a path
 
 
@@ -85,9 +86,12 @@ def read_size(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text).strip())
     unit = match[2].lower().removesuffix("b") if match else "?"
     factor = {**_UNITS, **_BINARY}.get(unit)
-    if match is None or factor is None:
-        raise typer.BadParameter(f"found {text!r}, expected a size such as 8MiB or 1.5GB")
-    return int(float(match[1]) * factor)
+    nbytes = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= nbytes < _MAX_SIZE:
+        raise typer.BadParameter(
+            f"found {_brief(str(text))}, expected a size such as 8MiB or 1.5GB"
+        )
+    return int(nbytes)
 
 
 #: The root of all mistakes on a command line. Typer brings it along, without a public name.

@@ -47,6 +47,7 @@ from shardwise.recipes.core.option import (
     HOSTS,
     OPTION,
     OUTPUT,
+    SEEDS,
     SHARDING,
     TRAINING,
     Bounds,
@@ -654,7 +655,7 @@ class TrainConfig:
         ),
     )
     optimizer: OptimizerConfig | SgdConfig
-    seed: Annotated[int, Bounds(least=0, most=2**63 - 1)] = field(
+    seed: Annotated[int, SEEDS] = field(
         default=0,
         metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
     )
@@ -694,6 +695,12 @@ def require(condition: bool, option: str, found: object, expected: str) -> None:
         raise OptionError(option, found, expected)
 
 
+def check_number(option: str, found: float, bounds: Bounds) -> None:
+    """Raise :class:`OptionError` unless a number is within its bounds."""
+    expected = bounds.expected_for(found)
+    require(expected is None, option, found, str(expected))
+
+
 def check_bounds(config: Any) -> None:
     """Check every number of a configuration, and of those within, against its option's bounds.
 
@@ -709,8 +716,7 @@ def check_bounds(config: Any) -> None:
             told = each.metadata[OPTION]
             names = tuple(told.parts) or (told.name or option_name(each.name),)
             for name, number in zip(names, value if told.parts else (value,), strict=True):
-                expected = bounds[each.name].expected_for(number)
-                require(expected is None, name, number, str(expected))
+                check_number(name, number, bounds[each.name])
 
 
 def check_folders(config: StrategyConfig) -> None:
@@ -736,6 +742,8 @@ def check_train(config: TrainConfig) -> None:
     _check_optimizer(config.optimizer)
     check_offload(config.sharding)
     _ = config.sharding.wires
+    device = config.device
+    require(device.isidentifier(), "--device", repr(device), "a type of device, such as cpu")
     out = str(config.output.out)
     expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
     require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)

@@ -65,6 +65,7 @@ class Bounds:
         return f"{self.least} or more" if usual else f"{self.least} to {self.most:,}"
 
 
+SEEDS = Bounds(least=0, most=2**63 - 1)
 Count = Annotated[int, Bounds(least=1)]
 Natural = Annotated[int, Bounds(least=0)]
 Positive = Annotated[float, Bounds(above=0)]
