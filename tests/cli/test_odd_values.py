@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("no_world")
 
 _CONFIGS: dict[str, Any] = {
     **{f"train {name}": recipe.config for name, recipe in RECIPES.items()},
-    "run": LaunchConfig(),
+    "train lm --dry-run": LaunchConfig(),
     "doctor": DoctorConfig(),
     "plan llama-tiny": PlanConfig(),
 }
@@ -119,7 +119,7 @@ def test_integers_may_be_written_as_large_ones_are(
     [
         ("train lm --timeline 700-800", "--timeline: found 700-800 of 600 steps, expected steps"),
         ("train lm --timeline 0-3", "--timeline: found '0-3', expected steps from 1 up"),
-        ("train lm --offload disk:/nosuch", "--offload: found disk:/nosuch, no folder, expected"),
+        ("train lm --offload disk:nosuch", "--offload: found disk:nosuch, no folder, expected"),
         ("train lm --offload disk:/dev/null", "--offload: found disk:/dev/null, no folder"),
         ("train lm --device=", "--device: found '', expected a type of device"),
         ("train lm --out /dev/null", "--out: found /dev/null, which is a file"),
