@@ -219,7 +219,7 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
             "--nnodes: found 2, expected none with --dry-run: say --world-size",
         ),
         ("mnist --out odd\udcff", r"--out: found 'odd\udcff', expected a path in UTF-8"),
-        ("vit --dry-run --world-size 0", "--world-size: found 0, expected 1 or more"),
+        ("vit --dry-run --world-size 0", "--world-size: found 0, expected 1 to 100,000"),
         ("vit --dry-run --nproc 0", "--nproc: found 0, expected 1 or more"),
         ("vit --dry-run --nproc 6 --strategy hybrid", "one that divides the 6 ranks; say"),
         ("imagenet --fake-data --resume", "--resume: found no run in runs/imagenet"),

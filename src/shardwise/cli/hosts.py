@@ -25,7 +25,7 @@ from shardwise.elastic.hosts import (
     torchrun_lines,
 )
 from shardwise.recipes.core.config import check_number, require
-from shardwise.recipes.core.option import Bounds, Count, NotNegative, Positive, option
+from shardwise.recipes.core.option import Bounds, Count, NotNegative, Seconds, option
 from shardwise.units import show
 
 _DOCTOR = """
@@ -73,7 +73,7 @@ class DoctorConfig(HostsConfig):
     """What ``shardwise doctor`` is asked for."""
 
     nproc: Count = field(default=1, metadata=option("Processes of the job on every host."))
-    timeout: Positive = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
+    timeout: Seconds = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
     least_gbit: NotNegative = field(
         default=1.0,
         metadata=option("Warn of links between hosts that are slower than this, in Gbit/s."),

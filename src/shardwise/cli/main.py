@@ -132,7 +132,7 @@ def _check_streams() -> None:
         os.set_inheritable(handle, True)
     os.close(handle)
     if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", closefd=False)  # type: ignore[unreachable]
+        sys.stderr = os.fdopen(2, "w", closefd=False)
     reads_only = fcntl.fcntl(1, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
     if sys.stdout is None or reads_only:
         _end("cannot write: standard output is closed; >/dev/null discards what is printed", 1)

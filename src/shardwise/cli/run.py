@@ -29,7 +29,7 @@ from shardwise.elastic.world import (
 from shardwise.planning.settings import MOST_RANKS
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import Job
-from shardwise.recipes.core.option import HOSTS, Bounds, Count, Natural, Positive, option
+from shardwise.recipes.core.option import HOSTS, Bounds, Count, Natural, Seconds, option
 from shardwise.units import show
 
 
@@ -121,7 +121,7 @@ class LaunchConfig(HostsConfig):
     world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = field(
         default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
     )
-    rdzv_timeout: Positive = field(
+    rdzv_timeout: Seconds = field(
         default=300.0, metadata=option("Seconds to wait for all hosts.", HOSTS)
     )
     max_restarts: Natural = field(

@@ -137,7 +137,7 @@ def prediction_from_json(value: Any, where: str) -> StepTime:
             Predicted(Activity(activity), str(name), str(dimension), time_of(begin), time_of(end))
             for activity, name, dimension, begin, end in value["spans"]
         ]
-        numbers = {
+        numbers: dict[str, Any] = {
             name: None if each is None and name == "mfu" else time_of(each)
             for name, each in value.items()
             if name not in ("spans", "bound_by")

@@ -57,6 +57,7 @@ from shardwise.recipes.core.option import (
     Natural,
     NotNegative,
     Positive,
+    Seconds,
     bounds_of,
     option,
     option_name,
@@ -472,7 +473,7 @@ class DilocoConfig:
         ),
     )
 
-    deadline: Positive | None = field(
+    deadline: Seconds | None = field(
         default=None,
         metadata=option(
             "Make every replica a world of its own, which may be lost and come back. A round waits "
@@ -669,7 +670,7 @@ class TrainConfig:
             completions=(AUTO, "cpu"),
         ),
     )
-    peer_timeout: Positive | None = field(
+    peer_timeout: Seconds | None = field(
         default=None,
         metadata=option(
             "Seconds after which a process that does not answer in a collective counts as lost.",
@@ -707,7 +708,8 @@ def check_bounds(config: Any) -> None:
     Raises:
         OptionError: names the first option that is out of them.
     """
-    bounds = bounds_of(type(config))
+    kind: Any = type(config)
+    bounds = bounds_of(kind)
     for each in fields(config):
         value = getattr(config, each.name)
         if is_dataclass(value):
@@ -725,6 +727,7 @@ def check_folders(config: StrategyConfig) -> None:
     Raises:
         OptionError: one does not.
     """
+    check_offload(config)
     places = {"--offload": config.offload, "--offload-parameters": config.offload_parameters}
     for name, place in places.items():
         folder = None if place is None else Place.parse(place).folder

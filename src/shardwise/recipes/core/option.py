@@ -34,6 +34,9 @@ class Reads(enum.Enum):
     NAME = "name"  # a name that may be a path: ~ stands for the home folder
 
 
+LARGEST = 1e38  # that float32 holds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
     """Which numbers an option takes; never NaN.
@@ -61,15 +64,16 @@ class Bounds:
             return None if (self.least or 0) <= value < self.below else expected
         if self.least is None or value >= self.least:
             return None
-        usual = self.most == Bounds.most
+        usual = self.most in (Bounds.most, LARGEST)
         return f"{self.least} or more" if usual else f"{self.least} to {self.most:,}"
 
 
 SEEDS = Bounds(least=0, most=2**63 - 1)
 Count = Annotated[int, Bounds(least=1)]
 Natural = Annotated[int, Bounds(least=0)]
-Positive = Annotated[float, Bounds(above=0)]
-NotNegative = Annotated[float, Bounds(least=0)]
+Seconds = Annotated[float, Bounds(above=0)]
+Positive = Annotated[float, Bounds(above=0, most=LARGEST)]
+NotNegative = Annotated[float, Bounds(least=0, most=LARGEST)]
 Fraction = Annotated[float, Bounds(least=0, below=1)]
 
 
