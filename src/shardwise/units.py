@@ -40,6 +40,11 @@ def _digits(value: float) -> int:
     return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
 
 
+def show(text: object) -> None:
+    """Print text in which files, other hosts or users may have a say, as a terminal can show it."""
+    print(printable(str(text), keep="\n\t"), flush=True)
+
+
 def printable(text: str, keep: str = "") -> str:
     """Replace the characters that could control a terminal, except those to ``keep``."""
     return "".join(c if c.isprintable() or c in keep else "\N{REPLACEMENT CHARACTER}" for c in text)

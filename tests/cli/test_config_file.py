@@ -89,7 +89,7 @@ nproc: 2
         (b"batchsize: 3", "line 1, column 1: found 'batchsize', expected an option of train lm "
          "without its hyphens; did you mean batch-size?"),
         (b"\nlr: fast", "line 2, column 5: found 'fast' for lr, expected a number"),
-        (b"steps: 1.5", "line 1, column 8: found '1.5' for steps, expected an integer"),
+        (b"steps: 1.5", "line 1, column 8: found '1.5', expected a whole number for steps"),
         (b"keep-best: yes", "line 1, column 12: found 'yes' for keep-best, expected true or false"),
         (b"schedule: cosin", "column 11: found 'cosin' for schedule, expected one of cosine"),
         (b"activation-checkpointing: true", "found 'true' for activation-checkpointing, expected "

@@ -174,6 +174,10 @@ def _changed(change: Mapping[str, Any]) -> str:
         (_changed({"measured": []}), "no measurements"),
         (_changed({"measured": [{}]}), "has no 'curves'"),
         ('{"version": 1, "version": 1}', "twice"),
+        (_changed({"cores": 10**400}), "a huge number"),
+        (json.dumps(FOUND.to_json()).replace('"latency": 0.0', f'"latency": {10**400}'), "huge"),
+        (json.dumps(FOUND.to_json())[:-9], "is not valid JSON"),
+        (" " * (1 << 25), "at most"),
         ("[" * 100_000, "nested too deeply|lists and objects"),
     ],
 )

@@ -134,10 +134,10 @@ def test_files_that_describe_no_machine_are_refused(
 
 def test_files_that_are_missing_huge_deep_or_no_text_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "machine.toml"
-    with pytest.raises(MachineError, match=r"machine\.toml: found No such file"):
+    with pytest.raises(MachineError, match=r"machine\.toml: found no file to read: .*No such file"):
         Machine.from_file(path)
     path.write_bytes(b"#" * 2**17)
-    with pytest.raises(MachineError, match="more than 65,536 bytes"):
+    with pytest.raises(MachineError, match=r"131,072 bytes.*at most 65,536"):
         Machine.from_file(path)
     path.write_text("a = " + "[" * 20_000)
     with pytest.raises(MachineError, match="found no TOML"):

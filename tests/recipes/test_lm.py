@@ -151,6 +151,7 @@ def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str
 def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_memory(
     ranks: Ranks, tmp_path: Path
 ) -> None:
+    (tmp_path / "scratch").mkdir()
     disk: dict[str, Any] = {"offload": f"disk:{tmp_path / 'scratch'}"}
     inside = {"stepping": Stepping.IN_BACKWARD, "steps": 4}
     bf16 = {"shard_dtype": PrecisionName.BF16, "master_dtype": PrecisionName.FP32, "steps": 4}

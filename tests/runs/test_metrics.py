@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from shardwise.errors import CheckpointError
-from shardwise.runs.metrics import MAX_LINE, Follower
+from shardwise.runs.metrics import MAX_LINE, MOST_BYTES, Follower
 
 
 class Reader:
     """Keeps the lines since the last beginning."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, at_once: int = MOST_BYTES) -> None:
         self.lines: list[tuple[int, bytes]] = []
         self.begun = 0
-        self.follower = Follower(path, self._begin, self._line)
+        self.follower = Follower(path, self._begin, self._line, at_once)
 
     def _begin(self) -> None:
         self.begun += 1
@@ -69,6 +69,33 @@ def test_a_line_that_is_too_long_is_cut_and_the_next_one_is_read(path: Path) -> 
     with path.open("ab") as file:
         file.write(b"c\n")
     assert reader.read()[3:] == [b"c"]
+
+
+def test_a_file_that_no_training_wrote_is_refused_and_not_read(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 60 << 30)  # a hole: it takes no blocks
+    with pytest.raises(CheckpointError, match=r"found .64,424,509,440 bytes., expected"):
+        Reader(path).read()
+    path.write_bytes(b"1\n")
+    os.truncate(path, 1 << 30)
+    with pytest.raises(CheckpointError, match=r"line 2: found .more than .* at most 1,048,576"):
+        Reader(path).read()
+
+
+def test_a_long_file_is_read_in_parts_each_line_once(path: Path) -> None:
+    lines = [b"%d" % number for number in range(100)]
+    path.write_bytes(b"\n".join(lines) + b"\nincompl")
+    reader = Reader(path, at_once=64)
+    found = reader.read()
+    assert 0 < len(found) < 100
+    assert reader.follower.left
+    while reader.follower.left:
+        found = reader.read()
+    assert found == lines
+    assert reader.begun == 1
+    with path.open("ab") as file:
+        file.write(b"ete\n")
+    assert reader.read() == [*lines, b"incomplete"]
 
 
 def test_a_pipe_is_refused_and_not_waited_for(path: Path) -> None:

@@ -8,11 +8,13 @@ import json
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardwise.runs import serve
 from shardwise.runs.serve import Server
 from tests.runs import folders
 
@@ -106,6 +108,43 @@ def test_clients_that_say_nothing_do_not_take_all_places(server: Server) -> None
             assert ask(server, "/")[0] == 200
             return
     raise AssertionError("no answer any more")
+
+
+def test_clients_that_send_a_byte_now_and_then_do_not_keep_their_places(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_SECONDS", 0.5)
+    address = ("127.0.0.1", server.server_port)
+    slow = [socket.create_connection(address, timeout=20) for _ in range(32)]
+    for _ in range(400):
+        for connection in list(slow):
+            try:
+                connection.send(b"G")
+                ended = bool(select.select([connection], [], [], 0)[0])
+            except ConnectionError:
+                ended = True
+            if ended:
+                slow.remove(connection)
+                connection.close()
+        if not slow:
+            break
+        time.sleep(0.05)
+    assert not slow, "a byte gives no more time"
+    assert ask(server, "/")[0] == 200
+
+
+def test_a_long_run_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "_AT_ONCE", 1000)
+    opened = Server([folders.make(tmp_path / "lm", steps=50)], "lm")
+    try:
+        [run] = json.loads(opened.data())["runs"]
+        assert 0 < run["latest"]["step"] < 50
+        assert "still to be read" in run["problems"][0]
+        while run["problems"]:
+            [run] = json.loads(opened.data())["runs"]
+        assert run["latest"]["step"] == 50
+    finally:
+        opened.close()
 
 
 def test_a_port_that_is_taken_is_an_error(server: Server) -> None:

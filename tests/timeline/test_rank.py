@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardwise.errors import CheckpointError
 from shardwise.observe import Activity, Memory
+from shardwise.timeline.files import read, write
 from shardwise.timeline.merged import Timeline, packed, together, unpacked
+from shardwise.timeline.page import page
 from shardwise.timeline.rank import MemoryChange, RankTimeline, Span, Step
+from shardwise.timeline.trace import trace
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 
@@ -67,6 +74,99 @@ def test_a_damaged_file_is_refused_by_name(name: str, value: Any) -> None:
     damaged = {**FULL.to_json(), name: value}
     with pytest.raises(CheckpointError, match=r"timeline\.json"):
         RankTimeline.from_json(damaged, "timeline.json")
+
+
+#: What may stand where something else is expected.
+_ODD = (
+    None,
+    True,
+    -1,
+    0,
+    1e300,
+    -1e300,
+    math.inf,
+    10**400,
+    2**62,
+    "",
+    "x",
+    "\x1b[2J",
+    [],
+    {},
+    [[]],
+)
+
+
+def _odd(value: Any) -> Iterator[Any]:
+    """Return copies of plain values, each with something odd in one place."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield {name: inner for name, inner in value.items() if name != key}
+            yield from ({**value, key: other} for other in _odd(each))
+    elif isinstance(value, list):
+        for at, each in enumerate(value):
+            yield from ([*value[:at], other, *value[at + 1 :]] for other in _odd(each))
+    yield from _ODD
+
+
+def test_whatever_is_read_can_be_shown_and_the_rest_is_refused_by_name() -> None:
+    whole = json.loads(json.dumps(Timeline((rank(0, [], size=8), FULL), PREDICTION).to_json()))
+    read = 0
+    for each in _odd(whole):
+        refused = None
+        try:
+            found = Timeline.from_json(each, "timeline.json")
+        except CheckpointError as error:
+            refused = str(error)
+        if refused is not None:
+            assert "timeline.json" in refused
+            assert refused.isprintable()
+            continue
+        read += 1
+        assert len(found.missing) < 2**21
+        assert found.summary().isprintable()
+        assert json.loads(json.dumps(trace(found), allow_nan=False))
+        assert page(found)
+    assert read > 50
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is not valid JSON"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b"\x00\xff\x1b" * 1000, "is not valid JSON"),
+        (b'{"format": "shardwise timeline 1"', "is not valid JSON"),
+        (b'{"format": "shardwise timeline 2", "ranks": []}', "the format 'shardwise timeline 2'"),
+        (b'{"format": NaN}', "found the number NaN"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
+        (b"[" + b"[]," * (1 << 22) + b"[]]", "lists and objects"),
+        (3 << 30, "at most"),
+        (None, "expected a regular file"),
+    ],
+)
+def test_hostile_files_are_refused_and_cost_little(
+    tmp_path: Path, content: bytes | int | None, message: str
+) -> None:
+    file = tmp_path / "timeline.json"
+    if content is None:
+        os.mkfifo(file)
+    elif isinstance(content, int):
+        file.touch()
+        os.truncate(file, content)
+    else:
+        file.write_bytes(content)
+    for path in (tmp_path, file):
+        with pytest.raises(CheckpointError, match=message) as refused:
+            read(path)
+        assert str(refused.value).isprintable()
+
+
+def test_a_timeline_is_read_by_its_folder_or_its_file(tmp_path: Path) -> None:
+    write(Timeline((FULL,)), tmp_path)
+    assert read(tmp_path) == read(tmp_path / "timeline.json") == Timeline((FULL,))
+    for path in (tmp_path / "none", tmp_path / "none" / "timeline.json"):
+        with pytest.raises(CheckpointError, match=r"none.*expected a regular file"):
+            read(path)
 
 
 def test_files_of_another_kind_are_refused() -> None:

@@ -14,6 +14,7 @@ from typer import Option
 
 from shardwise.cli.values import read_path
 from shardwise.elastic.errors import UserError
+from shardwise.units import show
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -53,7 +54,7 @@ def calibrate(out: Out = None) -> None:
     console, began = Console(), time.monotonic()
 
     def say(text: str) -> None:
-        console.print(f"measuring  {text}", highlight=False)
+        show(f"measuring  {text}")
 
     try:
         path = out or cache_file()
@@ -72,7 +73,7 @@ def calibrate(out: Out = None) -> None:
     console.print(table)
     with _writing(path):
         found.save(path)
-    console.print(f"saved to {path} after {time.monotonic() - began:.0f} s", highlight=False)
+    show(f"saved to {path} after {time.monotonic() - began:.0f} s")
     if others > _BUSY:
         console.print(
             f"warning: other programs used {others:.1f} processors meanwhile, so this machine "

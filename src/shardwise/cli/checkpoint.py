@@ -14,6 +14,7 @@ from shardwise.cli import checkpoint_show as show
 from shardwise.cli.values import read_path, read_size
 from shardwise.elastic.errors import UserError
 from shardwise.errors import CheckpointError
+from shardwise.units import printable
 
 commands = typer.Typer(
     name="checkpoint",
@@ -118,7 +119,8 @@ def verify(path: Checkpoint, buffer: Buffer = DEFAULT_BUFFER, json: Json = False
             damages = list(run(path, buffer=buffer, watch=watch))
     show.damages(path, damages, json=json)
     for each in skipped:
-        typer.echo(f"warning: {each.path} is newer but not complete: {each.problem}", err=True)
+        text = f"warning: {each.path} is newer but not complete: {each.problem}"
+        typer.echo(printable(text), err=True)
     if damages or skipped:
         raise typer.Exit(1)
 

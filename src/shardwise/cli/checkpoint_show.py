@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.inspect.words import Row, add_rows, counted, fold, shape_in_words
-from shardwise.units import brief_size
+from shardwise.units import brief_size, printable, show
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.entries import StatePath
@@ -68,16 +68,16 @@ def listing(where: Path, found: Sequence[Listed], *, json: bool) -> None:
         _print_json([_listed(each) for each in found])
         return
     if not found:
-        print(f"no checkpoints in {where}")
+        show(f"no checkpoints in {where}")
         return
     table = _table("step", "size", "state", "ranks", "mesh", "strategy", "format")
     for each in found:
         table.add_row(
-            Text(each.path.name if each.step is None else str(each.step)),
+            _text(each.path.name if each.step is None else str(each.step)),
             Text(brief_size(each.nbytes)),
             Text("incomplete", style="red") if each.problem else Text("complete", style="green"),
             *map(
-                Text,
+                _text,
                 (
                     "" if each.world_size is None else str(each.world_size),
                     each.mesh,
@@ -90,7 +90,7 @@ def listing(where: Path, found: Sequence[Listed], *, json: bool) -> None:
     console.print(table)
     for each in found:
         if each.problem:
-            console.print(Text(f"{each.path.name}: {each.problem}", style="dim"))
+            console.print(_text(f"{each.path.name}: {each.problem}", style="dim"))
 
 
 def _listed(each: Listed) -> dict[str, Any]:
@@ -109,15 +109,15 @@ def damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
         _print_json({"path": str(where), "damaged": [dataclasses.asdict(each) for each in found]})
         return
     for each in found[:_MOST_DAMAGES]:
-        print(f"damaged: file {each.file}, parameter {each.parameter}, piece {each.piece}")
-        print(f"         {each.reason}")
+        show(f"damaged: file {each.file}, parameter {each.parameter}, piece {each.piece}")
+        show(f"         {each.reason}")
     if len(found) > _MOST_DAMAGES:
-        print(f"and {len(found) - _MOST_DAMAGES} more")
+        show(f"and {len(found) - _MOST_DAMAGES} more")
     if not found:
-        print(f"{where}: every checksum is right")
+        show(f"{where}: every checksum is right")
     else:
         places = counted(found, "place")
-        print(f"{where}: damaged in {places}; an older checkpoint may be intact, see: ls")
+        show(f"{where}: damaged in {places}; an older checkpoint may be intact, see: ls")
 
 
 def contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
@@ -133,9 +133,9 @@ def contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
         _print_json(_contents(source, values=values))
         return
     console = _console()
-    console.print(Text(str(source.where), style="bold"))
+    console.print(_text(str(source.where), style="bold"))
     for line in source.about:
-        console.print(Text(line))
+        console.print(_text(line))
     for section in ("model", "optimizer", "extra"):
         paths = [path for path in source.tensors if path[0] == section]
         if paths:
@@ -144,7 +144,7 @@ def contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
         console.print()
         console.print(Text("values", style="bold"))
         for path, value in source.values.items():
-            console.print(Text(f"{_dotted(path)} = {_short(repr(value))}"))
+            console.print(_text(f"{_dotted(path)} = {_short(repr(value))}"))
 
 
 def _print_section(
@@ -223,7 +223,7 @@ def differences(
         _print_json({"a": str(first), "b": str(second), "differences": fields})
         return
     if not found:
-        print(f"{first} and {second} hold the same")
+        show(f"{first} and {second} hold the same")
         return
     rows = fold(
         found,
@@ -233,10 +233,10 @@ def differences(
     table = _table("name", "differs in", "A", "B", "max abs", "elements")
     add_rows(table, rows, _difference_cells)
     console = _console()
-    console.print(Text(f"A  {first}"))
-    console.print(Text(f"B  {second}"))
+    console.print(_text(f"A  {first}"))
+    console.print(_text(f"B  {second}"))
     console.print(table)
-    print(counted(found, "difference"))
+    show(counted(found, "difference"))
 
 
 def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
@@ -262,15 +262,15 @@ def written(path: Path) -> None:
     files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
     size = sum(file.stat().st_size for file in files)
     what = "" if path.is_file() else f" in {counted(files, 'file')}"
-    print(f"wrote {path}: {brief_size(size)}{what}")
+    show(f"wrote {path}: {brief_size(size)}{what}")
     if not path.is_dir() or format_of(path) is not Format.HF:
         return
     if not (path / CONFIG).exists():
-        print(f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one")
+        show(f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one")
         return
     config = json_module.loads((path / CONFIG).read_bytes())
     if "vocab_size" in config and not has_tokenizer(path):
-        print(f"note: AutoTokenizer needs a tokenizer in {path}; the source has none, so add one")
+        show(f"note: AutoTokenizer needs a tokenizer in {path}; the source has none, so add one")
 
 
 def _table(*columns: str) -> Table:
@@ -291,9 +291,14 @@ def _console() -> Console:
     return Console(width=shutil.get_terminal_size((80, 24)).columns, highlight=False)
 
 
+def _text(text: str, style: str = "") -> Text:
+    """Text for a table or a console, as a terminal can show it."""
+    return Text(printable(text), style)
+
+
 def _short(text: str) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _print_json(value: Any) -> None:
-    print(json_module.dumps(value, indent=2, ensure_ascii=False))
+    print(json_module.dumps(value, indent=2))

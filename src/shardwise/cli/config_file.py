@@ -28,7 +28,7 @@ from typing import Any, get_args, get_origin
 import typer
 
 from shardwise.cli.generate import Keys, Options, Setting, parameter_name
-from shardwise.cli.values import read_name, read_path
+from shardwise.cli.values import read_integer, read_name, read_path
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.begin import require_installed
 from shardwise.recipes.core.option import Reads
@@ -279,7 +279,7 @@ def _scalar_reader(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) ->
     elif kind is bool:
         convert, expected = _BOOLEANS.__getitem__, "true or false"
     elif kind is int:
-        convert, expected = int, "an integer"
+        convert, expected = read_integer, "an integer"
     elif kind is float:
         convert, expected = float, "a number"
     elif kind is Path:

@@ -25,8 +25,8 @@ from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_t
 
 import typer
 
-from shardwise.cli.values import read_name, read_path
-from shardwise.recipes.core.config import OptionError
+from shardwise.cli.values import read_integer, read_name, read_path
+from shardwise.recipes.core.config import OptionError, check_bounds
 from shardwise.recipes.core.option import BY_MODEL, GROUP, OPTION, Group, Option, Reads, option_name
 
 C = TypeVar("C")
@@ -121,6 +121,7 @@ class Options(Generic[C]):
                     f"{option_name(group.setting)} {group.value.value} with it",
                 )
         changed: C = _changed(config, changes)
+        check_bounds(changed)
         return changed
 
     def settings(self) -> Iterator[Setting]:
@@ -257,6 +258,8 @@ def _parameter(
     parser: Any = None
     if kind is Path:
         parser = read_path
+    elif kind is int:
+        parser = read_integer
     elif told.reads is Reads.NAME:
         parser = read_name
     if get_origin(kind) is tuple:
@@ -271,7 +274,7 @@ def _parameter(
         name,
         help=text,
         rich_help_panel=told.panel,
-        metavar=told.metavar,
+        metavar=told.metavar or ("INTEGER" if kind is int else None),
         show_default=told.shown or default is not None,
         envvar=told.env,
         parser=parser,

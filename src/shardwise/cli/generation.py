@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from typing import Annotated
 
 from typer import Argument, Option
 
-from shardwise.cli.values import read_name
+from shardwise.cli.values import Integer, read_name
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.begin import check_extras
-from shardwise.recipes.core.config import check_nproc, require
+from shardwise.recipes.core.config import check_nproc, check_number, require
+from shardwise.recipes.core.option import SEEDS, Bounds
 
 EXAMPLES = """\
 [bold]Examples[/bold]
@@ -45,20 +45,20 @@ def generate(
     chat: Annotated[
         bool, Option("--chat", help="The prompt is a message, by the tokenizer's chat template.")
     ] = False,
-    max_tokens: Annotated[int, Option(metavar="N", help="The most tokens to generate.")] = 200,
+    max_tokens: Annotated[int, Integer(metavar="N", help="The most tokens to generate.")] = 200,
     temperature: Annotated[
         float, Option(metavar="T", help="0: always the most likely token; 1: as the model says.")
     ] = 0.9,
     top_k: Annotated[
-        int, Option(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
+        int, Integer(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
     ] = 0,
     top_p: Annotated[
         float,
         Option(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
     ] = 1.0,
-    seed: Annotated[int, Option(metavar="N", help="Seed of the drawing.")] = 0,
+    seed: Annotated[int, Integer(metavar="N", help="Seed of the drawing.")] = 0,
     nproc: Annotated[
-        int, Option(metavar="N", help="Processes on this host to shard the model over.")
+        int, Integer(metavar="N", help="Processes on this host to shard the model over.")
     ] = 1,
     dtype: Annotated[
         str | None,
@@ -69,11 +69,11 @@ def generate(
 
     A text ends with the model's end-of-text token, or after --max-tokens.
     """
-    require(max_tokens >= 1, "--max-tokens", max_tokens, "1 or more")
-    require(0 <= temperature < math.inf, "--temperature", temperature, "0 or more")
-    require(top_k >= 0, "--top-k", top_k, "0 or more")
+    check_number("--max-tokens", max_tokens, Bounds(least=1))
+    check_number("--temperature", temperature, Bounds(least=0))
+    check_number("--top-k", top_k, Bounds(least=0))
     require(0 < top_p <= 1, "--top-p", top_p, "more than 0, and 1 at most")
-    require(0 <= seed < 2**63, "--seed", seed, "0 or more, below 2^63")
+    check_number("--seed", seed, SEEDS)
     names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
     if dtype is not None:
         require(dtype in names, "--dtype", dtype, f"one of {', '.join(names)}")

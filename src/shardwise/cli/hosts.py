@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from typer import Argument, Option
 
 from shardwise.cli.generate import Options, with_options
 from shardwise.cli.run import HostsConfig
+from shardwise.cli.values import Integer
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import (
     TOKEN,
@@ -24,8 +24,9 @@ from shardwise.elastic.hosts import (
     slurm_script,
     torchrun_lines,
 )
-from shardwise.recipes.core.config import require
-from shardwise.recipes.core.option import option
+from shardwise.recipes.core.config import check_number, require
+from shardwise.recipes.core.option import Bounds, Count, NotNegative, Seconds, option
+from shardwise.units import show
 
 _DOCTOR = """
 [bold]Examples[/bold]
@@ -71,9 +72,9 @@ def add_to(commands: typer.Typer) -> None:
 class DoctorConfig(HostsConfig):
     """What ``shardwise doctor`` is asked for."""
 
-    nproc: int = field(default=1, metadata=option("Processes of the job on every host."))
-    timeout: float = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
-    least_gbit: float = field(
+    nproc: Count = field(default=1, metadata=option("Processes of the job on every host."))
+    timeout: Seconds = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
+    least_gbit: NotNegative = field(
         default=1.0,
         metadata=option("Warn of links between hosts that are slower than this, in Gbit/s."),
     )
@@ -86,19 +87,12 @@ class DoctorConfig(HostsConfig):
             SystemExit: with code 1 if a job would not run.
         """
         # Here, and not before: other commands start without it.
-        from shardwise.doctor.checks import Finding
         from shardwise.doctor.diagnose import diagnose
 
-        require(self.nproc >= 1, "--nproc", self.nproc, "1 or more")
-        require(0 < self.timeout < math.inf, "--timeout", self.timeout, "seconds, above 0")
-        require(0 <= self.least_gbit < math.inf, "--least-gbit", self.least_gbit, "0 or more")
         nodes = self.nodes_within(self.timeout)
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
         require(nodes.least is None, "--nnodes", self.nnodes, expected)
-
-        def show(finding: Finding) -> None:
-            print(finding, flush=True)
 
         sys.exit(0 if diagnose(nodes, self.nproc, self.least_gbit, show) else 1)
 
@@ -114,10 +108,10 @@ def launch_lines(
         Option(help="Names of the hosts, separated by commas; they meet at the first one."),
     ] = None,
     slurm: Annotated[
-        int | None, Option(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
+        int | None, Integer(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
     ] = None,
-    nproc: Annotated[int, Option(help="Processes on each host.")] = 1,
-    rdzv_port: Annotated[int, Option(help="Port where the hosts meet.")] = 29400,
+    nproc: Annotated[int, Integer(help="Processes on each host.")] = 1,
+    rdzv_port: Annotated[int, Integer(help="Port where the hosts meet.")] = 29400,
     nnodes: Annotated[
         str | None,
         Option(metavar="MIN:MAX", help="Start with MIN hosts or more; others may join later."),
@@ -125,6 +119,8 @@ def launch_lines(
     torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
 ) -> None:
     """Print the line that starts a job, for each host, or a script for Slurm."""
+    check_number("--nproc", nproc, Bounds(least=1))
+    check_number("--slurm", 1 if slurm is None else slurm, Bounds(most=1 << 20))
     names: tuple[str, ...] = ()
     if hosts:  # an IPv6 address may stand in its brackets, as with --rdzv
         names = tuple(re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in hosts.split(","))

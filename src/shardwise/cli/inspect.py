@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.cli.values import read_name, read_path
+from shardwise.cli.values import Integer, read_name, read_path
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.planning.presets import MODELS
 from shardwise.recipes.catalog import Subject, make_plan
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.recipes.core.rundir import RunDir
-from shardwise.units import brief_size
+from shardwise.units import brief_size, printable
 
 if TYPE_CHECKING:
     from shardwise.inspect.report import ParameterReport, Report
@@ -72,7 +72,7 @@ Mesh = Annotated[
         show_default=f"{_MESH}, or that of the run",
     ),
 ]
-Rank = Annotated[int | None, Option(help="Show what this rank holds.", show_default="all ranks")]
+Rank = Annotated[int | None, Integer(help="Show what this rank holds.", show_default="all ranks")]
 Param = Annotated[
     str | None,
     Option(
@@ -139,7 +139,7 @@ def inspect(
     if values:
         report = _with_values(report)
     if json:
-        print(json_module.dumps(report.to_json(param), separators=(",", ":"), ensure_ascii=False))
+        print(json_module.dumps(report.to_json(param), separators=(",", ":")))
     elif html is None and svg is None:
         from shardwise.inspect.text import View, as_text
 
@@ -199,4 +199,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}") from error
-    typer.echo(f"wrote {path}: {brief_size(path.stat().st_size)}", err=True)
+    typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)

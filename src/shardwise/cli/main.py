@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import io
 import os
 import sys
@@ -89,7 +90,9 @@ def app() -> NoReturn:
     """Run the command line: a mistake of its user is one line on stderr and exit code 2.
 
     Exit code 130: stopped by Ctrl-C. 141: whoever read what it prints has gone, as in ``| head``.
+    1: what it prints cannot be written, since the disk is full or standard output is closed.
     """
+    _check_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         # The name of a file may be what no text can hold; it is shown nevertheless.
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -118,6 +121,21 @@ def app() -> NoReturn:
     if code == _STOPPED:  # what typer makes of KeyboardInterrupt, without a word
         _end("stopped", _STOPPED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_streams() -> None:
+    """Give closed streams to the null device, else a checkpoint could get the number of stderr.
+
+    Without a standard output that can be written to, every command ends, as coreutils do.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    reads_only = fcntl.fcntl(1, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    if sys.stdout is None or reads_only:
+        _end("cannot write: standard output is closed; >/dev/null discards what is printed", 1)
 
 
 def _end(message: str, code: int) -> NoReturn:

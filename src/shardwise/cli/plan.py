@@ -35,7 +35,7 @@ from shardwise.planning.settings import (
 )
 from shardwise.recipes.core.begin import check_extras
 from shardwise.recipes.core.config import OptionError, StrategyConfig, naming_mesh, require
-from shardwise.recipes.core.option import MODEL, OUTPUT, SHARDING, TRAINING, option
+from shardwise.recipes.core.option import MODEL, OUTPUT, SHARDING, TRAINING, NotNegative, option
 
 if TYPE_CHECKING:
     from shardwise.planning.api import ModelPlan
@@ -139,7 +139,7 @@ class PlanConfig(StrategyConfig):
             metavar="NAME",
         ),
     )
-    clip_grad: float = field(
+    clip_grad: NotNegative = field(
         default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
     stepping: Stepping = field(
@@ -288,7 +288,7 @@ class PlanConfig(StrategyConfig):
         if self.html is not None:
             plan.to_html(self.html)
         if self.json:
-            text = json_module.dumps(plan.to_json(), separators=(",", ":"), ensure_ascii=False)
+            text = json_module.dumps(plan.to_json(), separators=(",", ":"))
             print(text)
         elif self.html is None:
             print(plan)

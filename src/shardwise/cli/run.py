@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
 
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
@@ -25,9 +26,11 @@ from shardwise.elastic.world import (
     launched_here,
     usable_cores,
 )
+from shardwise.planning.settings import MOST_RANKS
 from shardwise.recipes.core.config import check_nproc, require
 from shardwise.recipes.core.job import TrainingJob
-from shardwise.recipes.core.option import HOSTS, option
+from shardwise.recipes.core.option import HOSTS, Bounds, Count, Natural, Seconds, option
+from shardwise.units import show
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,7 @@ class HostsConfig:
             shown="1",
         ),
     )
-    node_rank: int | None = field(
+    node_rank: Natural | None = field(
         default=None,
         metadata=option("Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS),
     )
@@ -100,7 +103,7 @@ class HostsConfig:
 class LaunchConfig(HostsConfig):
     """How many processes on how many hosts, and what happens when some are lost."""
 
-    nproc: int | None = field(
+    nproc: Count | None = field(
         default=None,
         metadata=option(
             "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
@@ -115,13 +118,13 @@ class LaunchConfig(HostsConfig):
             "Say first what the training needs and how fast it will be; stop if it cannot fit."
         ),
     )
-    world_size: int | None = field(
+    world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = field(
         default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
     )
-    rdzv_timeout: float = field(
+    rdzv_timeout: Seconds = field(
         default=300.0, metadata=option("Seconds to wait for all hosts.", HOSTS)
     )
-    max_restarts: int = field(
+    max_restarts: Natural = field(
         default=0,
         metadata=option(
             "How often to restart from the last checkpoint when a process or a host is lost, with "
@@ -200,7 +203,6 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             be_worker(world, job.run)
             return
         run_rank(world, job.run)
-    require(launch.max_restarts >= 0, "--max-restarts", launch.max_restarts, "0 or more")
     expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
     # Several hosts may each have a disk of their own, and would each choose for themselves.
@@ -212,9 +214,9 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             # The other hosts may see the folder that host 0 has made already.
             nothing_to_do = job.check_folder()
             if chosen is not None:
-                print(chosen)
+                show(chosen)
             if nothing_to_do is not None:
-                print(nothing_to_do)
+                show(nothing_to_do)
                 sys.exit(0)
             if launch.plan:
                 held.enter_context(job.plan(_world(hosts, processes)))
@@ -235,10 +237,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
 def _dry_run(job: TrainingJob, launch: LaunchConfig, nodes: Nodes | None) -> None:
     expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
     require(nodes is None, "--nnodes", launch.nnodes, expected)
-    option, size = "--world-size", launch.world_size
-    if size is None:
-        option, size = "--nproc", 1 if launch.nproc is None else launch.nproc
-    require(size >= 1, option, size, "1 or more")
+    size = launch.world_size or launch.nproc or 1
     job.show_dry_run(World(0, size, 0, size))
 
 
@@ -256,7 +255,7 @@ def _launch(job: TrainingJob, processes: int, nodes: Nodes | None, max_restarts:
     command = _command_of(job)
     if nodes is None:
         return run_here(command, processes, max_restarts)
-    print(meeting(nodes), flush=True)
+    show(meeting(nodes))
     if nodes.least is None:
         return run_over_hosts(command, processes, nodes, max_restarts)
     terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
@@ -294,7 +293,7 @@ def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_rest
         code = launcher.run()
         if launcher.finished and 0 not in launcher.finished:
             first = min(launcher.finished)
-            print(f"run        {job.config.train.output.out}/replicas/{first} has the model")
+            show(f"run        {job.config.train.output.out}/replicas/{first} has the model")
         return code
 
 

@@ -113,7 +113,6 @@ def _run(program: tuple[list[str], Terms], launch: LaunchConfig) -> int:
             "WORLD_SIZE; what has set them starts the ranks, so give it the script itself"
         )
     processes = check_nproc(launch.nproc, None)
-    require(launch.max_restarts >= 0, "--max-restarts", launch.max_restarts, "0 or more")
     command = command_of(words)
     if nodes is None:
         return run_here(lambda attempt: command, processes, launch.max_restarts)

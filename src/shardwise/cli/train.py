@@ -19,6 +19,7 @@ from shardwise.recipes.catalog import RECIPES
 from shardwise.recipes.core.config import OptimizerConfig, OptimizerName
 from shardwise.recipes.core.job import Folder, TrainingJob
 from shardwise.recipes.core.recipe import Recipe, RecipeConfig
+from shardwise.units import show
 
 _LM = """
 [bold]Examples[/bold]
@@ -206,7 +207,7 @@ class _Command:
             text = written(f"shardwise train {self.recipe.name}", values)
             if given["save_config"] is not None:
                 save(given["save_config"], text)
-                typer.echo(f"options    {given['save_config']}")
+                show(f"options    {given['save_config']}")
                 return
             named = given["out"] is not None or file.value("--out") is not None
             folder = Folder.NAMED if named else Folder.DEFAULT

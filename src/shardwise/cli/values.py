@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import cast
 
 import typer
 
+_MAX_DIGITS = 25  # of an integer; the largest one of any option has 19
+_MAX_SIZE = 2**62  # bytes
 _MAX_NAME, _MAX_PATH = 255, 4095  # bytes, of Linux: of a file's name, and of a path
 
 
@@ -49,6 +53,25 @@ def _brief(text: str) -> str:
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
+def read_integer(text: str | int) -> int:
+    """Read an integer, also as people write a large one: ``1e6``.
+
+    Raises:
+        typer.BadParameter: it is none, or no computer could count so far.
+    """
+    try:
+        number = Decimal(text)
+        exact = number.is_finite() and number.adjusted() < _MAX_DIGITS and not number % 1
+    except ArithmeticError:
+        exact = False
+    if not exact:
+        raise typer.BadParameter(f"found {_brief(str(text))}, expected a whole number")
+    return int(number)
+
+
+#: An integer, among the parameters of a command.
+Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -63,9 +86,12 @@ def read_size(text: str | int) -> int:
     match = _SIZE.fullmatch(str(text).strip())
     unit = match[2].lower().removesuffix("b") if match else "?"
     factor = {**_UNITS, **_BINARY}.get(unit)
-    if match is None or factor is None:
-        raise typer.BadParameter(f"found {text!r}, expected a size such as 8MiB or 1.5GB")
-    return int(float(match[1]) * factor)
+    nbytes = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= nbytes < _MAX_SIZE:
+        raise typer.BadParameter(
+            f"found {_brief(str(text))}, expected a size such as 8MiB or 1.5GB"
+        )
+    return int(nbytes)
 
 
 #: The root of all mistakes on a command line. Typer brings it along, without a public name.
@@ -73,7 +99,6 @@ UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
 
 # What the parsers of different versions of typer say of a value -> what they expected.
 _EXPECTED = (
-    (re.compile(r"valid (integer|int)\b"), "a whole number"),
     (re.compile(r"valid (number|float)\b"), "a number"),
     (re.compile(r"not one of (?P<choices>.*?)\.?$"), "one of {choices}"),
 )

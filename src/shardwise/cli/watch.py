@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.cli.values import read_path
+from shardwise.cli.values import Integer, read_path
 from shardwise.elastic.errors import UserError
 from shardwise.recipes.core.config import OptionError, require
 from shardwise.runs import files
@@ -17,7 +17,7 @@ from shardwise.runs.page import Updates, page
 from shardwise.runs.serve import ADDRESS, Server
 from shardwise.runs.snapshot import RunReader
 from shardwise.runs.text import compared
-from shardwise.units import brief_size, printable
+from shardwise.units import brief_size, printable, show
 
 WATCH = """
 [bold]Examples[/bold]
@@ -55,7 +55,7 @@ Runs = Annotated[
 ]
 Port = Annotated[
     int | None,
-    Option(
+    Integer(
         help="Port on this computer; 0: any that is free.",
         show_default=f"{_PORT}, or any that is free",
     ),
@@ -94,11 +94,11 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
     if html is not None:
         # Into the file that is there: it may be a device, such as /dev/stdout.
         size = html.write_bytes(page(_names(runs), found, Updates.NEVER).encode())
-        typer.echo(f"wrote {html}: {brief_size(size)}", err=True)
+        typer.echo(printable(f"wrote {html}: {brief_size(size)}"), err=True)
     if json:
         print(json_module.dumps(compared(found).to_json()))  # ASCII: some text has no encoding
     elif html is None:
-        print(compared(found))
+        show(compared(found))
 
 
 def _check(runs: list[Path]) -> None:

@@ -33,7 +33,7 @@ from shardwise.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
-from shardwise.units import brief_size
+from shardwise.units import brief_size, printable
 
 _MOST_LINES = 16  # of the mesh
 _MOST_BLOCKS = 32  # that are listed one by one
@@ -79,7 +79,7 @@ def rendered(parts: Iterable[Text | Table | Padding], width: int | None = None) 
     )
     for part in parts:
         console.print(part)
-    lines = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+    lines = "\n".join(line.rstrip() for line in printable(out.getvalue(), keep="\n").split("\n"))
     return re.sub(r"\n{3,}", "\n\n", lines).strip("\n")
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from shardwise.units import printable
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -165,14 +167,17 @@ def add_rows(
     """
     from rich.text import Text  # the library itself does without rich
 
+    def text(content: str) -> Text:
+        return Text(printable(content))
+
     for prefix, group in groupby(rows, key=lambda row: row.prefix):
         members = list(group)
         if prefix:
             times = len(members[0].members)
-            table.add_row(Text(f"{prefix}  ({times} alike)" if times > 1 else prefix))
+            table.add_row(text(f"{prefix}  ({times} alike)" if times > 1 else prefix))
         for row in members:
             name = f"  {row.name}" if prefix else row.name
-            table.add_row(Text(name), *map(Text, cells(row)))
+            table.add_row(text(name), *map(text, cells(row)))
 
 
 def _row(name: str, members: Sequence[_Item], seen: Sequence[Sequence[int]]) -> Row[_Item]:

@@ -348,11 +348,11 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: it cannot.
     """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     part = _part_of(path)
     part.touch()
     part.unlink()
-    if path.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
 
 
 def _part_of(path: Path) -> Path:

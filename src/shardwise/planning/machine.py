@@ -42,6 +42,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shardwise.checkpoint.disk.files import Links, read_small
+from shardwise.errors import CheckpointError
 from shardwise.units import printable
 
 _GIB = 2**30
@@ -369,14 +371,10 @@ def known() -> tuple[Sequence[str], Sequence[str]]:
 
 def _toml(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MAX_BYTES + 1)
-    except OSError as error:
-        raise MachineError(str(path), error.strerror, "a TOML file") from None
-    if len(content) > _MAX_BYTES:
-        raise MachineError(str(path), f"more than {_MAX_BYTES:,} bytes", "fewer")
-    try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(read_small(path, _MAX_BYTES, Links.FOLLOW).decode())
+    except CheckpointError as error:  # also for a pipe, which would be waited for
+        reason = str(error).removeprefix(f"{path}: ")
+        raise MachineError(str(path), f"no file to read: {reason}", "a TOML file") from None
     except (ValueError, RecursionError) as error:
         raise MachineError(str(path), f"no TOML ({error})", "a TOML file") from None
 

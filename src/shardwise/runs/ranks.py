@@ -12,7 +12,7 @@ from typing import IO, Any
 
 from shardwise.checkpoint.disk.strict import MAX_INT, Fields, check_number, parse, refuse
 from shardwise.errors import CheckpointError
-from shardwise.runs.metrics import MAX_LINE, Follower
+from shardwise.runs.metrics import MAX_LINE, MOST_BYTES, Follower
 
 MOST_RANKS = 256  # that a line lists, the busiest ones
 _SECONDS = 10.0  # between lines, at first
@@ -117,11 +117,12 @@ class RanksReader:
 
     Args:
         path: the file.
+        at_once: bytes after which one reading ends; the next one goes on.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, at_once: int = MOST_BYTES) -> None:
         self._lines: list[dict[str, Any]] = []
-        self._follower = Follower(path, self._lines.clear, self._line)
+        self._follower = Follower(path, self._lines.clear, self._line, at_once)
 
     def read(self) -> list[dict[str, Any]]:
         """Return the newest lines, oldest first. Damaged ones are left out.

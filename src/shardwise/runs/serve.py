@@ -9,6 +9,7 @@ allow no other origin. Nothing that is asked for becomes a path.
 from __future__ import annotations
 
 import hashlib
+import socket
 import threading
 from collections.abc import Sequence
 from http import HTTPStatus
@@ -21,7 +22,8 @@ from shardwise.runs.snapshot import RunReader
 
 ADDRESS = "127.0.0.1"
 _CONNECTIONS = 32  # at a time; more are closed at once
-_SECONDS = 10.0  # that a client may take for its request, or to take an answer
+_SECONDS = 10.0  # that a client may take for its whole request, or to take an answer
+_AT_ONCE = 1 << 24  # bytes of a file that others wait for: it goes on with the next request
 
 
 class Server(ThreadingHTTPServer):
@@ -44,7 +46,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, roots: Sequence[Path], title: str, port: int = 0) -> None:
         super().__init__((ADDRESS, port), _Handler)
-        self._readers = [RunReader(root) for root in roots]
+        self._readers = [RunReader(root, _AT_ONCE) for root in roots]
         self._title = title
         self._reading = threading.Lock()
         self._slots = threading.BoundedSemaphore(_CONNECTIONS)
@@ -94,7 +96,25 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "shardwise"
     sys_version = ""
-    timeout = _SECONDS
+    timeout = _SECONDS  # of a single read, and of a whole answer
+
+    def setup(self) -> None:
+        super().setup()
+        # A byte now and then would keep a place for hours: the next read finds the end then.
+        ending = (socket.SHUT_RD,)
+        self._deadline = threading.Timer(_SECONDS, self.connection.shutdown, ending)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def parse_request(self) -> bool:
+        try:
+            return super().parse_request()
+        finally:
+            self._deadline.cancel()
+
+    def finish(self) -> None:
+        self._deadline.cancel()
+        super().finish()
 
     def do_GET(self) -> None:
         self._answer()

@@ -21,7 +21,7 @@ from shardwise.checkpoint.disk.strict import parse
 from shardwise.errors import CheckpointError
 from shardwise.runs import files
 from shardwise.runs.curves import MOST_NAMES, Curves
-from shardwise.runs.metrics import Follower, parse_line
+from shardwise.runs.metrics import MOST_BYTES, Follower, parse_line
 from shardwise.runs.ranks import RanksReader
 
 #: Seconds without a new line after which a run that cannot be seen to hold its lock has ended.
@@ -44,16 +44,17 @@ class RunReader:
 
     Args:
         root: the folder of the run.
+        at_once: bytes of steps after which one reading ends; the next one goes on.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, at_once: int = MOST_BYTES) -> None:
         self.root = root
         self._curves = Curves()
         self._latest: dict[str, Any] = {}
         self._damaged = 0
         self._first_damaged = 0
-        self._follower = Follower(root / files.METRICS, self._begin, self._line)
-        self._ranks = RanksReader(root / files.RANKS)
+        self._follower = Follower(root / files.METRICS, self._begin, self._line, at_once)
+        self._ranks = RanksReader(root / files.RANKS, at_once)
         self._sizes: dict[Path, tuple[int, dict[str, Any] | None]] = {}
 
     def _begin(self) -> None:
@@ -89,6 +90,8 @@ class RunReader:
             self._follower.read()
         except CheckpointError as error:
             problems.append(str(error))
+        if self._follower.left:
+            problems.append(f"{files.METRICS}: {self._follower.left:,} bytes are still to be read")
         if self._damaged:
             problems.append(
                 f"{files.METRICS}: left out {self._damaged:,} damaged lines, of which the first is "

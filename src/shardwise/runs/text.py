@@ -33,13 +33,17 @@ class Comparison:
         names = list(self.results)
         rows = [["", *names]]
         kinds = dict.fromkeys(kind for result in self.results.values() for kind in result)
-        rows += [[kind, *(_shown(self.results[n].get(kind)) for n in names)] for kind in kinds]
+        rows += [
+            [_shown(kind), *(_shown(self.results[n].get(kind)) for n in names)] for kind in kinds
+        ]
         rows.append([])
-        rows += [[name, *map(_shown, values)] for name, values in self.differing.items()]
+        rows += [[_shown(name), *map(_shown, values)] for name, values in self.differing.items()]
         if not self.differing:
             rows.append([f"all {self.same} settings are the same"])
         elif self.same:
             rows.append([f"{self.same} other settings are the same"])
+        # Names of runs, settings and metrics may be as hostile as their values.
+        rows = [[printable(cell) for cell in row] for row in rows]
         widths = [
             max((len(row[at]) for row in rows if at < len(row) and len(row) > 1), default=0)
             for at in range(len(names) + 1)
@@ -99,5 +103,5 @@ def _result(run: Mapping[str, Any]) -> dict[str, Any]:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    text = f"{value:.5g}" if isinstance(value, float) else printable(str(value))
+    text = f"{value:.5g}" if isinstance(value, float) else str(value)
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 3]}..."

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.files import read_small
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.timeline.merged import Timeline, together
 from shardwise.timeline.page import page
@@ -20,7 +20,7 @@ from shardwise.timeline.trace import trace
 TIMELINE, TRACE, PAGE = "timeline.json", "trace.json", "timeline.html"
 
 _PARTS = "rank-*.json"
-_MOST_BYTES = 1 << 30
+_MOST_BYTES = 1 << 29  # a recording stops long before
 
 
 def write(timeline: Timeline, folder: str | Path) -> None:
@@ -41,22 +41,23 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     _replace_file(root / PAGE, page(timeline).encode(errors="replace"))
 
 
-def read(folder: str | Path) -> Timeline:
-    """Read the timeline that a recording wrote to a folder.
+def read(path: str | Path) -> Timeline:
+    """Read the timeline that a recording wrote.
 
-    If the recording was cut short, what each rank has left there is put together.
+    If the recording was cut short, what each rank has left in the folder is put together.
 
     Args:
-        folder: where :func:`~shardwise.timeline.record` wrote to.
+        path: the folder that :func:`~shardwise.timeline.record` wrote to, or its
+            ``timeline.json``.
 
     Raises:
-        CheckpointError: a file is damaged, or the folder has none.
+        CheckpointError: a file is damaged, or there is none.
     """
-    root = Path(folder)
-    whole = root / TIMELINE
-    if whole.is_file():
-        return Timeline.from_json(_parsed(whole), str(whole))
-    return read_parts(root)
+    root = Path(path)
+    whole = root / TIMELINE if root.is_dir() else root
+    if root.is_dir() and not os.path.lexists(whole):
+        return read_parts(root)
+    return Timeline.from_json(_parsed(whole), str(whole))
 
 
 def read_parts(folder: Path) -> Timeline:
@@ -131,8 +132,4 @@ def _dumps(value: Any) -> bytes:
 
 
 def _parsed(path: Path) -> Any:
-    handle, size = open_file(path)
-    with os.fdopen(handle, "rb") as file:
-        if size > _MOST_BYTES:
-            refuse(str(path), f"{size:,} bytes", f"{_MOST_BYTES:,} at most")
-        return parse(file.read(_MOST_BYTES), str(path))
+    return parse(read_small(path, _MOST_BYTES), str(path))

@@ -14,7 +14,7 @@ from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.observe import Activity
 from shardwise.planning.clock import PlanSpan as Predicted
 from shardwise.planning.clock import StepTime
-from shardwise.timeline.rank import RankTimeline
+from shardwise.timeline.rank import RankTimeline, time_of
 from shardwise.timeline.steps import Part, StepOfAll, steps_of, typical
 
 _FORMAT = "shardwise timeline 1"
@@ -134,11 +134,16 @@ def prediction_from_json(value: Any, where: str) -> StepTime:
     """
     try:
         spans = [
-            Predicted(Activity(activity), str(name), str(dimension), float(begin), float(end))
+            Predicted(Activity(activity), str(name), str(dimension), time_of(begin), time_of(end))
             for activity, name, dimension, begin, end in value["spans"]
         ]
-        return StepTime(**{**value, "spans": tuple(spans)})
-    except (KeyError, TypeError, ValueError):
+        numbers: dict[str, Any] = {
+            name: None if each is None and name == "mfu" else time_of(each)
+            for name, each in value.items()
+            if name not in ("spans", "bound_by")
+        }
+        return StepTime(**numbers, bound_by=str(value["bound_by"]), spans=tuple(spans))
+    except (KeyError, TypeError, ValueError, AttributeError):
         refuse(f"{where}, 'prediction'", "other values", "what a recording writes")
 
 

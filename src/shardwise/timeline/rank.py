@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.checkpoint.disk.strict import Fields, refuse
+from shardwise.checkpoint.disk.strict import MAX_INT, Fields, refuse
 from shardwise.observe import Activity, Memory
 
 #: Activities that are collectives.
@@ -18,6 +18,8 @@ COLLECTIVES = frozenset(
 )
 
 _MOST = 1 << 24  # spans or changes in a file
+_MOST_RANKS = 1 << 20
+_LATEST = 1e12  # seconds: no clock is further
 _PLACES = 7  # decimal places of a time: 0.1 microseconds
 
 
@@ -190,31 +192,33 @@ class RankTimeline:
             CheckpointError: they are something else.
         """
         fields = Fields(value, where)
-        rank = int(fields.number("rank"))
+        world_size = fields.number("world_size", 1, _MOST_RANKS)
+        rank = fields.number("rank", 0, world_size - 1)
         at = f"{where}, rank {rank}"
         try:
-            names = [str(name) for name in value["names"]]
+            # A dict, which knows no negative numbers.
+            names = {number: str(name) for number, name in enumerate(value["names"])}
             spans = tuple(_span(row, names) for row in value["spans"][:_MOST])
             changes = tuple(
-                MemoryChange(float(time), Memory(names[kind]), names[name], int(nbytes))
+                MemoryChange(time_of(time), Memory(names[kind]), names[name], _signed(nbytes))
                 for time, kind, name, nbytes in value["changes"][:_MOST]
             )
             return cls(
                 rank=rank,
-                world_size=int(value["world_size"]),
+                world_size=world_size,
                 host=str(value["host"]),
                 device=str(value["device"]),
-                begin=float(value["begin"]),
-                end=float(value["end"]),
+                begin=time_of(value["begin"]),
+                end=time_of(value["end"]),
                 spans=spans,
                 changes=changes,
-                held={Memory(kind): int(nbytes) for kind, nbytes in value["held"].items()},
-                steps=tuple(Step(int(n), float(b), float(e)) for n, b, e in value["steps"]),
-                dropped=int(value["dropped"]),
+                held={Memory(kind): _signed(nbytes) for kind, nbytes in value["held"].items()},
+                steps=tuple(_step(row) for row in value["steps"]),
+                dropped=_signed(value["dropped"]),
                 error=str(value["error"]),
-                uncertainty=float(value["uncertainty"]),
+                uncertainty=time_of(value["uncertainty"]),
             )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             refuse(at, "other values", "what a recording writes")
 
 
@@ -237,18 +241,44 @@ def _round(time: float) -> float:
     return round(time, _PLACES)
 
 
-def _span(row: Sequence[Any], names: Sequence[str]) -> Span:
+def time_of(value: Any) -> float:
+    """Read seconds on a clock.
+
+    Raises:
+        ValueError: it is no number, or one of no clock.
+    """
+    if type(value) not in (int, float) or not -_LATEST <= value <= _LATEST:
+        raise ValueError("expected seconds")
+    return float(value)
+
+
+def _signed(value: Any) -> int:
+    """Read an integer that arithmetic and pictures can go on with."""
+    if type(value) is not int or abs(value) > MAX_INT:
+        raise ValueError("expected an integer")
+    return value
+
+
+def _step(row: Sequence[Any]) -> Step:
+    number, begin, end = row
+    step = Step(_signed(number), time_of(begin), time_of(end))
+    if step.end < step.begin:
+        raise ValueError("expected an end behind the begin")
+    return step
+
+
+def _span(row: Sequence[Any], names: Mapping[int, str]) -> Span:
     activity, name, begin, end, dimension, nbytes, thread, transport, launches, members, on = row
     return Span(
         activity=Activity(names[activity]),
         name=names[name],
-        begin=float(begin),
-        end=None if end is None else float(end),
+        begin=time_of(begin),
+        end=None if end is None else time_of(end),
         dimension=names[dimension],
-        nbytes=int(nbytes),
-        thread=int(thread),
+        nbytes=_signed(nbytes),
+        thread=_signed(thread),
         transport=names[transport],
-        launches=int(launches),
-        members=tuple(int(member) for member in members),
-        device=None if on is None else (float(on[0]), float(on[1])),
+        launches=_signed(launches),
+        members=tuple(_signed(member) for member in members),
+        device=None if on is None else (time_of(on[0]), time_of(on[1])),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -172,7 +173,8 @@ class Fields:
     def real(self, name: str) -> float:
         """A finite number, 0 or more."""
         value = self.any(name)
-        if type(value) not in (int, float) or not 0 <= value < math.inf:
+        # An integer may be larger than any float.
+        if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
             refuse(f"{self.where}, {name!r}", value, "a finite number, 0 or more")
         return float(value)
 

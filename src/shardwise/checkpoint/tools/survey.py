@@ -65,7 +65,7 @@ def list_checkpoints(path: Path) -> list[Listed]:
         return sorted(found, key=lambda each: (each.step is None, each.step or 0, each.path))
     if format_of(path) is not None:
         return [_look(path)]
-    if path.is_file():
+    if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path}: found a file, expected a folder of checkpoints")
     return []
 

@@ -12,9 +12,9 @@ import enum
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardwise.diloco.settings import (
     OuterSGD,
@@ -44,11 +44,22 @@ from shardwise.recipes.core.option import (
     DILOCO,
     GROUP,
     HOSTS,
+    OPTION,
     OUTPUT,
+    SEEDS,
     SHARDING,
     TRAINING,
+    Bounds,
+    Count,
+    Fraction,
     Group,
+    Natural,
+    NotNegative,
+    Positive,
+    Seconds,
+    bounds_of,
     option,
+    option_name,
 )
 from shardwise.transport.wire import PLAIN, WireError, Wires
 
@@ -162,15 +173,15 @@ class OptimizerConfig:
             metavar="NAME",
         ),
     )
-    lr: float = field(metadata=option("Peak learning rate.", TRAINING))
-    warmup: int = field(
+    lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
+    warmup: Natural = field(
         default=20, metadata=option("Steps of linear warmup, at most half of all.", TRAINING)
     )
     schedule: ScheduleName = field(
         default=ScheduleName.COSINE,
         metadata=option("Learning rate after the warmup: {choices}.", TRAINING, metavar="NAME"),
     )
-    decay_steps: int | None = field(
+    decay_steps: Count | None = field(
         default=None,
         metadata=option(
             "The last steps of the run, in which the learning rate decays; until then it stays at "
@@ -179,13 +190,13 @@ class OptimizerConfig:
             shown="all after the warmup; a tenth of the run with warmup-stable-decay",
         ),
     )
-    min_lr: float | None = field(
+    min_lr: NotNegative | None = field(
         default=None,
         metadata=option(
             "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
         ),
     )
-    betas: tuple[float, float] = field(
+    betas: tuple[Fraction, Fraction] = field(
         default=(0.9, 0.95),
         metadata=option(
             "AdamW's and Lion's betas.",
@@ -196,18 +207,18 @@ class OptimizerConfig:
             },
         ),
     )
-    momentum: float | None = field(
+    momentum: Fraction | None = field(
         default=None,
         metadata=option(
             "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd"
         ),
     )
-    weight_decay: float = field(
+    weight_decay: NotNegative = field(
         default=0.1,
         metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
-    clip_grad: float = field(
+    clip_grad: NotNegative = field(
         default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
 
@@ -231,13 +242,13 @@ class OptimizerConfig:
 class SgdConfig:
     """Stochastic gradient descent with momentum."""
 
-    lr: float = field(metadata=option("Peak learning rate.", TRAINING))
-    momentum: float = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
-    weight_decay: float = field(
+    lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
+    momentum: Fraction = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
+    weight_decay: NotNegative = field(
         default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
-    clip_grad: float = field(
+    clip_grad: NotNegative = field(
         default=0.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
     )
 
@@ -339,7 +350,7 @@ class StrategyConfig:
 class ShardingConfig(StrategyConfig):
     """How the model is sharded over ranks, and in which dtypes it is kept and computes."""
 
-    replicas: int | None = field(
+    replicas: Count | None = field(
         default=None,
         metadata=option(
             "Copies of the model, for strategies that have several.",
@@ -397,17 +408,17 @@ class ShardingConfig(StrategyConfig):
 class DilocoConfig:
     """How replicas that train apart exchange parameters; see :class:`shardwise.diloco.DiLoCo`."""
 
-    local_steps: int = field(
+    local_steps: Count = field(
         default=500, metadata=option("Steps of each replica between two exchanges.", DILOCO)
     )
-    outer_lr: float = field(
+    outer_lr: Positive = field(
         default=OuterSGD.lr, metadata=option("Learning rate of the outer optimizer.", DILOCO)
     )
-    outer_momentum: float = field(
+    outer_momentum: Fraction = field(
         default=OuterSGD.momentum,
         metadata=option("Nesterov momentum of the outer optimizer.", DILOCO),
     )
-    outer_warmup: int = field(
+    outer_warmup: Natural = field(
         default=OuterSGD.warmup,
         metadata=option("Exchanges over which that momentum rises from 0.", DILOCO),
     )
@@ -441,7 +452,7 @@ class DilocoConfig:
             "Training steps that an exchange may overlap with.", DILOCO, name="--diloco-overlap"
         ),
     )
-    alpha: float = field(
+    alpha: Fraction = field(
         default=Streaming.alpha,
         metadata=option(
             "Share of its own parameters that a replica keeps at an exchange, 0 to 1.",
@@ -460,7 +471,7 @@ class DilocoConfig:
         ),
     )
 
-    deadline: float | None = field(
+    deadline: Seconds | None = field(
         default=None,
         metadata=option(
             "Make every replica a world of its own, which may be lost and come back. A round waits "
@@ -512,11 +523,11 @@ class OutputConfig:
     """What a run writes, where, and how often."""
 
     out: Path = field(metadata=option("Folder of the run.", OUTPUT, metavar="PATH"))
-    checkpoint_every: int = field(
+    checkpoint_every: Natural = field(
         default=100,
         metadata=option("Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT),
     )
-    keep_last: int = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
+    keep_last: Count = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
     keep_best: bool = field(
         default=False,
         metadata=option(
@@ -533,7 +544,7 @@ class OutputConfig:
             OUTPUT,
         ),
     )
-    eval_every: int = field(
+    eval_every: Natural = field(
         default=100,
         metadata=option(
             "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
@@ -612,16 +623,16 @@ class TrainConfig:
     It ends after ``steps`` or ``epochs``, whichever comes first; one of the two may be None.
     """
 
-    steps: int | None = field(
+    steps: Count | None = field(
         default=None,
         metadata=option("Optimizer steps of the whole run, from its beginning.", TRAINING),
     )
-    epochs: int | None = field(
+    epochs: Count | None = field(
         default=None,
         metadata=option("Epochs of the whole run, from its beginning.", TRAINING),
     )
-    batch_size: int = field(metadata=option("Examples per rank and microbatch.", TRAINING))
-    accumulate: int = field(
+    batch_size: Count = field(metadata=option("Examples per rank and microbatch.", TRAINING))
+    accumulate: Count = field(
         default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
     )
     stepping: Stepping = field(
@@ -643,7 +654,7 @@ class TrainConfig:
         ),
     )
     optimizer: OptimizerConfig | SgdConfig
-    seed: int = field(
+    seed: Annotated[int, SEEDS] = field(
         default=0,
         metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
     )
@@ -657,7 +668,7 @@ class TrainConfig:
             completions=(AUTO, "cpu"),
         ),
     )
-    peer_timeout: float | None = field(
+    peer_timeout: Seconds | None = field(
         default=None,
         metadata=option(
             "Seconds after which a process that does not answer in a collective counts as lost.",
@@ -683,34 +694,65 @@ def require(condition: bool, option: str, found: object, expected: str) -> None:
         raise OptionError(option, found, expected)
 
 
+def check_number(option: str, found: float, bounds: Bounds) -> None:
+    """Raise :class:`OptionError` unless a number is within its bounds."""
+    expected = bounds.expected_for(found)
+    require(expected is None, option, found, str(expected))
+
+
+def check_bounds(config: Any) -> None:
+    """Check every number of a configuration, and of those within, against its option's bounds.
+
+    Raises:
+        OptionError: names the first option that is out of them.
+    """
+    kind: Any = type(config)
+    bounds = bounds_of(kind)
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if is_dataclass(value):
+            check_bounds(value)
+        elif each.name in bounds and value is not None:
+            told = each.metadata[OPTION]
+            names = tuple(told.parts) or (told.name or option_name(each.name),)
+            for name, number in zip(names, value if told.parts else (value,), strict=True):
+                check_number(name, number, bounds[each.name])
+
+
+def check_folders(config: StrategyConfig) -> None:
+    """Check that the folders of a local disk exist: the mount of one is easily mistyped.
+
+    Raises:
+        OptionError: one does not.
+    """
+    check_offload(config)
+    places = {"--offload": config.offload, "--offload-parameters": config.offload_parameters}
+    for name, place in places.items():
+        folder = None if place is None else Place.parse(place).folder
+        expected = "a folder that exists, where the local disk is mounted"
+        require(folder is None or folder.is_dir(), name, f"{place}, no folder", expected)
+
+
 def check_train(config: TrainConfig) -> None:
     """Check everything that does not depend on the world.
 
     Raises:
         OptionError: names the first option that is wrong.
     """
-    if config.steps is not None:
-        _at_least("--steps", config.steps, 1)
-    if config.epochs is not None:
-        _at_least("--epochs", config.epochs, 1)
-    _at_least("--batch-size", config.batch_size, 1)
-    _at_least("--accumulate", config.accumulate, 1)
-    if config.peer_timeout is not None:
-        found, expected = config.peer_timeout, "a number above 0"
-        require(0 < found < math.inf, "--peer-timeout", found, expected)
-    require(0 <= config.seed < 2**63, "--seed", config.seed, "0 to 2^63 - 1")
+    check_bounds(config)
     _check_optimizer(config.optimizer)
     check_offload(config.sharding)
     _ = config.sharding.wires
+    device = config.device
+    require(device.isidentifier(), "--device", repr(device), "a type of device, such as cpu")
     out = str(config.output.out)
     expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
     require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)
-    _at_least("--checkpoint-every", config.output.checkpoint_every, 0)
     _ = config.output.logs
-    if config.output.timeline is not None:
-        steps_to_record(config.output.timeline, 0, 1)
-    _at_least("--keep-last", config.output.keep_last, 1)
-    _at_least("--eval-every", config.output.eval_every, 0)
+    if (asked := config.output.timeline) is not None:
+        first, steps = steps_to_record(asked, 0, 1)[0], config.steps
+        made = steps is None or first <= steps
+        require(made, "--timeline", f"{asked} of {steps} steps", f"steps up to {steps}")
     sharding = config.sharding
     require(
         sharding.mesh is None or sharding.replicas is None,
@@ -799,15 +841,7 @@ def _check_diloco(config: TrainConfig) -> None:
         "another strategy: replicas that train apart step after backward",
     )
     _ = diloco.format
-    # Written so that NaN fails every one of them.
     steps = diloco.local_steps
-    _at_least("--local-steps", steps, 1)
-    found = diloco.outer_lr
-    require(0 < found < math.inf, "--outer-lr", found, "a number above 0")
-    found = diloco.outer_momentum
-    require(0 <= found < 1, "--outer-momentum", found, "0 to 1, without 1")
-    require(diloco.outer_warmup >= 0, "--outer-warmup", diloco.outer_warmup, "0 or more exchanges")
-    require(0 <= diloco.alpha < 1, "--diloco-alpha", diloco.alpha, "0 to 1, without 1")
     parts, expected = diloco.fragments, f"1 to {steps}, the local steps"
     require(1 <= parts <= steps, "--diloco-fragments", parts, expected)
     kept = diloco.overlapped is Overlapped.KEPT
@@ -819,8 +853,7 @@ def _check_diloco(config: TrainConfig) -> None:
         "" if kept else ", or a whole round with steps that are kept"
     )
     require(0 <= overlap <= most, "--diloco-overlap", overlap, expected)
-    if (deadline := diloco.deadline) is not None:
-        require(0 < deadline < math.inf, "--diloco-deadline", deadline, "a number above 0")
+    if diloco.deadline is not None:
         expected = "one fragment, without overlap, with --diloco-deadline"
         require(parts == 1, "--diloco-fragments", parts, expected)
         require(overlap == 0, "--diloco-overlap", overlap, expected)
@@ -831,23 +864,11 @@ def _check_diloco(config: TrainConfig) -> None:
 
 
 def _check_optimizer(config: OptimizerConfig | SgdConfig) -> None:
-    # Written so that NaN fails every one of them.
-    require(0 < config.lr < math.inf, "--lr", config.lr, "a number above 0")
-    match config:
-        case OptimizerConfig():
-            for name, beta in zip(("--beta1", "--beta2"), config.betas, strict=True):
-                require(0 <= beta < 1, name, beta, "0 to 1, without 1")
-            found, expected = config.momentum, "none: only muon and sgd have one"
-            require(config.algorithm in MOMENTA or found is None, "--momentum", found, expected)
-            require(found is None or 0 <= found < 1, "--momentum", found, "0 to 1, without 1")
-            _at_least("--warmup", config.warmup, 0)
-            _check_schedule(config)
-        case SgdConfig(momentum=momentum):
-            require(0 <= momentum < 1, "--momentum", momentum, "0 to 1, without 1")
-    decay = config.weight_decay
-    require(0 <= decay < math.inf, "--weight-decay", decay, "0 or more")
+    if isinstance(config, OptimizerConfig):
+        found, expected = config.momentum, "none: only muon and sgd have one"
+        require(config.algorithm in MOMENTA or found is None, "--momentum", found, expected)
+        _check_schedule(config)
     rules_of(config.param_groups)
-    require(0 <= config.clip_grad < math.inf, "--clip-grad", config.clip_grad, "0 or more")
 
 
 def rules_of(param_groups: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -891,15 +912,9 @@ def _check_schedule(config: OptimizerConfig) -> None:
     for name, given in (("--decay-steps", config.decay_steps), ("--min-lr", config.min_lr)):
         expected = "none with --schedule constant, which does not decay"
         require(decays or given is None, name, given, expected)
-    if config.decay_steps is not None:
-        _at_least("--decay-steps", config.decay_steps, 1)
     if config.min_lr is not None:
         expected = f"0 to {config.lr}, the peak of --lr"
         require(0 <= config.min_lr <= config.lr, "--min-lr", config.min_lr, expected)
-
-
-def _at_least(option: str, found: int, low: int) -> None:
-    require(found >= low, option, found, f"{low} or more")
 
 
 def check_nproc(nproc: int | None, world: World | None) -> int:
@@ -912,8 +927,7 @@ def check_nproc(nproc: int | None, world: World | None) -> int:
     Raises:
         OptionError: it is below 1, more than this host can carry, or the world has another number.
     """
-    if nproc is not None:
-        _at_least("--nproc", nproc, 1)
+    require(nproc is None or nproc >= 1, "--nproc", nproc, "1 or more")
     if world is None:
         most, expected = most_ranks()
         require(nproc is None or nproc <= most, "--nproc", nproc, expected)

@@ -11,7 +11,7 @@ from typing import Any
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.recipes.core.begin import check_folder, compared, decided
-from shardwise.recipes.core.config import Existing, resolve_sharding
+from shardwise.recipes.core.config import Existing, check_folders, resolve_sharding
 from shardwise.recipes.core.recipe import Inputs, Recipe, RecipeConfig
 from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 
@@ -148,6 +148,7 @@ class TrainingJob:
 
     def check(self, world: World) -> None:
         """See :meth:`RecipeConfig.check`."""
+        check_folders(self.config.train.sharding)
         self._inputs, self._size = self.config.check(world), world.size
 
     def check_world(self, world: World) -> None:

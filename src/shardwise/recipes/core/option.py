@@ -14,7 +14,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Annotated, Any, get_args, get_type_hints
 
 #: Keys of ``dataclasses.field(metadata=...)``.
 OPTION, GROUP = "option", "group"
@@ -31,6 +32,60 @@ class Reads(enum.Enum):
 
     PLAIN = "plain"  # by the type of the field; a Path with ~ for the home folder
     NAME = "name"  # a name that may be a path: ~ stands for the home folder
+
+
+LARGEST = 1e38  # that float32 holds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """Which numbers an option takes; never NaN.
+
+    Attributes:
+        least: the smallest one.
+        above: what all are larger than.
+        below: what all are smaller than.
+        most: the largest one.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+    most: float = 2**31 - 1  # of anything that is counted: as seconds, 68 years
+
+    def expected_for(self, value: float) -> str | None:
+        """Return what is expected in place of a number; None: it may be."""
+        if value > self.most:
+            return f"{self.most:,} at most"
+        if self.above is not None:
+            return None if value > self.above else f"a number above {self.above:g}"
+        if self.below is not None:
+            expected = f"{self.least} to {self.below}, without {self.below}"
+            return None if (self.least or 0) <= value < self.below else expected
+        if self.least is None or value >= self.least:
+            return None
+        usual = self.most in (Bounds.most, LARGEST)
+        return f"{self.least} or more" if usual else f"{self.least} to {self.most:,}"
+
+
+SEEDS = Bounds(least=0, most=2**63 - 1)
+Count = Annotated[int, Bounds(least=1)]
+Natural = Annotated[int, Bounds(least=0)]
+Seconds = Annotated[float, Bounds(above=0)]
+Positive = Annotated[float, Bounds(above=0, most=LARGEST)]
+NotNegative = Annotated[float, Bounds(least=0, most=LARGEST)]
+Fraction = Annotated[float, Bounds(least=0, below=1)]
+
+
+@cache
+def bounds_of(kind: type) -> Mapping[str, Bounds]:
+    """Return the bounds of the fields of a configuration that have some: in their types."""
+    return {
+        name: bounds
+        for name, hint in get_type_hints(kind, include_extras=True).items()
+        for part in (hint, *get_args(hint))  # of ``Count | None``, or of a tuple
+        for bounds in getattr(part, "__metadata__", ())
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from rich.table import Column
 from rich.text import Text
 
 from shardwise.recipes.core.journal import StepMetrics, clock
+from shardwise.units import printable, show
 
 LABEL = 11  # columns of "sharding   ", with which the lines about a run begin
 
@@ -56,7 +57,7 @@ class Lines:
 
     def say(self, text: str) -> None:
         """Print the line."""
-        print(text, flush=True)
+        show(text)
 
     def begin(self, done: int, steps: int, unit: str) -> None:
         """Remember the unit."""
@@ -112,7 +113,7 @@ class Bar:
     def say(self, text: str) -> None:
         """Print the line, above the bar while there is one."""
         # Wrapped here, and not by rich: between words, and indented behind the label.
-        for line in text.split("\n"):
+        for line in printable(text, keep="\n\t").split("\n"):
             fitting = textwrap.wrap(
                 line,
                 self._console.width,

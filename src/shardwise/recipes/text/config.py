@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardwise.elastic.world import World
 from shardwise.planning.presets import LLAMAS, LlamaShape, longest_sequence
@@ -17,6 +16,7 @@ from shardwise.recipes.core.config import (
     OutputConfig,
     TrainConfig,
     as_json,
+    check_bounds,
     check_train,
     find_settings,
     require,
@@ -27,6 +27,10 @@ from shardwise.recipes.core.option import (
     MODEL,
     SAMPLE,
     TRAINING,
+    Bounds,
+    Count,
+    Natural,
+    NotNegative,
     Reads,
     model_option,
     option,
@@ -188,7 +192,7 @@ class LmConfig:
             shown="that of --from, else bytes",
         ),
     )
-    streams: int | None = field(
+    streams: Count | None = field(
         default=None,
         metadata=option(
             "Streams that documents are split into; a multiple of the world size is best.",
@@ -196,7 +200,7 @@ class LmConfig:
             shown="by world size, 8 or more",
         ),
     )
-    shuffle_buffer: int = field(
+    shuffle_buffer: Natural = field(
         default=0,
         metadata=option(
             "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
@@ -204,9 +208,9 @@ class LmConfig:
             MODEL,
         ),
     )
-    seq_length: int = field(metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL))
+    seq_length: Count = field(metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL))
     train: TrainConfig
-    batch_tokens: int | None = field(
+    batch_tokens: Count | None = field(
         default=None,
         metadata=option(
             "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
@@ -214,7 +218,7 @@ class LmConfig:
             TRAINING,
         ),
     )
-    peak_flops: float | None = field(
+    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = field(
         default=None,
         metadata=option(
             "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
@@ -228,10 +232,10 @@ class LmConfig:
             shown="a line of Python, or nothing with --data",
         ),
     )
-    sample_tokens: int = field(
+    sample_tokens: Natural = field(
         default=200, metadata=option("Tokens of the sample; 0: no sample.", SAMPLE)
     )
-    temperature: float = field(
+    temperature: NotNegative = field(
         default=0.9, metadata=option("0: always the most likely token.", SAMPLE)
     )
 
@@ -334,7 +338,7 @@ class LmConfig:
 
     def _check(self, world: World) -> dict[str, Any]:
         check_train(self.train)
-        _check_numbers(self)
+        check_bounds(self)
         epochs = self.train.epochs
         require(epochs is None or bool(self.chat), "--epochs", epochs, "--steps, or --chat with it")
         require(
@@ -452,19 +456,6 @@ def _check_lora(config: LmConfig) -> None:
     require(config.train.diloco is None, "--lora", "--strategy diloco", "another strategy")
 
 
-def _check_numbers(config: LmConfig) -> None:
-    require(config.seq_length >= 1, "--seq-length", config.seq_length, "1 or more")
-    require(config.sample_tokens >= 0, "--sample-tokens", config.sample_tokens, "0 or more")
-    require(0 <= config.temperature < math.inf, "--temperature", config.temperature, "0 or more")
-    if config.streams is not None:
-        require(config.streams >= 1, "--streams", config.streams, "1 or more")
-    buffer = config.shuffle_buffer
-    require(buffer >= 0, "--shuffle-buffer", buffer, "0 or more documents")
-    if config.peak_flops is not None:
-        found, expected = config.peak_flops, "FLOP/s of one device, such as 312e12"
-        require(0 < found < math.inf, "--peak-flops", found, expected)
-
-
 def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
     """Return the configuration with the microbatches that ``batch_tokens`` asks for, if it is set.
 
@@ -480,7 +471,7 @@ def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
     require(config.train.accumulate == 1, "--accumulate", config.train.accumulate, _NOT_BOTH)
     near = max(1, round(tokens / smallest)) * smallest
     require(
-        tokens > 0 and tokens % smallest == 0,
+        tokens % smallest == 0,
         "--batch-tokens",
         tokens,
         f"a multiple of {smallest}, which is {config.seq_length} tokens x {world_size} ranks, "

@@ -5,11 +5,10 @@ No torch here: the command line asks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from shardwise.elastic.world import World
 from shardwise.planning.presets import RESNETS, VIT_PRESETS
@@ -21,12 +20,25 @@ from shardwise.recipes.core.config import (
     SgdConfig,
     TrainConfig,
     as_json,
+    check_bounds,
     check_train,
     find_settings,
     require,
     resolve_sharding,
 )
-from shardwise.recipes.core.option import BY_MODEL, MODEL, SHARDING, TRAINING, model_option, option
+from shardwise.recipes.core.option import (
+    BY_MODEL,
+    MODEL,
+    SHARDING,
+    TRAINING,
+    Bounds,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    model_option,
+    option,
+)
 from shardwise.recipes.core.position import TrainingSpan
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
@@ -195,10 +207,10 @@ class ImageFolderConfig(VisionConfig):
         default=False, metadata=option("Train on noise, to measure speed.", MODEL)
     )
     model: str
-    image_size: int = field(
+    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
         default=224, metadata=option("Height and width of the model's input, in pixels.", MODEL)
     )
-    threads: int = field(
+    threads: Annotated[int, Bounds(least=1, most=1024)] = field(
         default=4, metadata=option("Threads that decode images, per rank.", MODEL, name="--workers")
     )
 
@@ -230,7 +242,7 @@ class ImageFolderConfig(VisionConfig):
             UserError: one line that says what is wrong.
         """
         check_train(self.train)
-        require(self.threads >= 1, "--workers", self.threads, "1 or more")
+        check_bounds(self)
         self.check_world(world)
         folders = self._folders()
         check_extras(["transformers", "PIL"], self.train.output.logs)
@@ -334,10 +346,10 @@ class ImagenetConfig(ImageFolderConfig):
             output=OutputConfig(out=Path("runs/imagenet"), checkpoint_every=1000, eval_every=1),
         )
     )
-    warmup_epochs: float = field(
+    warmup_epochs: NotNegative = field(
         default=5.0, metadata=option("Epochs of linear warmup of the learning rate.", TRAINING)
     )
-    drop_epochs: int = field(
+    drop_epochs: Natural = field(
         default=30,
         metadata=option(
             "Epochs from one drop of the learning rate to the next; 0: no drops.",
@@ -345,7 +357,7 @@ class ImagenetConfig(ImageFolderConfig):
             name="--lr-drop-epochs",
         ),
     )
-    drop_factor: float = field(
+    drop_factor: Positive = field(
         default=10.0,
         metadata=option("Divides the learning rate then.", TRAINING, name="--lr-drop-factor"),
     )
@@ -365,10 +377,6 @@ class ImagenetConfig(ImageFolderConfig):
             OptionError: no model has this name, or a number is out of range.
         """
         require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
-        warmup, factor = self.warmup_epochs, self.drop_factor
-        require(0 <= warmup < math.inf, "--warmup-epochs", warmup, "0 or more")
-        require(self.drop_epochs >= 0, "--lr-drop-epochs", self.drop_epochs, "0 or more")
-        require(0 < factor < math.inf, "--lr-drop-factor", factor, "a number above 0")
         return find_settings(self.model, RESNETS)
 
     def check(self, world: World) -> ImagenetInputs:
@@ -397,14 +405,14 @@ class VitConfig(ImageFolderConfig):
     """A training of a Vision Transformer."""
 
     model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
-    layers: int | None = field(
+    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = field(
         default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
     )
-    image_size: int = field(
+    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
         default=224,
         metadata=option("Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL),
     )
-    patch_size: int | None = field(
+    patch_size: Count | None = field(
         default=None,
         metadata=option("Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL),
     )
