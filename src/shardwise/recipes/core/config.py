@@ -728,7 +728,7 @@ def check_folders(config: StrategyConfig) -> None:
     check_offload(config)
     places = {"--offload": config.offload, "--offload-parameters": config.offload_parameters}
     for name, place in places.items():
-        folder = None if place is None else Place.parse(place).folder
+        folder = None if place is None else StateHome.parse(place).folder
         expected = "a folder that exists, where the local disk is mounted"
         require(folder is None or folder.is_dir(), name, f"{place}, no folder", expected)
 

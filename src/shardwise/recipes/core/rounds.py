@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shardwise.diloco.coordinator import Event, Kind, numbers_of
+from shardwise.diloco.coordinator import Event, EventKind, numbers_of
 from shardwise.elastic.errors import say
 from shardwise.elastic.world import ReplicaWorld
 
@@ -55,20 +55,20 @@ class RoundsFile:
         """Note what the quorum has told."""
         number, going_on = event.replica, len(event.live)
         match event.kind:
-            case Kind.ROUND:
+            case EventKind.ROUND:
                 self._round(event)
-            case Kind.LOST:
+            case EventKind.LOST:
                 self._write("disconnected", replica=number, round=event.round)
                 them = "nobody goes on" if not going_on else f"{going_on} of {self._replicas} go on"
                 self._told(
                     f"replicas   replica {number} was lost in round {event.round + 1}; {them}"
                 )
-            case Kind.LEFT:
+            case EventKind.LEFT:
                 self._write("left", replica=number, round=event.round)
-            case Kind.JOINED | Kind.CAUGHT_UP:
+            case EventKind.JOINED | EventKind.CAUGHT_UP:
                 source = None if event.source < 0 else event.source
                 self._write(
-                    "joined" if event.kind is Kind.JOINED else "caught-up",
+                    "joined" if event.kind is EventKind.JOINED else "caught-up",
                     replica=number,
                     incarnation=self._incarnations.get(number, 0),
                     round=event.round,
