@@ -84,7 +84,7 @@ def test_backward_gathers_among_the_smaller_number_of_ranks(ranks: Ranks) -> Non
 
 
 def _on_a_part(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("other", "shard"))["shard"]
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tensor", "shard"))["shard"]
     whole, net = seeded(Net), seeded(Net)
     _shard(net, 2, mesh=mesh)
     x = batches(4)
@@ -93,7 +93,6 @@ def _on_a_part(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.filterwarnings("ignore:nothing is averaged")
 def test_on_a_part_of_a_larger_mesh(threads: Ranks) -> None:
     threads(_on_a_part, 8)
 

@@ -42,6 +42,7 @@ from shardwise.errors import PeerLostError
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim_names import names_in_order
 from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.state import states_of
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.wrap.policies import repeated_blocks
 
@@ -122,6 +123,8 @@ class DiLoCo(AroundOptimizer):
             )
             if part
         ]
+        for sharded in states_of(model):
+            sharded.root.knows_what_is_averaged = True
         if not isinstance(group, Quorum):
             self.change_group(group)
             return

@@ -102,6 +102,7 @@ class Root:
         read_order: the order in which they are gathered, for reading shards that are on a disk.
         is_last_backward: whether the end of a backward completes all reductions.
         finalization: what the user completes, with manual finalization.
+        knows_what_is_averaged: whether the user was told, or has DiLoCo average the rest.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
     """
@@ -116,7 +117,7 @@ class Root:
         self.post_optim_event: torch.Event | None = None
         self.finalization = Finalization(self._complete_or_reset)
         self._is_last_asked = True
-        self._is_looked_over = False
+        self.knows_what_is_averaged = False
         self._pending: list[Reduction] = []
         # Reductions whose all-reduce over replicas continues while backward computes.
         self._left_alone: list[Reduction] = []
@@ -166,8 +167,8 @@ class Root:
         self._forget_failed_backward()
         for stepper in self._steppers():
             stepper.check()
-        if not self._is_looked_over and torch.is_grad_enabled():
-            self._is_looked_over = True
+        if not self.knows_what_is_averaged and torch.is_grad_enabled():
+            self.knows_what_is_averaged = True
             self._warn_of_what_is_not_averaged()
         self.forward_root = state
         self.order.begin_forward()
