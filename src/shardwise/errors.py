@@ -16,6 +16,20 @@ torch raises ``AssertionError`` for wrong use, a :class:`MisuseError` is both.
 from __future__ import annotations
 
 
+class NotPossibleError(ValueError):
+    """Something that cannot be used for what it was given.
+
+    Attributes:
+        name: what it was given for; ``""`` if the caller says that.
+        found: what was given.
+        expected: what is possible.
+    """
+
+    def __init__(self, name: str, found: object, expected: str) -> None:
+        super().__init__(f"{name and f'{name}: '}found {found}, expected {expected}")
+        self.name, self.found, self.expected = name, found, expected
+
+
 class ShardwiseError(RuntimeError):
     """Base class of the errors that do not come from wrong use."""
 

@@ -27,6 +27,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.errors import NotPossibleError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import ShardingStrategy
@@ -77,18 +79,11 @@ class Strategy(enum.Enum):
         return self in (Strategy.HYBRID_SHARD, Strategy.HYBRID_SHARD_ZERO2, Strategy.DILOCO)
 
 
-class MeshError(ValueError):
-    """A mesh, or a strategy with a number of replicas, that is impossible in this world.
-
-    Attributes:
-        found: what was requested.
-        expected: what is possible.
-    """
+class MeshError(NotPossibleError):
+    """A mesh, or a strategy with a number of replicas, that is impossible in this world."""
 
     def __init__(self, found: str, expected: str) -> None:
-        super().__init__(f"found {found}, expected {expected}")
-        self.found = found
-        self.expected = expected
+        super().__init__("", found, expected)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from shardwise._torch import dtensor
-from shardwise.optim.shards import gradient, shard_of_state
+from shardwise.optim.checked import gradient, shard_of_state
 
 
 @dataclass(frozen=True)

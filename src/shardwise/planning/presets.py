@@ -8,25 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, NotPossibleError
 from shardwise.pretrained.opening import ModelSettingsError, read_settings
 
 #: Of text that is read byte by byte: the 256 bytes, then the token that stands between documents.
 SEPARATOR, BYTE_VOCABULARY = 256, 264
 
 
-class ModelError(ValueError):
-    """A model that cannot be found or built.
-
-    Attributes:
-        found: what was given.
-        expected: what is possible.
-    """
+class ModelError(NotPossibleError):
+    """A model that cannot be found or built."""
 
     def __init__(self, found: str, expected: str) -> None:
-        super().__init__(f"model: found {found}, expected {expected}")
-        self.found = found
-        self.expected = expected
+        super().__init__("model", found, expected)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.errors import NotPossibleError
 from shardwise.frontends.strategies import (
     DATA,
     REPLICATE,
@@ -51,20 +52,8 @@ OPTIMIZERS = (
 TRANSPORTS = ("auto", "shm", "c10d", "collectives")
 
 
-class SettingsError(ValueError):
-    """A setting that cannot be planned for.
-
-    Attributes:
-        name: the setting, such as ``"seq_length"``.
-        found: what was given.
-        expected: what is possible.
-    """
-
-    def __init__(self, name: str, found: object, expected: str) -> None:
-        super().__init__(f"{name}: found {found}, expected {expected}")
-        self.name = name
-        self.found = found
-        self.expected = expected
+class SettingsError(NotPossibleError):
+    """A setting that cannot be planned for."""
 
 
 class UntraceableError(ValueError):

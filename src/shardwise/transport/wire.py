@@ -7,6 +7,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
+from shardwise.errors import NotPossibleError
+
 
 class WireFormat(enum.Enum):
     """The format of values on the wire; they are computed and added in fp32.
@@ -42,18 +44,11 @@ Encoding = Literal["fp32", "bf16", "fp8", "int8"]
 Rounding = Literal["nearest", "stochastic"]
 
 
-class WireError(ValueError):
-    """A wire that does not exist, or that does not go with something else.
-
-    Attributes:
-        found: what was asked for.
-        expected: what is possible.
-    """
+class WireError(NotPossibleError):
+    """A wire that does not exist, or that does not go with something else."""
 
     def __init__(self, found: str, expected: str) -> None:
-        super().__init__(f"wire: found {found}, expected {expected}")
-        self.found = found
-        self.expected = expected
+        super().__init__("wire", found, expected)
 
 
 @dataclass(frozen=True, kw_only=True)
