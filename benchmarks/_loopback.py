@@ -8,7 +8,7 @@ import torch
 
 from shardwise.transport.all_to_all import AllToAll, Exchange
 from shardwise.transport.base import Label
-from shardwise.transport.collective_log import Call
+from shardwise.transport.collective_log import LoggedCall
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,26 @@ class Loopback(AllToAll):
             side.world_size = ranks
         return sides
 
-    def log(self, received: torch.Tensor, label: Label) -> Call:
+    def log(self, received: torch.Tensor, label: Label) -> LoggedCall:
         """Return a call that nobody compares."""
-        return Call("all-to-all", [received], label)
+        return LoggedCall("all-to-all", [received], label)
 
     def start(
-        self, rows: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+        self,
+        rows: torch.Tensor,
+        received: torch.Tensor,
+        label: Label,
+        call: LoggedCall | None = None,
     ) -> Exchange:
         """Let the others find the rows."""
         return self._offer([row.clone() for row in rows], received)
 
     def share(
-        self, row: torch.Tensor, received: torch.Tensor, label: Label, call: Call | None = None
+        self,
+        row: torch.Tensor,
+        received: torch.Tensor,
+        label: Label,
+        call: LoggedCall | None = None,
     ) -> Exchange:
         """Let the others find the row."""
         return self._offer([row.clone()] * self.world_size, received)

@@ -90,7 +90,9 @@ def _lora(rank: int, world_size: int, folder: Path) -> None:
     # Of a group with a frozen base and adapters, adapters are reduced; of a frozen group, nothing.
     adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     found = _reduced(model, mine)
-    assert found == {adapters // 2: 2}, "one reduction for each of two layers, of adapters alone"
+    # With them goes a number for each and each rank: whether a rank has its gradient.
+    numbers = world_size * sum(p.requires_grad for p in model.parameters())
+    assert found == {(adapters + numbers) // 2: 2}, "one for each of two layers, of adapters alone"
 
     checkpoint.save(folder / "lora", model, optimizer)
     other = _sharded(seed=2)

@@ -108,7 +108,7 @@ time.sleep = shorter
 
 from huggingface_hub.utils import get_session
 from shardwise.recipes.text import documents
-from shardwise.recipes.text.documents import Source, find_documents
+from shardwise.recipes.text.documents import StreamSource, find_documents
 from shardwise.recipes.text.data import Tokenizer
 
 def told(call):
@@ -118,7 +118,7 @@ def told(call):
         return f"{error.exit_code}: {error}"
 
 def opened(name):
-    return Source(find_documents([name], None))
+    return StreamSource(find_documents([name], None))
 
 def read(name):
     source = opened(name)

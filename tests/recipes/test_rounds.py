@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.diloco.coordinator import Attempt, Event, Kind
+from shardwise.diloco.coordinator import Attempt, Event, EventKind
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.recipes.core.rounds import RoundsFile
 
@@ -42,7 +42,9 @@ class Trial:
 def test_a_round_has_a_line_with_its_members_and_their_tokens(trial: Trial) -> None:
     attempt = Attempt(9, 7, 9, {3: "x", 0: "y"}, {3: 100, 0: 200})
     trial.file.happened(
-        Event(Kind.ROUND, 8, seconds=0.25, live=(0, 1, 3), attempt=attempt, attempts=2, late=(1,))
+        Event(
+            EventKind.ROUND, 8, seconds=0.25, live=(0, 1, 3), attempt=attempt, attempts=2, late=(1,)
+        )
     )
     assert trial.lines == [
         {
@@ -60,15 +62,15 @@ def test_a_round_has_a_line_with_its_members_and_their_tokens(trial: Trial) -> N
 
 def test_a_full_round_is_not_told(trial: Trial) -> None:
     attempt = Attempt(1, 0, 1, {0: "x"}, {0: 1})
-    trial.file.happened(Event(Kind.ROUND, 1, live=(0,), attempt=attempt, attempts=1))
+    trial.file.happened(Event(EventKind.ROUND, 1, live=(0,), attempt=attempt, attempts=1))
     assert not trial.told
 
 
 def test_losses_and_returns_are_told(trial: Trial) -> None:
     replica = ReplicaWorld(2, 4, "127.0.0.1:1", "", 1)
     trial.file.started(replica, [11, 12])
-    trial.file.happened(Event(Kind.JOINED, 7, 2, source=0, seconds=0.4, live=(0, 1, 2, 3)))
-    trial.file.happened(Event(Kind.LOST, 7, 2, live=(0, 1, 3)))
+    trial.file.happened(Event(EventKind.JOINED, 7, 2, source=0, seconds=0.4, live=(0, 1, 2, 3)))
+    trial.file.happened(Event(EventKind.LOST, 7, 2, live=(0, 1, 3)))
     trial.file.lost(replica, "was killed by SIGKILL")
     assert trial.told == [
         "replicas   replica 2 is back in round 8: caught up from replica 0 in 0.4 s",
@@ -82,4 +84,4 @@ def test_losses_and_returns_are_told(trial: Trial) -> None:
 
 def test_a_file_that_cannot_be_written_stops_nobody(trial: Trial) -> None:
     trial.file.close()
-    trial.file.happened(Event(Kind.LEFT, 1, 0))
+    trial.file.happened(Event(EventKind.LEFT, 1, 0))

@@ -264,7 +264,7 @@ UNSEEN = {
     "torch.empty(shard.numel(), dtype=dtype, device=self._device)": _PASSING,
     "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
     "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
-    "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _STEPPED,
+    "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
     "transport/encoded.py EncodedTransport._all_reduce_apart: reduction.sums.wait()": _NO_STREAMS,
     "transport/two_levels.py TwoLevelTransport._run: next(steps).wait()": _NO_STREAMS,

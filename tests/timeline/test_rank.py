@@ -139,7 +139,7 @@ def test_whatever_is_read_can_be_shown_and_the_rest_is_refused_by_name() -> None
         (b'{"format": "shardwise timeline 2", "ranks": []}', "the format 'shardwise timeline 2'"),
         (b'{"format": NaN}', "found the number NaN"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
-        (b"[" + b"[]," * (1 << 22) + b"[]]", "lists and objects"),
+        (b"[" + b"[]," * (1 << 22) + b"[]]", "in memory, expected at most"),
         (3 << 30, "at most"),
         (None, "expected a regular file"),
     ],

@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
 from shardwise.elastic.errors import signal_name
@@ -263,13 +264,27 @@ def _pickled(function: object, args: Sequence[object]) -> bytes:
     """
     import cloudpickle
 
+    class Pickler(cloudpickle.Pickler):
+        """Keeps the names of files, which tracebacks show: cloudpickle 3.1.3 leaves them out."""
+
+        def reducer_override(self, obj: object) -> Any:
+            if not isinstance(obj, CodeType):
+                return super().reducer_override(obj)
+            made, args, *_ = self.dispatch_table[CodeType](obj)
+            return _code, (made, args, obj.co_filename)
+
+    data = io.BytesIO()
     try:
-        data: bytes = cloudpickle.dumps((function, tuple(args), _cells()))
+        Pickler(data).dump((function, tuple(args), _cells()))
     except Exception as error:
         parts = [("function", function), *((f"args[{i}]", arg) for i, arg in enumerate(args))]
         found = next(filter(None, (_unpicklable(*part) for part in parts)), "the call")
         raise TypeError(f"launch: ranks cannot have {found}: {error}") from None
-    return data
+    return data.getvalue()
+
+
+def _code(made: Callable[..., CodeType], args: tuple[object, ...], file: str) -> CodeType:
+    return made(*args).replace(co_filename=file)
 
 
 def _cells() -> dict[str, Any]:

@@ -158,7 +158,7 @@ def without_code(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: without_code(value) if isinstance(value, Mapping) else value
         for name, value in settings.items()
-        if name.removeprefix("_") not in _NAMES_CODE
+        if name.removeprefix("_") not in _NAMES_CODE or value in ("eager", "sdpa")
     }
 
 

@@ -56,7 +56,7 @@ class VisionConfig:
     """What the configurations of all trainings on images have in common."""
 
     train: TrainConfig
-    eval_batch_size: int | None = field(
+    eval_batch_size: Count | None = field(
         default=None,
         metadata=option(
             "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
@@ -74,8 +74,6 @@ class VisionConfig:
         Raises:
             OptionError: it does not fit.
         """
-        found = self.eval_batch_size
-        require(found is None or found >= 1, "--eval-batch-size", found, "1 or more")
         resolve_sharding(self.train.sharding, world.size, world.hosts)
 
     def check_dry_run(self, world: World) -> None:
