@@ -388,7 +388,7 @@ class Reduction:
             Where the sum arrives: 1-D, not 0 where any rank has one.
         """
         transport, op = self._mesh.scatter, self._scalings[0].op
-        its = None if Kind.REDUCE_SCATTER in self._mesh.scatter.replaced else cut.get(op)
+        its = None if Kind.REDUCE_SCATTER in transport.replaced else cut.get(op)
         # As a gradient is sent, to go with one. A wire leaves float64 as it is.
         full_dtype = dtype = like.dtype
         if not transport.wire.is_plain:
