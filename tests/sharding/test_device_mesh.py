@@ -255,6 +255,12 @@ def _averaged_by_a_hook() -> nn.Module:
     return model
 
 
+def _apart_on_purpose() -> nn.Module:
+    mesh = init_mesh(DDP=2, FSDP=4)
+    model = nn.Sequential(nn.Linear(4, 4))
+    return fully_shard(model, mesh=mesh["FSDP"], separate_dims=["DDP"])
+
+
 #: What is not averaged over, by how the model is sharded.
 UNAVERAGED: dict[Callable[[], nn.Module], dict[str, int]] = {
     _as_the_article: {"DDP": 2},
@@ -265,6 +271,7 @@ UNAVERAGED: dict[Callable[[], nn.Module], dict[str, int]] = {
     _of_a_pipeline: {},
     _with_diloco: {},
     _averaged_by_a_hook: {},
+    _apart_on_purpose: {},
 }
 
 
@@ -293,3 +300,19 @@ def test_dimensions_that_nothing_is_averaged_over_are_named_once(
         assert all(remark in report for report in reports)
     if not expected and make is not _averaged_by_a_hook:
         assert not any("not averaged" in report for report in reports)
+
+
+def _with_separate_dims(rank: int, world_size: int, dims: list[str]) -> str:
+    mesh = init_mesh(DDP=2, FSDP=2)
+    with pytest.raises(ValueError, match="separate_dims on rank") as caught:
+        fully_shard(nn.Linear(4, 4), mesh=mesh["FSDP"], separate_dims=dims)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("dims", [["FSDP"], ["DDP", "ddp"]])
+def test_separate_dims_are_those_that_the_mesh_was_sliced_without(
+    threads: Ranks, dims: list[str]
+) -> None:
+    for text in threads(_with_separate_dims, 4, dims):
+        assert text.endswith(f"found {dims[-1]!r}")
+        assert "of ('DDP', 'FSDP')" in text

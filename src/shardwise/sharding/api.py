@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -22,7 +22,7 @@ from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
-from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh
+from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh, mark_separate
 from shardwise.sharding.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.placement import Place, can_shard
@@ -51,6 +51,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
     wire: Wire | Mapping[str, Wire] | None = ...,
+    separate_dims: Collection[str] = ...,
 ) -> FSDPModule: ...
 
 
@@ -67,6 +68,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = ...,
     transport: str | None = ...,
     wire: Wire | Mapping[str, Wire] | None = ...,
+    separate_dims: Collection[str] = ...,
 ) -> _Modules: ...
 
 
@@ -82,6 +84,7 @@ def fully_shard(
     dp_mesh_dims: DataParallelMeshDims | None = None,
     transport: str | None = None,
     wire: Wire | Mapping[str, Wire] | None = None,
+    separate_dims: Collection[str] = (),
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -115,6 +118,8 @@ def fully_shard(
         wire: the formats in which parameters and gradients are sent where a dimension of the mesh
             leaves the host: one :class:`~shardwise.Wire` for all dimensions, or a mapping from
             their names. By default, nothing is encoded.
+        separate_dims: the names of dimensions that ``mesh`` was sliced without on purpose: each
+            rank along them trains a model of its own, or you average it yourself.
 
     Returns:
         ``module``, now an :class:`~shardwise.FSDPModule`.
@@ -142,6 +147,7 @@ def fully_shard(
         f"fully_shard({classes})",
         Wires.of(wire),
     )
+    mark_separate(data_mesh.mesh, separate_dims)
     sizes = {data_mesh: _check_reshard_after_forward(reshard_after_forward, data_mesh)}
     managed = managed_modules(tops)
     found = parameters_of(managed, ignored_params or set())

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,7 +309,8 @@ _SAYS_NOT_DATA_PARALLEL = re.compile(
 def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
     """The number of ranks along each mesh dimension over which nothing of a model is averaged.
 
-    Left out are names that say something else than data parallel, and what DiLoCo reduces over.
+    Left out are names that say something else than data parallel, what :func:`mark_separate` was
+    called for, and what DiLoCo reduces over.
     """
     meshes = dict.fromkeys(meshes)
     found: dict[str, int] = {}
@@ -325,6 +326,23 @@ def unaveraged_dims(meshes: Iterable[DeviceMesh]) -> dict[str, int]:
                 if is_apart and not (says_not or Peers(root.get_group(dim)).dimension):
                     found[name] = len(ranks)
     return found
+
+
+def mark_separate(mesh: DeviceMesh, dims: Collection[str]) -> None:
+    """Note that nothing is averaged over ``dims``, of the mesh that ``mesh`` was sliced from.
+
+    Raises:
+        ValueError: there is no such dimension.
+    """
+    root = dtensor.root_mesh(mesh) if dims else mesh
+    for dim in dims:
+        if dim not in (root.mesh_dim_names or ()) or dim in (mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"separate_dims on rank {dist.get_rank()}: expected dimensions of "
+                f"{root.mesh_dim_names} that the mesh to shard over, {mesh.mesh_dim_names}, was "
+                f"sliced without, found {dim!r}"
+            )
+        Peers(root.get_group(dim)).name_dimension(dim)
 
 
 def init_mesh(*, device_type: str | None = None, **sizes: int) -> DeviceMesh:

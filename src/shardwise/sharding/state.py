@@ -184,7 +184,7 @@ class Root:
                 f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
                 "was sliced without it, so each of them trains a model of its own. If their data "
                 f"differ, pass mesh[{name!r}, ...], which replicates over it. If that is meant, "
-                'filter this warning by its message, "nothing is averaged"',
+                f"pass separate_dims=[{name!r}] to fully_shard",
                 stacklevel=2,
             )
 
