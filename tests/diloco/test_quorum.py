@@ -6,6 +6,7 @@ In most tests each replica is a thread, since a replica has no process group to 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -211,19 +212,51 @@ def test_the_last_replica_goes_on_alone() -> None:
         assert world.members == [[0], [0]]
 
 
-def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again() -> None:
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds: int) -> None:
     with trial(1) as world:
         a = Replica(world.server, 0)
-        a.step(1.0)
+        for _ in range(rounds):
+            a.step(1.0)
         port = world.server.port
     a.membership._note_lost()
-    assert a.step(1.0) == 2.0
-    assert a.optimizer.rounds == (1,)
-    with QuorumServer(1, deadline=LONG, port=port, token="token"):
-        while a.optimizer.rounds == (1,):
-            a.step(1.0)
-        a.optimizer.leave()
-    assert a.optimizer.rounds == (2,)
+    assert a.step(1.0) == rounds + 1
+    assert a.optimizer.rounds == (rounds,)
+    with QuorumServer(1, deadline=LONG, port=port, token="token"), ThreadPoolExecutor(1) as pool:
+        try:
+            while a.optimizer.rounds == (rounds,):
+                pool.submit(a.step, 1.0).result(30)
+        finally:
+            a.membership._lost_since = -LONG  # which ends a step that waits forever
+            a.optimizer.leave()
+    assert a.optimizer.rounds == (rounds + 1,)
+
+
+def test_a_replica_that_loses_the_server_in_an_exchange_trains_on() -> None:
+    with trial(2) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        world.together(lambda: a.step(2.0), lambda: b.step(2.0))  # now they are connected
+        begun, over = threading.Event(), threading.Event()
+
+        def stall(*_: object) -> None:
+            begun.set()
+            over.wait(60)
+
+        b.membership.average = stall  # type: ignore[method-assign]
+
+        def lose_server() -> None:
+            begun.wait(60)
+            world.server.close()
+
+        def step() -> float:
+            try:
+                return a.step(1.0)
+            finally:
+                over.set()
+
+        assert world.together(step, lambda: b.step(3.0), lose_server) == [3.0, 5.0, None]
+        assert a.optimizer.rounds == b.optimizer.rounds == (1,)
 
 
 def test_a_server_that_stays_away_is_an_error() -> None:

@@ -31,6 +31,8 @@ _SUSPENDED = 1.0
 _PATIENCE = 2
 #: Seconds without a sign of life that are no sign of anything: a busy machine takes that long.
 _LEAST_SILENCE = 2.0
+#: More numbers than a server ever gives to its plans.
+NUMBERS_PER_SERVER = 2**32
 _MAX_TEXT = 4096
 _MAX_RANKS = 4096
 
@@ -258,20 +260,23 @@ class Coordinator:
         deadline: seconds that a round waits for a replica that is late, and after which one that is
             not heard is taken for silent, which takes 2 s at least.
         start_timeout: seconds that the first replica to come waits for the others.
+        first: from where plans, attempts and fetches are numbered. Replicas may know those of
+            another server: two servers are :data:`NUMBERS_PER_SERVER` apart at least.
     """
 
-    def __init__(self, replicas: int, deadline: float, start_timeout: float) -> None:
+    def __init__(
+        self, replicas: int, deadline: float, start_timeout: float, first: int = 0
+    ) -> None:
         self._expected = replicas
         self._deadline = deadline
         self._start_timeout = start_timeout
-        self.plan = RoundPlan(-1, deadline)
+        self.plan = RoundPlan(-1, deadline, first)
         self._seen: dict[int, _Seen] = {}
         self._began: float | None = None  # of waiting for replicas to come together
         self._called_at: float | None = None
         self._attempted_at = 0.0
         self._attempts = 0  # at this round
-        self._number = 0
-        self._fetch_number = 0
+        self._number = self._fetch_number = first
         self._fetched_at: dict[int, float] = {}
         self._tried: dict[int, set[int]] = {}
         self._groups: dict[tuple[tuple[int, str], ...], int] = {}
@@ -413,6 +418,7 @@ class Coordinator:
         for replica, report in live.items():
             if replica != first:
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
+                alike &= report.state is State.JOINING  # the digest is of then
                 self._admit(replica, report, leader, first, alike=alike)
 
     def _admit(

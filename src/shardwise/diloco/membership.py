@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
 from shardwise.diloco.coordinator import (
+    NUMBERS_PER_SERVER,
     Attempt,
     Fetch,
     ReplicaReport,
@@ -35,7 +36,7 @@ from shardwise.diloco.coordinator import (
 )
 from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
-from shardwise.elastic.network import format_endpoint, parse_endpoint
+from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
 from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.peers import Peers
@@ -99,7 +100,7 @@ class ReplicaSession:
         self._wake = threading.Event()
         self._over = False
         self._lost_since: float | None = None
-        self._served = 0
+        self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
         self._connect()
@@ -344,7 +345,7 @@ class ReplicaSession:
         if attempt is None or attempt.version != version:
             return None
         assert self._report is not None
-        if attempt.number <= self._report.attempt:
+        if attempt.number == self._report.attempt:  # it is over for this replica
             return None
         return attempt if attempt.members.get(self.replica) == self.incarnation else None
 
@@ -431,6 +432,7 @@ class ReplicaSession:
             PrefixStore(f"{MEETING}{name}/{self.rank}/", store),
             rank,
             size,
+            address=address_towards(self._address),
             connecting=timedelta(seconds=max(_LEAST_ANSWER, self._plan.deadline)),
             timeout=timedelta(seconds=self.timeout),
         )
@@ -461,7 +463,8 @@ class ReplicaSession:
         with self._eagerly(), self._changed:
             while not ended.is_set():
                 plan = self._plan  # this rank may not know yet what the first one has seen
-                if plan.number >= self._decided_by and is_over(plan):
+                is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
+                if not self.is_connected or (not is_older and is_over(plan)):
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
         if failed:
@@ -484,10 +487,10 @@ class ReplicaSession:
     def _serve(self, plan: RoundPlan) -> None:
         if self._snapshot is None:
             return
-        for fetch in plan.fetches.values():
+        for receiver, fetch in plan.fetches.items():
             mine = (fetch.source, fetch.source_incarnation) == (self.replica, self.incarnation)
-            if mine and fetch.number > self._served:
-                self._served = fetch.number
+            if mine and fetch.number != self._served.get(receiver):
+                self._served[receiver] = fetch.number
                 threading.Thread(
                     target=self._send, args=(fetch, self._snapshot), daemon=True
                 ).start()

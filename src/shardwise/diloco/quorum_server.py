@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
 
-from shardwise.diloco.coordinator import Coordinator, Event, EventKind
+from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
@@ -73,7 +74,8 @@ class QuorumServer:
                 raise ValueError(f"{name}: found {seconds}, expected seconds, a number above 0")
         listener = listening(address, port)
         self.port = int(listener.getsockname()[1])
-        self._coordinator = Coordinator(replicas, deadline, start_timeout)
+        first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER
+        self._coordinator = Coordinator(replicas, deadline, start_timeout, first)
         self._told = told
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
