@@ -56,17 +56,16 @@ def group_between_worlds(
         store: in which only these processes meet.
         rank: of this process in the group.
         size: of the group.
-        address: of this process for the others, unless GLOO_SOCKET_IFNAME names an interface. By
+        address: of this process for the others, unless GLOO_SOCKET_IFNAME names interfaces. By
             itself, gloo takes what the host's name resolves to, which is often 127.0.0.1.
         connecting: how long the processes may take to come together.
         timeout: how long a message may take afterwards.
     """
     options = dist.ProcessGroupGloo._Options()
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     options._devices = [
-        dist.ProcessGroupGloo.create_default_device()
-        if "GLOO_SOCKET_IFNAME" in os.environ
-        else dist.ProcessGroupGloo.create_device(hostname=address)
-    ]
+        dist.ProcessGroupGloo.create_device(interface=each) for each in interfaces
+    ] or [dist.ProcessGroupGloo.create_device(hostname=address)]
     options._timeout = connecting
     backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend.options._timeout = timeout

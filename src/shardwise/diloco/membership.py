@@ -100,6 +100,8 @@ class ReplicaSession:
         self._wake = threading.Event()
         self._over = False
         self._lost_since: float | None = None
+        self._lost_why: Exception | None = None
+        self._has_failed = False  # the last exchange or fetch
         self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
@@ -196,23 +198,26 @@ class ReplicaSession:
                             self._plan = plan
                             self._changed.notify_all()
                         self._serve(plan)
-            except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+            except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
                 # The connection has ended, or another program answers.
-                self._note_lost()
+                self._note_lost(error)
                 time.sleep(_RETRY)
                 continue
             if self._wake.wait(self._poll):
                 self._wake.clear()
 
-    def _note_lost(self) -> None:
+    def _note_lost(self, why: Exception) -> None:
         if self._over:
             return
+        self._lost_why = why
         if self._lost_since is None:
             self._lost_since = time.monotonic()
             _log.warning(
-                "replica %s has lost the quorum at %s; it trains on, and looks for it",
+                "replica %s has lost the quorum at %s; it looks for it for %g s, and trains on "
+                "meanwhile, unless it waits to be told how a round has ended",
                 self.replica,
                 self.server,
+                self.timeout,
             )
         if self._store is not None:
             self._store.close()
@@ -237,7 +242,7 @@ class ReplicaSession:
         if since is not None and time.monotonic() - since > self.timeout:
             raise PeerLostError(
                 f"replica {self.replica} has lost the quorum at {self.server} for "
-                f"{self.timeout:g} s: its host is down or cannot be reached"
+                f"{self.timeout:g} s: {self._lost_why}"
             )
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -468,8 +473,11 @@ class ReplicaSession:
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
         if failed:
-            _log.info("replica %s: %s failed: %s", self.replica, doing, failed[0])
+            level = logging.INFO if self._has_failed else logging.WARNING  # once in a row
+            _log.log(level, "replica %s: %s failed: %s", self.replica, doing, failed[0])
+            self._has_failed = True
             raise GivenUpError(doing) from failed[0]
+        self._has_failed = False
         return result[0]
 
     # -- outer states ------------------------------------------------------------------------------
@@ -557,7 +565,7 @@ class ReplicaSession:
 
         version: int | None = None
         with contextlib.suppress(GivenUpError):
-            version = self._in_thread(work, is_over, f"fetch {fetch.number}")
+            version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
         versions = set(self.gather(version, "the outer state of other replicas"))
         return version if len(versions) == 1 else None
 
