@@ -265,7 +265,9 @@ def test_a_server_that_stays_away_is_an_error() -> None:
         a.step(1.0)
     a.membership.timeout = 0.0
     a.membership._note_lost(ConnectionError("gone"))
-    with pytest.raises(PeerLostError, match=r"lost the quorum at 127\.0\.0\.1:\d+ for 0 s: .*(gone|refused)"):
+    with pytest.raises(
+        PeerLostError, match=r"lost the quorum at 127\.0\.0\.1:\d+ for 0 s: .*(gone|refused)"
+    ):
         a.step(1.0)
     a.optimizer.leave()
 
