@@ -102,7 +102,7 @@ class Root:
         read_order: the order in which they are gathered, for reading shards that are on a disk.
         is_last_backward: whether the end of a backward completes all reductions.
         finalization: what the user completes, with manual finalization.
-        knows_what_is_averaged: whether the user was told, or has DiLoCo average the rest.
+        knows_what_is_averaged: whether the user was told of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
     """
