@@ -182,24 +182,17 @@ class RoundPlan:
         """Read what :meth:`to_json` wrote."""
         values = json.loads(text)
         attempt = values["attempt"]
+        for name in ("members", "tokens") if attempt else ():
+            attempt[name] = {int(replica): value for replica, value in attempt[name].items()}
         return cls(
             **{
                 **values,
-                "attempt": None if attempt is None else attempt_of(attempt),
+                "attempt": attempt and Attempt(**attempt),
                 "fetches": {int(r): Fetch(**each) for r, each in values["fetches"].items()},
                 "welcome": tuple(values["welcome"]),
                 "live": tuple(values["live"]),
             }
         )
-
-
-def attempt_of(values: Mapping[str, Any]) -> Attempt:
-    """Read an attempt that was written as JSON."""
-    by_number = {
-        name: {int(replica): value for replica, value in values[name].items()}
-        for name in ("members", "tokens")
-    }
-    return Attempt(**{**values, **by_number})
 
 
 class EventKind(enum.Enum):
@@ -282,7 +275,6 @@ class Coordinator:
         self._groups: dict[tuple[tuple[int, str], ...], int] = {}
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
-        self._left: set[str] = set()
         self._looked: float | None = None
         self._trust_silence_from = 0.0
         self._events: list[Event] = []
@@ -358,8 +350,12 @@ class Coordinator:
     def _forget(self, replica: int, kind: EventKind) -> None:
         del self._members[replica]
         self._drop_fetch(replica)
+        self._note(kind, replica)
+
+    def _note(self, kind: EventKind, replica: int = -1, **facts: Any) -> None:
+        """Note an event, with the members and the round as they are now."""
         live = tuple(sorted(self._members))
-        self._events.append(Event(kind, self.plan.version, replica, live=live))
+        self._events.append(Event(kind, self.plan.version, replica, live=live, **facts))
 
     @property
     def _is_headless(self) -> bool:
@@ -414,7 +410,7 @@ class Coordinator:
         )
         self._last, self._called_at, self._attempts = None, None, 0
         self._members[first] = leader.incarnation
-        self._events.append(Event(EventKind.JOINED, leader.version, first, live=(first,)))
+        self._note(EventKind.JOINED, first)
         for replica, report in live.items():
             if replica != first:
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
@@ -436,8 +432,7 @@ class Coordinator:
         if alike:
             self._members[replica] = report.incarnation
             self.plan = replace(self.plan, welcome=(*self.plan.welcome, report.incarnation))
-            live = tuple(sorted(self._members))
-            self._events.append(Event(EventKind.JOINED, self.plan.version, replica, live=live))
+            self._note(EventKind.JOINED, replica)
         return True
 
     # -- catching up -------------------------------------------------------------------------------
@@ -465,16 +460,8 @@ class Coordinator:
             seconds = now - self._fetched_at.get(replica, now)
             self._drop_fetch(replica)
             self._tried.pop(replica, None)
-            self._events.append(
-                Event(
-                    EventKind.JOINED if joins else EventKind.CAUGHT_UP,
-                    report.version,
-                    replica,
-                    fetch.source,
-                    seconds,
-                    tuple(sorted(self._members)),
-                )
-            )
+            kind = EventKind.JOINED if joins else EventKind.CAUGHT_UP
+            self._note(kind, replica, source=fetch.source, seconds=seconds)
         elif report.refetch == fetch.number or not self._can_send(fetch):
             self._tried.setdefault(replica, set()).add(fetch.source)
             self._drop_fetch(replica)
@@ -547,17 +534,9 @@ class Coordinator:
         self._last = attempt
         self.plan = replace(self.plan, version=attempt.version + 1, called=False, attempt=None)
         self._called_at = None
-        self._events.append(
-            Event(
-                EventKind.ROUND,
-                attempt.version + 1,
-                seconds=now - self._attempted_at,
-                live=tuple(sorted(self._members)),
-                attempt=attempt,
-                attempts=self._attempts,
-                late=late,
-            )
-        )
+        seconds = now - self._attempted_at
+        tried = self._attempts
+        self._note(EventKind.ROUND, seconds=seconds, attempt=attempt, attempts=tried, late=late)
         self._attempts = 0
 
     def _begin_if_due(self, now: float) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import threading
 import time
@@ -31,7 +30,6 @@ from shardwise.diloco.coordinator import (
     ReplicaReport,
     RoundPlan,
     State,
-    attempt_of,
     client_name,
 )
 from shardwise.diloco.quorum import Quorum
@@ -101,7 +99,6 @@ class ReplicaSession:
         self._over = False
         self._lost_since: float | None = None
         self._lost_why: Exception | None = None
-        self._has_failed = False  # the last exchange or fetch
         self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
@@ -286,8 +283,7 @@ class ReplicaSession:
         self.check()
         plan, wish = self._plan, Wish.NOTHING
         if self.is_connected:
-            fetch = plan.fetches.get(self.replica)
-            if fetch is not None and fetch.incarnation == self.incarnation:
+            if self.fetch_for_me(plan) is not None:
                 wish = Wish.FETCH
             elif plan.called and plan.version == version:
                 wish = Wish.MEET
@@ -371,10 +367,9 @@ class ReplicaSession:
             return None
         try:
             # A server that has been started again does not know.
-            found = store.check([key]) and attempt_of(json.loads(store.get(key))) == attempt
+            return (store.check([key]) and int(store.get(key)) == attempt.number,)
         except (OSError, RuntimeError):
             return None
-        return (found,)
 
     def average(
         self, attempt: Attempt, exchange: Callable[[dist.ProcessGroup | None], T]
@@ -404,7 +399,7 @@ class ReplicaSession:
                         str(attempt.group), ranks.index(self.replica), len(ranks)
                     )
                 made.append(group)
-                if group is not None and given_up.is_set():
+                if given_up.is_set():
                     _close_in_background(group)
             return exchange(group)
 
@@ -415,8 +410,7 @@ class ReplicaSession:
         except GivenUpError:
             given_up.set()
             for group in made:
-                if group is not None:
-                    _close_in_background(group)
+                _close_in_background(group)
             self._end_group()
             return None
         if made:
@@ -426,8 +420,7 @@ class ReplicaSession:
     def _end_group(self) -> None:
         """Close the connections to other replicas."""
         (_, group), self._group = self._group, (0, None)
-        if group is not None:
-            _close_in_background(group)
+        _close_in_background(group)
 
     def _make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         store = self._store
@@ -473,11 +466,8 @@ class ReplicaSession:
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
         if failed:
-            level = logging.INFO if self._has_failed else logging.WARNING  # once in a row
-            _log.log(level, "replica %s: %s failed: %s", self.replica, doing, failed[0])
-            self._has_failed = True
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, failed[0])
             raise GivenUpError(doing) from failed[0]
-        self._has_failed = False
         return result[0]
 
     # -- outer states ------------------------------------------------------------------------------
@@ -575,6 +565,9 @@ def _close(group: dist.ProcessGroup) -> None:
     c10d.forget_group_between_worlds(group)
 
 
-def _close_in_background(group: dist.ProcessGroup) -> None:
+def _close_in_background(group: dist.ProcessGroup | None) -> None:
     """Close the connections of a group that is of no more use; others may be slow to notice."""
-    threading.Thread(target=_close, args=(group,), daemon=True, name="shardwise hang up").start()
+    if group is not None:
+        threading.Thread(
+            target=_close, args=(group,), daemon=True, name="shardwise hang up"
+        ).start()
