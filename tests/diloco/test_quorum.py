@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -227,7 +228,7 @@ def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds:
             while a.optimizer.rounds == (rounds,):
                 pool.submit(a.step, 1.0).result(30)
         finally:
-            a.membership._lost_since = -LONG  # which ends a step that waits forever
+            a.membership._lost_at, a.membership._lost_for = 0.0, LONG  # ends a step that hangs
             a.optimizer.leave()
     assert a.optimizer.rounds == (rounds + 1,)
 
@@ -268,7 +269,24 @@ def test_a_server_that_stays_away_is_an_error() -> None:
     with pytest.raises(
         PeerLostError, match=r"lost the quorum at 127\.0\.0\.1:\d+ for 0 s: .*(gone|refused)"
     ):
+        for _ in range(1000):
+            a.step(1.0)
+            time.sleep(0.05)
+    a.optimizer.leave()
+
+
+def test_time_for_which_a_replica_was_suspended_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trial(1, SHORT) as world:
+        a = Replica(world.server, 0)
         a.step(1.0)
+    a.membership._note_lost(ConnectionError("gone"))
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+    a.step(1.0)
+    a.membership._note_lost(ConnectionError("gone"))
+    assert a.step(1.0) == 3.0
     a.optimizer.leave()
 
 

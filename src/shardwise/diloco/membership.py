@@ -97,7 +97,8 @@ class ReplicaSession:
         self._poll = _POLL
         self._wake = threading.Event()
         self._over = False
-        self._lost_since: float | None = None
+        self._lost_at: float | None = None  # when the server was missed last; None: it is there
+        self._lost_for = 0.0  # seconds, without those for which this process was suspended
         self._lost_why: Exception | None = None
         self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
@@ -178,7 +179,7 @@ class ReplicaSession:
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
         self._plan = RoundPlan.from_json(store.get(PLAN))
-        self._store, self._lost_since = store, None
+        self._store, self._lost_at, self._lost_for = store, None, 0.0
         self._send_report()
 
     def _follow(self) -> None:
@@ -206,9 +207,11 @@ class ReplicaSession:
     def _note_lost(self, why: Exception) -> None:
         if self._over:
             return
-        self._lost_why = why
-        if self._lost_since is None:
-            self._lost_since = time.monotonic()
+        before, self._lost_at, self._lost_why = self._lost_at, time.monotonic(), why
+        if before is not None:
+            longest = _RETRY + max(_LEAST_ANSWER, self._plan.deadline)
+            self._lost_for += min(self._lost_at - before, longest)
+        else:
             _log.warning(
                 "replica %s has lost the quorum at %s; it looks for it for %g s, and trains on "
                 "meanwhile, unless it waits to be told how a round has ended",
@@ -223,7 +226,7 @@ class ReplicaSession:
     @property
     def is_connected(self) -> bool:
         """Whether the server can be reached, as far as is known."""
-        return self._lost_since is None
+        return self._lost_at is None
 
     def check(self) -> None:
         """Check that this replica may take part.
@@ -235,8 +238,7 @@ class ReplicaSession:
         refused = self._plan.refused.get(self.incarnation)
         if refused is not None:
             raise RanksDivergedError(refused)
-        since = self._lost_since
-        if since is not None and time.monotonic() - since > self.timeout:
+        if not self.is_connected and self._lost_for > self.timeout:
             raise PeerLostError(
                 f"replica {self.replica} has lost the quorum at {self.server} for "
                 f"{self.timeout:g} s: {self._lost_why}"
