@@ -67,7 +67,7 @@ class Aliased:
     @property
     def has_moved(self) -> bool:
         """Whether a shard is in other memory now."""
-        return self._addresses != [param.local.data_ptr() for param in self._params]
+        return self._addresses != dtensor.addresses_of([p.form.parameter for p in self._params])
 
     def follow(self) -> None:
         """Let autograd see writes to the shards as writes to the full parameters.
@@ -491,7 +491,8 @@ class PostForwardShards:
             label: the label of the group.
         """
         for param in self._uncut:
-            param.use_sharded()  # every rank has all of it
+            GroupParam.leave_all([param])
+            param.register(param.form.parameter)  # every rank has all of it
         with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)

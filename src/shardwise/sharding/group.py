@@ -154,7 +154,8 @@ class ParamGroup:
 
     def begin(self, activity: Activity) -> None:
         """Report that the group begins its forward or its backward."""
-        self.end(activity)  # an exception may have interrupted it
+        if self._observed:  # an exception may have interrupted it
+            self.end(activity)
         if observe.is_observed():
             self._observed[activity] = observe.begin(activity, self.label.name)
 
@@ -216,8 +217,7 @@ class ParamGroup:
                 raise
         if self.post_forward is not None:
             self.post_forward.release()
-        for param in self.params:
-            param.freeze_or_unfreeze()
+        GroupParam.freeze_or_unfreeze_all(self.params)
         ParamOwner.register_all(self._owners, self._full_of_each())
         self._move(GroupState.UNSHARDED)
 
@@ -247,9 +247,9 @@ class ParamGroup:
         unshards = self.options.unshard_in_backward and self.state is not GroupState.UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()
+        if not unshards:  # otherwise this was done with the full parameters
+            GroupParam.freeze_or_unfreeze_all(self.params)
         for param in self.params:
-            if not unshards:  # otherwise this was done with the full parameters
-                param.freeze_or_unfreeze()
             param.enter_backward()
         if not autograd.in_transform():  # which gives gradients to its caller, none to parameters
             self._unreduced.expect()
@@ -700,8 +700,7 @@ class ParamGroup:
         return [param.full for param in self._owned]
 
     def _use_sharded(self) -> None:
-        for param in self.params:
-            param.leave_full()
+        GroupParam.leave_all(self.params)
         ParamOwner.register_all(self._owners, self._shard_of_each())
         self._move(GroupState.SHARDED)
 
@@ -716,7 +715,8 @@ class ParamGroup:
             self.pages.let_go()
         if self.fulls is not None:
             try:
-                self.deliver_writes()
+                if self.fulls.moves:
+                    self.deliver_writes()
             finally:
                 if self.options.keep_unsharded_storage:
                     self.fulls.retain()
@@ -724,17 +724,19 @@ class ParamGroup:
                     self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
-        if (self.state, to) not in MOVES:
+        lease = self._lease
+        found = GroupState.SHARDED if lease is None else lease.state
+        if (found, to) not in MOVES:
             raise AssertionError(
                 f"group {self.fqn!r} on rank {dist.get_rank()} cannot go from "
-                f"{self.state.value} to {to.value}"
+                f"{found.value} to {to.value}"
             )
         if to is GroupState.SHARDED:
             self._lease = None
-        elif self._lease is None:
+        elif lease is None:
             self._lease = Lease(to, self.steps_in_backward)
         else:
-            self._lease.state = to
+            lease.state = to
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.fqn!r}, {len(self.params)} parameters, {self.state.value})"

@@ -97,17 +97,15 @@ class GroupParam:
         """The dtype of the shard, which the optimizer updates."""
         return self.form.parameter.dtype
 
-    def leave_full(self) -> None:
-        """Prepare to take the full form out of the modules. A frozen one freezes the shard."""
-        full = self.full
-        changed = full is not None and full.requires_grad != self._requires_grad
-        if full is not None and changed and self.owners[0].holds(full):
-            self.follow_requires_grad(full)
-
-    def use_sharded(self) -> None:
-        """Put the sharded form into the modules."""
-        self.leave_full()
-        self.register(self.form.parameter)
+    @staticmethod
+    def leave_all(params: Sequence[GroupParam]) -> None:
+        """Prepare to take full forms out of the modules. A frozen one freezes the shard."""
+        for param in params:
+            full = param.full
+            if full is None or full.requires_grad == param._requires_grad:
+                continue
+            if param.owners[0].holds(full):
+                param.follow_requires_grad(full)
 
     def refresh(self) -> None:
         """Adopt the parameter that the modules hold after ``to()``, ``to_empty()`` or a state dict.
@@ -226,22 +224,22 @@ class GroupParam:
         full = self.full
         self._grad_is_new = full is not None and full.grad is None
 
-    def freeze_or_unfreeze(self) -> None:
-        """Make the shard and the full parameter agree on ``requires_grad``."""
-        full = self.full
-        if full is None or (
-            full.requires_grad == self._requires_grad == self.form.parameter.requires_grad
-        ):
-            return
-        if self.owners[0].holds(full):
-            self.follow_requires_grad(full)  # users see this one
-        if full.requires_grad != self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
-        self._requires_grad = full.requires_grad
+    @staticmethod
+    def freeze_or_unfreeze_all(params: Sequence[GroupParam]) -> None:
+        """Make shards and full parameters agree on ``requires_grad``."""
+        for param in params:
+            full, shard = param.full, param.form.parameter
+            if full is None or full.requires_grad == param._requires_grad == shard.requires_grad:
+                continue
+            if param.owners[0].holds(full):
+                param.follow_requires_grad(full)  # users see this one
+            if full.requires_grad != shard.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+            param._requires_grad = full.requires_grad
 
     def _drop_unwanted_grad(self) -> None:
         """Drop the gradient of a parameter that a hook froze during this backward."""
-        self.freeze_or_unfreeze()
+        self.freeze_or_unfreeze_all([self])
         if self._grad_is_new and self.full is not None and not self.full.requires_grad:
             self.full.grad = None
         self._grad_is_new = False
