@@ -50,7 +50,7 @@ from shardwise.transport.memory import HeapBuffers
 _SEALED = 1_000_000_000
 
 
-class Aliased:
+class AliasedParams:
     """Full parameters that share memory with their shards.
 
     Args:
@@ -93,7 +93,7 @@ class Aliased:
                 full.data = param.memory
 
 
-class Filled:
+class FilledParams:
     """Full parameters with memory of their own, which hold their values from time to time.
 
     At other times they are *sealed*: autograd refuses them, since it finds another version than it
@@ -176,7 +176,7 @@ class Filled:
 Gathered = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
 
 
-class Copied:
+class CopiedParams:
     """Full parameters that shards are copied to.
 
     Args:
@@ -194,7 +194,7 @@ class Copied:
             param.full_data.copy_(param.local, non_blocking=True)
 
 
-class Direct:
+class DirectParams:
     """Full parameters that *are* what shards are gathered into.
 
     Args:
@@ -228,7 +228,7 @@ class Direct:
         return [source.shard_of(param) for param in self._params], buffers
 
 
-class Staged(Direct):
+class StagedParams(DirectParams):
     """Full parameters whose chunks are gathered elsewhere, and then interleaved."""
 
     def finish(self) -> None:
@@ -315,13 +315,13 @@ class FullParams:
         own = memory(HeapBuffers, owned, [param.layout.numel for param in owned])
         self._buffers = [buffers for buffers in (own, *arriving) if buffers.tensors]
         self._reported = dict.fromkeys(self._buffers, 0)  # how much memory of each
-        self.aliased = Aliased(aliased)
-        self._copied = Copied(copied, own.tensors[len(staged) :])
-        self._direct = Direct(direct, arriving[0], arriving[0].tensors)
-        self._finished: list[Staged | Extension] = [*self._extended]
+        self.aliased = AliasedParams(aliased)
+        self._copied = CopiedParams(copied, own.tensors[len(staged) :])
+        self._direct = DirectParams(direct, arriving[0], arriving[0].tensors)
+        self._finished: list[StagedParams | Extension] = [*self._extended]
         if staged:
-            self._finished.append(Staged(staged, arriving[1], own.tensors[: len(staged)]))
-        self.filled = Filled(direct + owned)
+            self._finished.append(StagedParams(staged, arriving[1], own.tensors[: len(staged)]))
+        self.filled = FilledParams(direct + owned)
         self.moves = bool(self._buffers or self._extended)
         self.storages = frozenset(
             storage
