@@ -113,7 +113,7 @@ class ShardedParam:
         layout: how this rank's part of the original is cut.
         owners: the modules, of all groups, that hold the parameter.
         is_tied: whether several groups have the parameter, each with its part of the gradient.
-        users: a :class:`GroupParam` for each group that has the parameter.
+        groups: the groups that have the parameter.
         steps: the number of optimizer steps on the parameter so far.
         steps_in_backward: how many of them a :class:`~shardwise.sharding.stepping.Stepper` made.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
@@ -124,7 +124,7 @@ class ShardedParam:
         self.fqn = fqn
         self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
-        self.users: list[Any] = []
+        self.groups: list[Any] = []
         self.is_tied = False
         self.steps = self.steps_in_backward = 0
         # Whether the gradient of a tied parameter comes from the running backward alone.
@@ -157,7 +157,7 @@ class ShardedParam:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
-        made.users = []
+        made.groups = []
         made.offload = copy.deepcopy(self.offload, memo)
         made.summoned = None
         _steps.watch(made)
