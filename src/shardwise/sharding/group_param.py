@@ -357,6 +357,19 @@ class GroupParam:
             full.requires_grad_(self.sharded.requires_grad)
         self._requires_grad = full.requires_grad
 
+    def follow_step(self) -> None:
+        """Let autograd see a step in backward as a write to the full parameter.
+
+        The backward of an earlier forward that needs the value of before then raises, as without
+        sharding.
+        """
+        if self._is_sealed:
+            self._version += 1
+        elif self.full is not None:
+            written = self._version_of_full() - self._full_version
+            autograd.set_version(self.full, autograd.version_of(self.full) + 1)
+            self._full_version = self._version_of_full() - written
+
     def _drop_unwanted_grad(self) -> None:
         """Drop the gradient of a parameter that a hook froze during this backward."""
         self.freeze_or_unfreeze()

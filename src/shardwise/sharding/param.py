@@ -321,7 +321,11 @@ class ShardedParam:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
+            before = [user.shard_version for user in self.users]
             autograd.run_post_accumulate_hooks(parameter)
+            for user, version in zip(self.users, before, strict=True):
+                if user.shard_version != version:
+                    user.follow_step()
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""
