@@ -70,13 +70,15 @@ class Phase(enum.Enum):
     """Where a module or a group is in a training step.
 
     ``IDLE -> FORWARD -> IDLE -> BACKWARD -> REDUCED -> IDLE``. Only a group is ever ``REDUCED``:
-    its gradients have been passed to a reduction in this backward.
+    its gradients have been passed to a delivery in this backward. Or it is ``DEFERRED``: a pass
+    of it is over, and the last one, or the end of backward, delivers what they have left.
     """
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCED = "reduced"
+    DEFERRED = "deferred"
 
 
 class Pass:
