@@ -9,9 +9,10 @@ from typing import cast
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise.sharding.delivery import Delivery, Grad, Scaling
+from shardwise.sharding.delivery import Delivery, Grad, GroupGrads, Scaling, When
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
@@ -83,32 +84,28 @@ def _under_way(replicate: Transport, home: str) -> Delivery:
         replicate=replicate,
         world_size=2,
         device=torch.device("cpu"),
-        has_custom_scatter=False,
+        is_alone=False,
     )
     param = _Param(
         dtype=torch.float32,
         layout=Layout(torch.Size([3]), 0, 1),
         local=torch.empty(3, device=home),
-        form=SimpleNamespace(is_tied=False),
+        form=SimpleNamespace(is_tied=False, parameter=nn.Parameter(torch.empty(3))),
     )
-    delivery = Delivery(
-        NO_LABEL,
-        [Grad(cast(GroupParam, param), torch.ones(3), is_owned=False, is_missing=False)],
-        {},
-        cast(DataMesh, mesh),
-        Precision(MixedPrecisionPolicy()),
-        GroupOptions(),
-    )
-    assert not delivery.continues, "the reduce-scatter holds full gradients"
+    grads = [Grad(cast(GroupParam, param), torch.ones(3), is_owned=False, is_missing=False)]
+    waiting = GroupGrads([], Precision(MixedPrecisionPolicy()))
+    way = waiting.deliver(grads, cast(DataMesh, mesh), GroupOptions(), NO_LABEL)
+    delivery = Delivery(way, None)
+    assert delivery.when is When.NEXT, "the reduce-scatter holds full gradients"
     delivery.advance()
     assert not delivery.has_landed
     return delivery
 
 
 def test_an_all_reduce_is_left_to_what_goes_on_by_itself() -> None:
-    assert _under_way(_Network(), "cpu").continues
-    assert not _under_way(LocalTransport(), "cpu").continues
+    assert _under_way(_Network(), "cpu").when is When.LEFT
+    assert _under_way(LocalTransport(), "cpu").when is When.NEXT
 
 
 def test_a_gradient_that_is_to_leave_the_device_is_not_left_on_it() -> None:
-    assert not _under_way(_Network(), "meta").continues
+    assert _under_way(_Network(), "meta").when is When.NEXT

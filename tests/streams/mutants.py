@@ -60,12 +60,12 @@ SEEN = {
     "dtype=self.full.dtype, device=self.full.device)": "unused_params",
     "sharding/layout.py Layout.to_chunks: full.new_empty(self.padded_numel)": "staged",
     "sharding/delivery.py Delivery.advance: work.wait()": "large",
-    "sharding/delivery.py _Flight.scatter: self.alive.append(full)": "custom",
+    "sharding/delivery.py Flight.scatter: self.alive.append(full)": "custom",
     "sharding/delivery.py _start_over_shard: "
     "torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)": "large",
     "sharding/delivery.py _count: "
     "torch.empty(len(grads), dtype=dtypes[1], device=like.device)": "large",
-    "sharding/delivery.py _places_for_hook: "
+    "sharding/delivery.py _places_for_shards: "
     "torch.zeros(sum(numels), dtype=dtype, device=device)": "all_reduce_hook",
     "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).record_event()": "all_reduce_hook_with_stream",
@@ -143,7 +143,7 @@ SEEN = {
     "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
     "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
-    "sharding/delivery.py _Flight.start: self.works.append(transport.start(call))": "zero3",
+    "sharding/delivery.py Flight.start: self.works.append(transport.start(call))": "zero3",
     "sharding/delivery.py _run_hook_on: flight.works.append(PendingWork(lambda: "
     "devices.current_stream(device).wait_event(hooked)))": "all_reduce_hook_with_stream",
     "sharding/ledger.py Ledger.start: self._in_flight.append(started)": "zero3",
@@ -182,10 +182,8 @@ SEEN = {
     "self._plain(full.grad).to(dtype)": "accumulate",
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
-    "sharding/delivery.py _start_over_shard: value.to(dtype)": "half_reduced",
-    "sharding/delivery.py _start_over_shard: value.to(dtype) (2)": "scalars",
+    "sharding/delivery.py _scaled: value.to(dtype)": "scalars",
     "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
-    "sharding/delivery.py deliver_alone: value.to(dtype)": "one_rank_mixed",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shard.to(full.dtype)": "integers_custom",
@@ -278,7 +276,7 @@ UNSEEN = {
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
-    "sharding/delivery.py deliver_alone: value.contiguous()": (
+    "sharding/delivery.py GroupGrads.deliver: _scaled(grad.value, dtype, scaling).contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),
     "sharding/summon.py _rows: "

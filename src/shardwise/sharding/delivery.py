@@ -14,6 +14,7 @@ each parameter is reduced with the gradients: 1 from a rank that has one, else 0
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
@@ -118,191 +119,43 @@ class Grad:
     is_owned: bool
     is_missing: bool
 
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run as soon as the sharded gradient is complete."""
+        form = self.param.form
+        return autograd.has_post_accumulate_hooks(form.parameter) and not form.is_tied
 
-#: Gradients that are reduced over the shard dimension only, and beside each a scalar: 0 if no rank
-#: of that dimension has one.
-Held = dict[GroupParam, tuple[torch.Tensor, torch.Tensor]]
 
+class When(enum.Enum):
+    """When a delivery waits for what is under way, at the latest.
 
-class GroupGrads:
-    """The gradients of a group that wait: full ones for a delivery, sharded ones for an all-reduce.
-
-    Args:
-        params: the parameters of the group.
-        precision: the dtypes to accumulate in.
-
-    Attributes:
-        held: the sharded ones.
+    ``AT_ONCE``: hooks run next, and may read or write the gradients. ``BEFORE_STEP``: at once if
+    the group then steps, for that frees much memory and hides no less communication. ``NEXT``: when
+    the next group's backward is over. ``HELD``: so, or when this backward is over, since the
+    gradients wait for a later all-reduce then. ``LEFT``: when gradients are to be complete, for it
+    continues by itself, and holds no more memory than sharded gradients.
     """
 
-    def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
-        self.held: Held = {}
-        self._params = params
-        self._precision = precision
-        # What takes part in the next delivery, on all ranks, and whether it had no gradient when
-        # the backward of the group began.
-        self._due: dict[GroupParam, bool] = {}
-
-    def expect(self) -> None:
-        """Note that a backward begins: what requires gradients now takes part in the delivery.
-
-        Which of them get one may differ between ranks, so that cannot decide.
-        """
-        for param in self._params:
-            if param.sharded.requires_grad:
-                self._due[param] = param.full is not None and param.full.grad is None
-
-    def keep(self, name: str) -> None:
-        """Accumulate the full gradients here: synchronization is off.
-
-        Args:
-            name: the group, for observers.
-        """
-        for param in self._params:
-            self._drop_unwanted(param)
-            held = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
-            if held is not None:
-                observe.memory_of(Memory.GRADIENTS, name, held)
-        self._due = dict.fromkeys(self._due, False)
-
-    def take(self, options: GroupOptions, mesh: DataMesh, name: str) -> list[Grad]:
-        """Take the full gradients.
-
-        Args:
-            options: the options of the group.
-            mesh: the ranks to reduce over.
-            name: the group, for observers.
-
-        Returns:
-            A gradient for each parameter that takes part, the same ones on all ranks.
-        """
-        due, unused = self._due, options.reduce_scatter_unused_params
-        if unused or (not due and any(param.holds_grad for param in self._params)):
-            # What has not run, or ran without a hook that saw its backward begin.
-            for param in self._params:
-                if param.sharded.requires_grad:
-                    due.setdefault(param, False)
-        # Gradients that earlier backwards only reduce-scattered are completed even if this
-        # backward adds nothing.
-        completed = self.held if options.requires_all_reduce else ()
-        taken = []
-        for param in self._params:
-            self._drop_unwanted(param)
-            grad = param.take_grad()
-            is_missing = grad is None and not unused
-            takes_part = param in due or param in completed
-            if grad is None and takes_part and (unused or not mesh.is_alone):
-                grad = param.zeros_for_grad()
-            if grad is not None:
-                observe.memory_of(Memory.GRADIENTS, name, grad)
-                is_owned = is_returned(grad) and is_only_reference(grad)
-                taken.append(Grad(param, grad, is_owned, is_missing))
-        due.clear()
-        return taken
-
-    def drop(self) -> None:
-        """Drop all gradients."""
-        self.held.clear()
-        self._due.clear()
-        for param in self._params:
-            param.drop_grad()
-
-    def _drop_unwanted(self, param: GroupParam) -> None:
-        """Drop the gradient of a parameter that a hook froze during this backward."""
-        param.freeze_or_unfreeze()
-        if self._due.get(param) and param.full is not None and not param.full.requires_grad:
-            param.full.grad = None
+    AT_ONCE = "at once"
+    BEFORE_STEP = "before the step"
+    NEXT = "when the next group is over"
+    HELD = "when backward is over"
+    LEFT = "at the end"
 
 
-class Delivery:
-    """One group's gradients on their way. The constructor starts the first collective.
-
-    Args:
-        label: the label of the group, with the parameters that take part.
-        grads: the gradients.
-        held: those of the group that wait for an all-reduce. These are added to them, or take them
-            along.
-        mesh: the ranks to reduce over.
-        precision: the dtypes to reduce in.
-        options: the options of the group. Later changes do not affect this delivery.
-        complete: what to call when the sharded gradients are complete. Not called if they wait for
-            an all-reduce.
-
-    Attributes:
-        is_held: whether the gradients are to wait for a later all-reduce.
-        steps: whether the shards are updated, and the gradients dropped, when this is over.
-    """
-
-    def __init__(
-        self,
-        label: Label,
-        grads: list[Grad],
-        held: Held,
-        mesh: DataMesh,
-        precision: Precision,
-        options: GroupOptions,
-        complete: Callable[[], None] | None = None,
-    ) -> None:
-        self.is_held = mesh.replicate is not None and not options.requires_all_reduce
-        self.steps = complete is not None
-        self._forms = [grad.param.form for grad in grads if not grad.param.form.is_tied]
-        self._mesh = mesh
-        self._way = _deliver(label, grads, held, mesh, precision, options, complete)
-        with autograd.no_grad():
-            self._flight = next(self._way)
-
-    @property
-    def continues(self) -> bool:
-        """Whether the rest needs nobody, and holds no more memory than sharded gradients."""
-        return self._flight.continues
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether to finish this at once.
-
-        Because hooks run as soon as the gradients are complete, and may read or write them; or
-        because that frees much memory before a step, and hides no less communication.
-        """
-        if not self.is_held and any(
-            autograd.has_post_accumulate_hooks(form.parameter) for form in self._forms
-        ):
-            return True
-        if not self.steps or self._mesh.scatter.overlaps_compute():
-            return False
-        return any(map(is_returned, self._flight.alive))
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether this is over: the sharded gradients are complete, or held."""
-        return self._flight is _LANDED
-
-    def advance(self) -> None:
-        """Wait for what is under way, and start what follows."""
-        with autograd.no_grad():
-            for work in self._flight.works:
-                work.wait()
-            self._flight = _LANDED  # frees what was read
-            self._flight = next(self._way, _LANDED)
-
-    def finish(self) -> None:
-        """Wait until it is over."""
-        while not self.has_landed:
-            self.advance()
-
-
-class _Flight:
+class Flight:
     """What a delivery waits for: collectives over one transport, or a hook on another stream.
 
     Attributes:
+        when: when it does, at the latest.
         works: what is under way.
         alive: what that reads, until it has been waited for.
-        continues: whether the rest needs nobody, and holds no more memory than sharded gradients.
     """
 
-    def __init__(self, continues: bool = False) -> None:
+    def __init__(self, when: When = When.NEXT) -> None:
+        self.when = when
         self.works: list[Work] = []
         self.alive: list[torch.Tensor] = []
-        self.continues = continues
         # By kind and arithmetic, what each call takes: what a tensor is the gradient of, what is
         # read and what is written, and whether nobody else has what is read.
         self._calls: dict[
@@ -336,112 +189,243 @@ class _Flight:
         self._calls.clear()
 
 
-_LANDED = _Flight()
+_LANDED = Flight()  # nothing is waited for
 
 
-def _deliver(
-    label: Label,
-    grads: list[Grad],
-    held: Held,
-    mesh: DataMesh,
-    precision: Precision,
-    options: GroupOptions,
-    complete: Callable[[], None] | None,
-) -> Iterator[_Flight]:
-    """The way of gradients; see :class:`Delivery`. Yields what has to be waited for."""
-    hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
-    keeps_dtype, is_held = options.keep_low_precision_grads, not options.requires_all_reduce
-    replicate = mesh.replicate
-    dtypes = tuple(precision.reduce_dtype(grad.param.dtype) for grad in grads)
-    scalings = _scalings_for(dtypes, mesh.world_size, options)
-    outs: list[torch.Tensor | None] = [None] * len(grads)
-    flats: list[torch.Tensor] = []
-    if hook is not None and (replicate is None or not is_held):
-        flats, outs = _places_for_hook(grads, dtypes)
-    flight, found = _start_over_shard(label, grads, scalings, dtypes, outs, mesh.scatter)
-    del outs
-    yield flight
-    del flight
-    if replicate is not None and is_held:
+class Delivery:
+    """One group's gradients on their way. The constructor starts the first collective.
+
+    Args:
+        way: what the gradients go through. It yields what has to be waited for.
+        step: updates the shards, and drops the gradients, when that is over; ``None``: nothing
+            does.
+    """
+
+    def __init__(self, way: Iterator[Flight], step: Callable[[], None] | None) -> None:
+        self._way = way
+        self._step = step
+        self._flight = _LANDED
+        self._go_on()
+
+    @property
+    def when(self) -> When:
+        """When to :meth:`advance`, at the latest."""
+        return self._flight.when
+
+    @property
+    def steps(self) -> bool:
+        """Whether the shards are updated, and the gradients dropped, when this is over."""
+        return self._step is not None
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether this is over: the sharded gradients are complete, or held."""
+        return self._flight is _LANDED
+
+    def advance(self) -> None:
+        """Wait for what is under way, and start what follows."""
+        for work in self._flight.works:
+            work.wait()
+        self._flight = _LANDED  # frees what was read
+        self._go_on()
+
+    def finish(self) -> None:
+        """Wait until this is over."""
+        while not self.has_landed:
+            self.advance()
+
+    def _go_on(self) -> None:
+        with autograd.no_grad():
+            self._flight = next(self._way, _LANDED)
+            if self.has_landed and self._step is not None:
+                self._step()
+
+
+class GroupGrads:
+    """The gradients of a group: those that wait, and the way that they take.
+
+    Args:
+        params: the parameters of the group.
+        precision: the dtypes to accumulate and reduce in.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
+        self._params = params
+        self._precision = precision
+        # What takes part in the next delivery, on all ranks, and whether it had no gradient when
+        # the backward of the group began.
+        self._due: dict[GroupParam, bool] = {}
+        # Gradients that are reduced over the shard dimension only, and a scalar for each: 0 if no
+        # rank of that dimension has one. They wait for the all-reduce.
+        self._held: dict[GroupParam, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def expect(self) -> None:
+        """Note that a backward begins: what requires gradients now takes part in the delivery.
+
+        Which of them get one may differ between ranks, so that cannot decide.
+        """
+        for param in self._params:
+            if param.sharded.requires_grad:
+                self._due[param] = param.full is not None and param.full.grad is None
+
+    def keep(self, name: str) -> None:
+        """Accumulate the full gradients of the group ``name``: synchronization is off."""
+        for param in self._params:
+            self._drop_unwanted(param)
+            kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+            if kept is not None:
+                observe.memory_of(Memory.GRADIENTS, name, kept)
+        self._due = dict.fromkeys(self._due, False)
+
+    def take(self, options: GroupOptions, mesh: DataMesh, name: str) -> list[Grad]:
+        """Take the full gradients of the group ``name``, to deliver them over ``mesh``.
+
+        Returns:
+            One for each parameter that takes part: the same parameters on all ranks.
+        """
+        due, unused = self._due, options.reduce_scatter_unused_params
+        if unused or (not due and any(param.holds_grad for param in self._params)):
+            # What has not run, or ran without a hook that saw its backward begin.
+            for param in self._params:
+                if param.sharded.requires_grad:
+                    due.setdefault(param, False)
+        # Gradients that earlier backwards only reduce-scattered are completed even if this
+        # backward adds nothing.
+        completed = self._held if options.requires_all_reduce else ()
+        taken = []
+        for param in self._params:
+            self._drop_unwanted(param)
+            grad = param.take_grad()
+            is_missing = grad is None and not unused
+            takes_part = param in due or param in completed
+            if grad is None and takes_part and (unused or not mesh.is_alone):
+                grad = param.zeros_for_grad()
+            if grad is not None:
+                observe.memory_of(Memory.GRADIENTS, name, grad)
+                is_owned = is_returned(grad) and is_only_reference(grad)
+                taken.append(Grad(param, grad, is_owned, is_missing))
+        due.clear()
+        return taken
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self._held.clear()
+        self._due.clear()
+        for param in self._params:
+            param.drop_grad()
+
+    def _drop_unwanted(self, param: GroupParam) -> None:
+        """Drop the gradient of a parameter that a hook froze during this backward."""
+        param.freeze_or_unfreeze()
+        if self._due.get(param) and param.full is not None and not param.full.requires_grad:
+            param.full.grad = None
+
+    def deliver(
+        self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
+    ) -> Iterator[Flight]:
+        """The way of gradients that were taken. Yields what has to be waited for.
+
+        Args:
+            grads: the gradients, which are taken out of the list.
+            mesh: the ranks to reduce over.
+            options: the options of the group. Later changes do not affect this delivery.
+            label: the label of the group, with the parameters that take part.
+        """
+        hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
+        keeps_dtype, replicate = options.keep_low_precision_grads, mesh.replicate
+        is_held = replicate is not None and not options.requires_all_reduce
+        dtypes = tuple([self._precision.reduce_dtype(grad.param.dtype) for grad in grads])
+        scalings = _scalings_for(dtypes, mesh.world_size, options)
+        absent: Set[GroupParam] = frozenset()
+        if mesh.is_alone and hook is None:
+            for grad, dtype, scaling in zip(grads, dtypes, scalings, strict=True):
+                grad.value = _scaled(grad.value, dtype, scaling).contiguous()
+        else:
+            flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
+            flight, found = _start_over_shard(grads, dtypes, scalings, outs, mesh, label)
+            if is_held:
+                flight.when = When.HELD
+            del outs
+            yield flight
+            del flight
+            if is_held:
+                self._hold(grads, found)
+                return
+            if replicate is not None:
+                self._add_held(grads, found)
+                found = found if replicate.wire.is_plain else found.double()
+                yield _start_over_replicas(grads, scalings, found, mesh, label)
+            if hook is not None and stream is not None:
+                yield _run_hook_on(stream, hook, flats, mesh.device)
+            elif hook is not None:
+                for flat in flats:
+                    hook(flat)
+            flats.clear()  # the shards are slices of them
+            absent = _absent(grads, found)
+        for scaling in scalings:
+            grad = grads.pop(0)
+            if grad.param not in absent:
+                _add_to_shard(grad, scaling, keeps_dtype)
+
+    def _hold(self, grads: Sequence[Grad], found: torch.Tensor) -> None:
+        """Keep gradients for a later all-reduce."""
         for grad, each in zip(grads, found.unbind(), strict=True):
-            shard, presence = held.setdefault(grad.param, (grad.value, each))
+            shard, presence = self._held.setdefault(grad.param, (grad.value, each))
             if shard is not grad.value:
                 shard.add_(grad.value)
                 presence.add_(each)
-        return
-    if replicate is not None:
-        flight = _Flight(
-            replicate.overlaps_compute()
-            and all(grad.param.local.device == mesh.device for grad in grads)
-        )
-        for i, (grad, scaling) in enumerate(zip(grads, scalings, strict=True)):
-            if grad.param in held:
-                shard, presence = held.pop(grad.param)
+
+    def _add_held(self, grads: Sequence[Grad], found: torch.Tensor) -> None:
+        """Add the gradients that wait for this all-reduce."""
+        for i, grad in enumerate(grads):
+            if grad.param in self._held:
+                shard, presence = self._held.pop(grad.param)
                 grad.value += shard
                 found[i] += presence
-            # The rest is padding, with values that nobody may look at.
-            own = grad.value[: grad.param.local.numel()]
-            flight.reduce(scaling.op, grad.param, own)
-        if not replicate.wire.is_plain:
-            found = found.double()
-        flight.reduce(scalings[0].op, None, found)
-        flight.start(replicate, label)
-        yield flight
-    if hook is not None and flats:
-        if stream is None:
-            for flat in flats:
-                hook(flat)
-        else:
-            yield _run_hook_on(stream, hook, flats, mesh.device)
-        flats.clear()  # the shards are slices of them
-    absent = _absent(grads, found)
-    for scaling in scalings:
-        _add_to_shard(grads.pop(0), scaling, keeps_dtype, absent)
-    if complete is not None:
-        complete()
 
 
 def _start_over_shard(
-    label: Label,
     grads: Sequence[Grad],
-    scalings: Sequence[Scaling],
     dtypes: Sequence[torch.dtype],
+    scalings: Sequence[Scaling],
     outs: Sequence[torch.Tensor | None],
-    transport: Transport,
-) -> tuple[_Flight, torch.Tensor]:
+    mesh: DataMesh,
+    label: Label,
+) -> tuple[Flight, torch.Tensor]:
     """Start to reduce over the shard dimension, each into one of ``outs`` if there is one.
 
     Returns:
         What to wait for, and where the number for each parameter arrives: 1-D, not 0 where any
         rank has a gradient.
     """
-    flight = _Flight()
-    for grad, scaling, dtype, out in zip(grads, scalings, dtypes, outs, strict=True):
+    flight, transport = Flight(), mesh.scatter
+    for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
         value, layout = grad.value, grad.param.layout
-        if scaling.before != 1.0:
-            value = value.to(dtype) / scaling.before
-        if transport.world_size == 1 or layout.dim is None:
-            if value.dtype != dtype:
-                value = value.to(dtype)
-            grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
-            if transport.world_size > 1:
-                flight.reduce(scaling.op, grad.param, grad.value)
-        else:
+        is_cut = transport.world_size > 1 and layout.dim is not None
+        if scaling.before != 1.0 or not is_cut:
+            value = _scaled(value, dtype, scaling)
+        if is_cut:
             full = layout.to_chunks(value)
             if out is None:
                 out = torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)
             grad.value = out
             flight.scatter(scaling.op, grad.param, full, out, grad.is_owned)
+        else:
+            grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
+            if transport.world_size > 1:
+                flight.reduce(scaling.op, grad.param, grad.value)
     found = _count(flight, scalings[0].op, grads, transport)
     for each in (*flight.alive, *(grad.value for grad in grads), found):
         observe.memory_of(Memory.GRADIENTS, label.name, each)
     flight.start(transport, label)
+    if any(grad.has_hooks for grad in grads):
+        flight.when = When.AT_ONCE
+    elif not transport.overlaps_compute() and any(map(is_returned, flight.alive)):
+        flight.when = When.BEFORE_STEP
     return flight, found
 
 
-def _count(
-    flight: _Flight, op: Reduce, grads: Sequence[Grad], transport: Transport
-) -> torch.Tensor:
+def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport) -> torch.Tensor:
     """Add to what is reduced, for each parameter, whether this rank has a gradient.
 
     Returns:
@@ -468,10 +452,32 @@ def _count(
     return has
 
 
-def _places_for_hook(
-    grads: Sequence[Grad], dtypes: Sequence[torch.dtype]
-) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
-    """A tensor of each dtype, for a hook, and the slice of one to reduce each gradient into."""
+def _start_over_replicas(
+    grads: Sequence[Grad],
+    scalings: Sequence[Scaling],
+    found: torch.Tensor,
+    mesh: DataMesh,
+    label: Label,
+) -> Flight:
+    """Start to reduce over the replicate dimension, in place."""
+    replicate = mesh.replicate
+    assert replicate is not None
+    on_device = all(grad.param.local.device == mesh.device for grad in grads)
+    flight = Flight(When.LEFT if on_device and replicate.overlaps_compute() else When.NEXT)
+    for grad, scaling in zip(grads, scalings, strict=True):
+        # The rest is padding, with values that nobody may look at.
+        flight.reduce(scaling.op, grad.param, grad.value[: grad.param.local.numel()])
+    flight.reduce(scalings[0].op, None, found)
+    flight.start(replicate, label)
+    return flight
+
+
+def _places_for_shards(
+    grads: Sequence[Grad], dtypes: Sequence[torch.dtype], hook: object
+) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+    """For a hook, a tensor of each dtype, and the slice of one to reduce each gradient into."""
+    if hook is None:
+        return [], [None] * len(grads)
     sizes: dict[torch.dtype, list[int]] = {}
     for grad, dtype in zip(grads, dtypes, strict=True):
         sizes.setdefault(dtype, []).append(grad.param.layout.chunk_numel)
@@ -489,7 +495,7 @@ def _run_hook_on(
     hook: Callable[[torch.Tensor], object],
     flats: Sequence[torch.Tensor],
     device: torch.device,
-) -> _Flight:
+) -> Flight:
     """Run the hook on a stream beside that of backward. The work waits for that stream."""
     reduced = devices.current_stream(device).record_event()
     with stream:
@@ -498,7 +504,7 @@ def _run_hook_on(
         for flat in flats:
             hook(flat)
         hooked = beside.record_event()
-    flight = _Flight()
+    flight = Flight()
     flight.works.append(PendingWork(lambda: devices.current_stream(device).wait_event(hooked)))
     return flight
 
@@ -515,36 +521,16 @@ def _absent(grads: Sequence[Grad], found: torch.Tensor) -> Set[GroupParam]:
     return set(missing.values())
 
 
-def deliver_alone(grads: Sequence[Grad], precision: Precision, options: GroupOptions) -> None:
-    """Deliver the gradients of a rank that has nobody to reduce them with.
-
-    The arithmetic is that of a :class:`Delivery` over one rank.
-
-    Args:
-        grads: the gradients.
-        precision: the dtypes to reduce in.
-        options: the options of the group.
-    """
-    dtypes = tuple([precision.reduce_dtype(grad.param.dtype) for grad in grads])
-    scalings = _scalings_for(dtypes, 1, options)
-    with autograd.no_grad():
-        for grad, dtype, scaling in zip(grads, dtypes, scalings, strict=True):
-            value = grad.value
-            if value.dtype != dtype:
-                value = value.to(dtype)
-            if scaling.before != 1.0:
-                value = value / scaling.before
-            grad.value = value.contiguous()
-            _add_to_shard(grad, scaling, options.keep_low_precision_grads)
+def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """Return a full gradient in the dtype of the reduction, as it goes into that."""
+    if value.dtype != dtype:
+        value = value.to(dtype)
+    return value if scaling.before == 1.0 else value / scaling.before
 
 
-def _add_to_shard(
-    grad: Grad, scaling: Scaling, keeps_dtype: bool, absent: Set[GroupParam] = frozenset()
-) -> None:
+def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     """Add a reduced gradient to the sharded one, and run hooks unless other groups add to it."""
     param, shard = grad.param, grad.value
-    if param in absent:
-        return
     if scaling.after != 1.0:
         shard /= scaling.after
     form = param.form

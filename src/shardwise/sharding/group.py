@@ -21,7 +21,7 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.observe import Activity
-from shardwise.sharding.delivery import Delivery, GroupGrads, deliver_alone
+from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
@@ -500,9 +500,8 @@ class ParamGroup:
                 backward may step.
 
         Returns:
-            The delivery. ``None`` if there is none to wait for: no parameter takes part; or
-            synchronization is off, or another pass of this backward is to come, and gradients stay
-            here; or this rank is alone, and they are complete.
+            The delivery. ``None`` if there is none: no parameter takes part; or synchronization is
+            off, or another pass of this backward is to come, and gradients stay here.
         """
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(completes)
@@ -526,21 +525,10 @@ class ParamGroup:
             self._freshness = self._left_behind
         if not grads:
             return None
+        label = self._label_of([grad.param for grad in grads])
         steps = completes and self.completes_grads and self.stepper is not None
-        if self.mesh.is_alone and options.all_reduce_hook is None:
-            deliver_alone(grads, self._precision, options)
-            if steps:
-                self._step_own()
-            return None
-        return Delivery(
-            self._label_of([grad.param for grad in grads]),
-            grads,
-            waiting.held,
-            self.mesh,
-            self._precision,
-            options,
-            self._step_own if steps else None,
-        )
+        way = waiting.deliver(grads, self.mesh, options, label)
+        return Delivery(way, self._step_own if steps else None)
 
     def complete_ties(self) -> None:
         """Complete gradients to which other groups have added, too."""

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from shardwise._torch import autograd, fsdp
-from shardwise.sharding.delivery import Delivery
+from shardwise.sharding.delivery import Delivery, When
 from shardwise.sharding.group import ParamGroup
 
 
@@ -97,12 +97,12 @@ class Ledger:
     @property
     def pending(self) -> list[Delivery]:
         """What backward has to move on."""
-        return [each for each in self._in_flight if not each.continues]
+        return [each for each in self._in_flight if each.when is not When.LEFT]
 
     @property
     def left_alone(self) -> list[Delivery]:
         """What continues without it: an all-reduce over replicas, which holds shards only."""
-        return [each for each in self._in_flight if each.continues]
+        return [each for each in self._in_flight if each.when is When.LEFT]
 
     def start(self, group: ParamGroup) -> None:
         """Start to deliver the gradients of ``group``, after advancing earlier deliveries.
@@ -116,9 +116,9 @@ class Ledger:
             for delivery in pending[: max(0, due)]:
                 self._move_on(delivery)
         started = group.reduce_grads(self.ends_step)
-        if started is not None:
+        if started is not None and not started.has_landed:
             self._in_flight.append(started)
-            if started.is_urgent:
+            if started.when is When.AT_ONCE or (started.when is When.BEFORE_STEP and started.steps):
                 # An optimizer in backward steps before the next group's backward, with the
                 # complete gradient. That includes what earlier backwards are still reducing.
                 self.settle()
@@ -126,7 +126,7 @@ class Ledger:
     def hold(self) -> None:
         """Put what waits for a later all-reduce where that delivery will look for it."""
         for delivery in self._in_flight:
-            if delivery.is_held:
+            if delivery.when is When.HELD:
                 delivery.finish()
         self._forget_landed()
 
@@ -140,7 +140,7 @@ class Ledger:
     def _move_on(self, delivery: Delivery) -> None:
         """Wait for what ``delivery`` waits for, and start what follows."""
         delivery.advance()
-        if delivery.continues:
+        if delivery.when is When.LEFT:
             # At most one gradient per group, however many backwards add theirs. What steps in
             # backward does so to have few of them.
             left = self.left_alone
