@@ -82,8 +82,6 @@ class Ledger:
         self._complete = complete
         # In the order in which they started.
         self._in_flight: list[Delivery] = []
-        # Groups whose last backward has left something to reduce, with manual finalization.
-        self._held_back: dict[ParamGroup, None] = {}
         # The step whose backwards have begun.
         self._step: GradientReductionHandle | None = None
 
@@ -178,23 +176,6 @@ class Ledger:
             )
         self.is_manual = is_manual
 
-    def note(self, group: ParamGroup) -> None:
-        """Note that a backward of ``group`` is over, which reduced its gradients or kept them."""
-        if group.options.requires_gradient_sync:
-            self._held_back.pop(group, None)
-        elif self.is_manual:
-            self._held_back[group] = None
-
-    def defers(self, group: ParamGroup) -> bool:
-        """Decide whether a group whose gradients no hook has reduced is left for later."""
-        if self.is_manual:
-            self._held_back[group] = None
-        return self.is_manual and group.options.requires_gradient_sync
-
-    def take(self, group: ParamGroup) -> bool:
-        """Return whether ``group`` has been left something to reduce, for the last time."""
-        return self._held_back.pop(group, False) is None
-
     def check(self) -> None:
         """Check that backwards can be completed now.
 
@@ -217,7 +198,6 @@ class Ledger:
         if progress is Progress.DROPPED:
             self._in_flight.clear()
             self.is_last_backward = True
-        self._held_back.clear()
         if self._step is not None:
             self._step.progress = progress
         self._step = None

@@ -12,6 +12,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -210,28 +211,28 @@ class Root:
         An exception here (from a hook, a lost peer, Ctrl-C) loses the gradients of the step, as
         anywhere in backward: none of them may reach the next step.
         """
-        try:
+        with self._or_reset():
             self._end_backward()
-        except BaseException:
-            self.reset()
-            raise
 
     def _end_backward(self) -> None:
-        self._end = None
+        self._end, is_manual = None, self.ledger.is_manual
         for state in self.states:
             if self._is_in_forward(state):
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                if group.phase is not Phase.REDUCED:
+                is_reduced, syncs = (
+                    group.phase is Phase.REDUCED,
+                    group.options.requires_gradient_sync,
+                )
+                if not is_reduced:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
                     group.end(Activity.BACKWARD)
-                    if not self.ledger.defers(group):
+                    if not (is_manual and syncs):
                         self.post_backward(group)
-                else:
-                    self.ledger.note(group)
-                group.phase = Phase.IDLE
+                is_left = is_manual and not (is_reduced and syncs)
+                group.phase = Phase.DEFERRED if is_left else Phase.IDLE
             state.phase = Phase.IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
@@ -264,17 +265,14 @@ class Root:
         """
         self.ledger.check()
         self._forget_failed_backward()
-        try:
+        with self._or_reset():
             for state in reversed(self.states):
                 for group in reversed(state.groups):
-                    if self.ledger.take(group):
+                    if group.phase is Phase.DEFERRED:
                         self.post_backward(group)
                         group.phase = Phase.IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
-        except BaseException:
-            self.reset()
-            raise
         handle = self.ledger.begin_step()
         handle.progress = Progress.FINALIZED
         return handle
@@ -284,6 +282,14 @@ class Root:
         if self._end is not None and self._end() is None:
             self.reset()
 
+    @contextmanager
+    def _or_reset(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
+
     def _is_in_forward(self, state: FSDPState) -> bool:
         """Whether the backward that ends now ran inside the forward of ``state``."""
         return self.forward_root is not None and state.phase is Phase.FORWARD
@@ -292,16 +298,13 @@ class Root:
         return (group for state in self.states for group in state.groups)
 
     def _deliver_or_reset(self) -> None:
-        for group in self._groups():
-            if group.phase is Phase.REDUCED:
-                self.ledger.note(group)
-        if not self.ledger.ends_step:
-            return
-        try:
-            self._deliver()
-        except BaseException:
-            self.reset()
-            raise
+        if self.ledger.is_manual:
+            for group in self._groups():
+                if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
+                    group.phase = Phase.DEFERRED
+        if self.ledger.ends_step:
+            with self._or_reset():
+                self._deliver()
 
     def _deliver(self) -> None:
         self.ledger.settle()
@@ -337,11 +340,8 @@ class Root:
         return iter(dict.fromkeys(each for each in found if each is not None))
 
     def _complete_or_reset(self) -> None:
-        try:
+        with self._or_reset():
             self._complete()
-        except BaseException:
-            self.reset()
-            raise
 
     def _complete(self) -> None:
         self._deliver()

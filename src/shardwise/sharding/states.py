@@ -70,8 +70,8 @@ class Phase(enum.Enum):
     """Where a module or a group is in a training step.
 
     ``IDLE -> FORWARD -> IDLE -> BACKWARD -> REDUCED -> IDLE``. Only a group is ever ``REDUCED``:
-    its gradients have been passed to a delivery in this backward. Or it is ``DEFERRED``: a pass
-    of it is over, and the last one, or the end of backward, delivers what they have left.
+    its gradients have been passed to a delivery in this backward. Or it is ``DEFERRED``: it
+    has left some to the last of its passes, to the end of backward, or to the user's finalization.
     """
 
     IDLE = "idle"
