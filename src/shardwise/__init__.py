@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from shardwise.pretrained.api import from_pretrained
     from shardwise.pretrained.saving import save_pretrained
     from shardwise.sharding.api import fully_shard
-    from shardwise.sharding.finalization import GradientReductionHandle
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
+    from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.sharding.mesh import init_mesh
     from shardwise.sharding.module import (
         FSDPModule,
@@ -125,7 +125,7 @@ _HOME = {
     "FullStateDictConfig": "torch.distributed.fsdp",
     "FullyShardedDataParallel": "shardwise.frontends.fsdp",
     "GracefulStop": "shardwise.elastic.stop",
-    "GradientReductionHandle": "shardwise.sharding.finalization",
+    "GradientReductionHandle": "shardwise.sharding.ledger",
     "LocalOptimStateDictConfig": "torch.distributed.fsdp",
     "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",

@@ -612,6 +612,59 @@ def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_ov
     threads(_writes_after_both_backwards, 2)
 
 
+class Shift(nn.Module):
+    """Adds a parameter, whose value backward does not need."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offset
+
+
+def _steps_between_two_forwards_and_a_backward(
+    rank: int, world_size: int, transport: str, reshard: bool, kind: type[nn.Module]
+) -> None:
+    x = batches(1)[0].requires_grad_()  # the same on every rank
+    net, whole = (nn.Sequential(seeded(kind), seeded(kind)) for _ in range(2))
+    for each in (*net, net):
+        fully_shard(each, transport=transport, reshard_after_forward=reshard)
+    ended = []
+    for model in (net, whole):
+        for param in model.parameters():
+
+            def step(param: torch.Tensor) -> None:
+                with torch.no_grad():
+                    param.add_(param.grad, alpha=-0.1)
+                param.grad = None
+
+            param.register_post_accumulate_grad_hook(step)
+        losses = [loss_of(model, x) for _ in range(2)]
+        losses.pop().backward()
+        try:
+            losses.pop().backward()
+            ended.append("")
+        except RuntimeError as error:
+            ended.append(str(error).split(":")[0])
+        losses.clear()
+        loss_of(model, x).backward()  # a step later, all is well
+    assert ended[0] == ended[1]
+    assert ("modified by an inplace operation" in ended[0]) == (kind is not Shift)
+    if kind is Shift:
+        assert_same_values(net, whole)
+
+
+@pytest.mark.parametrize("kind", [Block, Shift])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_backward_notices_a_step_in_the_backward_of_a_later_forward(
+    transport: str, reshard: bool, kind: type[nn.Module]
+) -> None:
+    """It raises where it needs the values of before the step, as in one process."""
+    run_over(transport, _steps_between_two_forwards_and_a_backward, 2, reshard, kind)
+
+
 def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:
     """In which order hooks run that follow the gradients of block 1, and its end."""
     seen: list[str] = []

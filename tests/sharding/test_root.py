@@ -45,7 +45,7 @@ def _after_every_group(net: nn.Module, count: Callable[[Root[Any]], int]) -> lis
 def _buffers(rank: int, world_size: int) -> None:
     net, whole = twins(lambda: Net(blocks=5))
     x = batches(world_size)
-    most = _after_every_group(net, lambda root: len(root._pending))
+    most = _after_every_group(net, lambda root: len(root.ledger.pending))
     for count in (1, 3):
         net.set_reduce_scatter_max_input_buffers(count)
         most.clear()
@@ -71,12 +71,12 @@ def _left(rank: int, world_size: int, transport: str) -> None:
     net, whole = twins(lambda: Net(blocks=5), mesh=mesh, transport=transport)
     root = state_of(net).root
     x = batches(world_size)
-    left = _after_every_group(net, lambda root: len(root._left_alone))
+    left = _after_every_group(net, lambda root: len(root.ledger.left_alone))
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     # Gradients over a network are left to it until backward is over; what is in memory is not.
     assert left == ([0, 1, 2, 3, 4, 5] if transport == "c10d" else [0] * 6), left
-    assert not root._left_alone
+    assert not root.ledger.left_alone
     assert_same_gradients(net, whole)
     net.set_is_last_backward(False)
     for _ in range(3):

@@ -151,7 +151,7 @@ def test_no_objects_pile_up(soaked: list[dict[str, Any]]) -> None:
 def test_no_list_grows(soaked: list[dict[str, Any]]) -> None:
     for rank, seen in enumerate(soaked):
         first, later = seen["sizes"]
-        for known in ("_pending", "_finished", *seen["transport's"]):
+        for known in ("_in_flight", "_finished", *seen["transport's"]):
             assert any(path.endswith(known) for path in first), f"the walk has not found {known}"
         grown = {
             path: (size, later[path])

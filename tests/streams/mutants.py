@@ -59,23 +59,19 @@ SEEN = {
     "sharding/group_param.py GroupParam.zeros_for_grad: torch.zeros(self.layout.shape, "
     "dtype=self.full.dtype, device=self.full.device)": "unused_params",
     "sharding/layout.py Layout.to_chunks: full.new_empty(self.padded_numel)": "staged",
-    "sharding/reduce.py Reduction.advance: work.wait()": "large",
-    "sharding/reduce.py Reduction._start_over_shard: self._alive.append(full)": "custom",
-    "sharding/reduce.py Reduction._start_over_shard: "
-    "torch.empty(param.layout.chunk_numel, dtype=dtype, device=grad.device)": "large",
-    "sharding/reduce.py Reduction._find_over_shard: "
-    "torch.empty(len(self._params), dtype=dtype, device=like.device)": "large",
-    "sharding/reduce.py Reduction._places_for_shards: "
+    "sharding/delivery.py Delivery.advance: work.wait()": "large",
+    "sharding/delivery.py Flight.scatter: self.alive.append(full)": "custom",
+    "sharding/delivery.py _start_over_shard: "
+    "torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)": "large",
+    "sharding/delivery.py _count: "
+    "torch.empty(len(grads), dtype=dtypes[1], device=like.device)": "large",
+    "sharding/delivery.py _places_for_shards: "
     "torch.zeros(sum(numels), dtype=dtype, device=device)": "all_reduce_hook",
-    "sharding/reduce.py Reduction._run_hook_on: "
+    "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).record_event()": "all_reduce_hook_with_stream",
-    "sharding/reduce.py Reduction._run_hook_on: beside.wait_event(reduced)": (
-        "all_reduce_hook_with_stream"
-    ),
-    "sharding/reduce.py Reduction._run_hook_on: beside.record_event()": (
-        "all_reduce_hook_with_stream"
-    ),
-    "sharding/reduce.py Reduction._run_hook_on: "
+    "sharding/delivery.py _run_hook_on: beside.wait_event(reduced)": "all_reduce_hook_with_stream",
+    "sharding/delivery.py _run_hook_on: beside.record_event()": "all_reduce_hook_with_stream",
+    "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
     "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
@@ -147,18 +143,11 @@ SEEN = {
     "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
     "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
-    "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(scattered.start(transport, op, self._label))": "zero3",
-    "sharding/reduce.py Reduction._start_over_shard: "
-    "self._works.append(reduced.start(transport, op, self._label))": "scalars",
-    "sharding/reduce.py Reduction._start_over_replicate: "
-    "self._works.append(reduced.start(replicate, op, self._label))": "large_hybrid",
-    "sharding/reduce.py Reduction.advance: "
-    "self._works.append(self._run_hook_on(self._hook_stream))": "all_reduce_hook_with_stream",
-    "sharding/state.py Root.post_backward: self._pending.append(reduction)": "zero3",
-    "sharding/state.py Root._move_on: self._left_alone.append(reduction)": "hybrid",
-    "sharding/state.py Root._finish_reductions: self._left_alone.pop(0).finish()": "hybrid",
-    "sharding/state.py Root._finish_reductions: reduction.finish()": "offload_hybrid",
+    "sharding/delivery.py Flight.start: self.works.append(transport.start(call))": "zero3",
+    "sharding/delivery.py _run_hook_on: flight.works.append(PendingWork(lambda: "
+    "devices.current_stream(device).wait_event(hooked)))": "all_reduce_hook_with_stream",
+    "sharding/ledger.py Ledger.start: self._in_flight.append(started)": "zero3",
+    "sharding/ledger.py Ledger.settle: self._in_flight.pop(0).finish()": "offload_hybrid",
     "sharding/state.py Root._deliver: group.wait_for_offload()": "offload_pinned",
     "sharding/group.py ParamGroup.step_in_backward: self.wait_for_offload()": (
         "step_in_backward_offloaded"
@@ -193,10 +182,8 @@ SEEN = {
     "self._plain(full.grad).to(dtype)": "accumulate",
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
-    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype)": "half_reduced",
-    "sharding/reduce.py Reduction._start_over_shard: grad.to(dtype) (2)": "scalars",
-    "sharding/reduce.py _deliver: shard.to(dtype)": "half_reduced",
-    "sharding/reduce.py deliver_alone: grad.to(dtype)": "one_rank_mixed",
+    "sharding/delivery.py _scaled: value.to(dtype)": "scalars",
+    "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shard.to(full.dtype)": "integers_custom",
@@ -246,6 +233,7 @@ _OWN = "its owner keeps it, and uses it on one stream"
 _PASSING = "it is freed on the stream that wrote it, and no other one sees it"
 _NO_STREAMS = "it is for devices without streams"
 _STEPPED = "it adds up a norm and keeps hyperparameters, which only values show"
+_PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
@@ -288,10 +276,7 @@ UNSEEN = {
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
-    "sharding/reduce.py Reduction._find_over_shard: self._alive.append(has)": (
-        "works hold what they read, but for custom reduce-scatters, which do not get it"
-    ),
-    "sharding/reduce.py deliver_alone: grad.contiguous()": (
+    "sharding/delivery.py GroupGrads.deliver: _scaled(grad.value, dtype, scaling).contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),
     "sharding/summon.py _rows: "
@@ -317,9 +302,8 @@ UNSEEN = {
     "optim/group_steps.py GroupSteps.step_rest: self.finish()": _STEPPED,
     "optim/step_in_backward.py OptimizerInBackward._end_step: self._clipping.finish()": _STEPPED,
     "optim/whole.py compute_alone: whole.contiguous()": "a copy is contiguous already",
-    "sharding/state.py Root._move_on: self._left_alone.pop(0).finish()": (
-        "a part of a gradient is missing, which only values show"
-    ),
+    "sharding/ledger.py Ledger.hold: delivery.finish()": _PART,
+    "sharding/ledger.py Ledger._move_on: left[0].finish()": _PART,
     "devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
     "devices.py _times_events: last.synchronize()": _ASKS,

@@ -48,7 +48,8 @@ _ALLOCATIONS = frozenset(
 )
 #: What holds works and tensors until a collective is over.
 _HOLDERS = frozenset(
-    {"self._alive", "self._works", "self._pending", "self._left_alone", "launched", "under_way"}
+    {"self.alive", "self.works", "flight.works", "self._works", "self._in_flight"}
+    | {"launched", "under_way"}
 )
 
 

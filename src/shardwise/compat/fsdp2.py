@@ -19,7 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
 from shardwise.sharding.api import fully_shard
-from shardwise.sharding.finalization import GradientReductionHandle
+from shardwise.sharding.ledger import GradientReductionHandle
 from shardwise.sharding.module import (
     FSDPModule,
     UnshardHandle,

@@ -42,6 +42,7 @@ from shardwise.sharding.extension import Extension, has_extension, is_extended
 from shardwise.sharding.group_param import GroupParam, versions_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -157,19 +158,15 @@ class FilledParams:
         if self._found is not None:
             self._found = autograd.look_at(self._fulls)
 
-    def outdate(self, param: GroupParam) -> bool:
-        """Make autograd refuse what it has saved of a parameter: the shard has other values now.
-
-        Returns:
-            Whether that could be done: not if a module has written to the full parameter, too.
-        """
-        if param in self.written:
-            return False
-        i = self.params.index(param)
-        autograd.set_versions([self._fulls[i]], [autograd.version_of(self._fulls[i]) + 1])
-        if self._found is not None:
-            self._found[i] = autograd.look_at([self._fulls[i]])[0]
-        return True
+    def outdate(self, form: ShardedParam) -> None:
+        """Make autograd refuse what it has saved of a parameter: the shard has other values now."""
+        for i, param in enumerate(self.params):
+            if param.form is form:
+                version = autograd.version_of(self._fulls[i]) + 1
+                autograd.set_versions([self._fulls[i]], [version])
+                if self._found is not None:
+                    before, address = self._found[i]
+                    self._found[i] = before + 1, address
 
 
 #: What an all-gather sends, and into what it receives.

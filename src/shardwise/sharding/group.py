@@ -1,7 +1,7 @@
 """A parameter group: parameters that are gathered and reduced together.
 
 ``states.py`` lists the states of a group and the moves between them. Gradients leave a group as a
-:class:`~shardwise.sharding.reduce.Reduction`, which continues after the group is sharded again.
+:class:`~shardwise.sharding.delivery.Delivery`, which continues after the group is sharded again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.errors import MisuseError
 from shardwise.observe import Activity
+from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
-from shardwise.sharding.param import COPIED, ShardedParam
+from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
-from shardwise.sharding.reduce import Reduction, UnreducedGrads, deliver_alone
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
@@ -53,8 +53,6 @@ class ParamGroup:
         fulls: the full parameters; ``None`` until the first gather, and once shards were replaced.
         stepper: what updates the shards during backward, if anything does.
         pages: the shards that are kept on a disk; ``None`` if none is.
-        defers_reduction: whether the last pass of the running backward, or its end, reduces what
-            earlier ones have left.
     """
 
     def __init__(
@@ -79,11 +77,10 @@ class ParamGroup:
         self._offload = offload
         self.fulls: FullParams | None = None
         self.stepper: Stepper | None = None
-        self.defers_reduction = False
         self.pages = Pages.of([param.form for param in params])
         self._lease: Lease | None = None
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
-        self._unreduced = UnreducedGrads(self.params, precision)
+        self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
         self._owners = [owner for param in self.params for owner in param.owners]
         self._owned = [param for param in self.params for _ in param.owners]
@@ -249,8 +246,6 @@ class ParamGroup:
             self.use_now()
         if not unshards:  # otherwise this was done with the full parameters
             GroupParam.freeze_or_unfreeze_all(self.params)
-        for param in self.params:
-            param.enter_backward()
         if not autograd.in_transform():  # which gives gradients to its caller, none to parameters
             self._unreduced.expect()
 
@@ -497,62 +492,49 @@ class ParamGroup:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def reduce_grads(
-        self, growing: dict[ShardedParam, None], completes: bool = False
-    ) -> Reduction | None:
+    def reduce_grads(self, completes: bool = False) -> Delivery | None:
         """Start to reduce the full gradients, and reshard if the options say so.
 
         Args:
-            growing: the parameters whose gradients may grow until the backward is over. Those of
-                this group are added.
             completes: whether no later backward adds to the gradients, so that what steps in
                 backward may step.
 
         Returns:
-            The reduction. ``None`` if there is none to wait for: no parameter takes part; or
-            synchronization is off, or another pass of this backward is to come, and gradients stay
-            here; or this rank is alone, and they are complete.
+            The delivery. ``None`` if there is none: no parameter takes part; or synchronization is
+            off, or another pass of this backward is to come, and gradients stay here.
         """
         with observe.during(Activity.REDUCE, self.label.name):
-            return self._reduce_grads(growing, completes)
+            return self._reduce_grads(completes)
 
-    def _reduce_grads(self, growing: dict[ShardedParam, None], completes: bool) -> Reduction | None:
-        self.defers_reduction = (
-            self.options.requires_gradient_sync and self.passes.has_backward_to_come()
-        )
-        if self.defers_reduction:
+    def _reduce_grads(self, completes: bool) -> Delivery | None:
+        options, waiting = self.options, self._unreduced
+        if options.requires_gradient_sync and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
-            if self.options.reshard_after_backward:
+            self.phase = Phase.DEFERRED
+            if options.reshard_after_backward:
                 self.reshard()
             return None
-        taken = self._unreduced.take(self.options, self.label, self.mesh)
-        params, grads = taken.params, taken.grads
-        if self.options.reshard_after_backward:
+        grads = []
+        if options.requires_gradient_sync:
+            grads = waiting.take(options, self.mesh, self.label.name)
+        else:
+            waiting.keep(self.label.name)
+        if options.reshard_after_backward:
             self.reshard()
         elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
             self._lease.freshness = self._left_behind
-        if not params:
+        if not grads:
             return None
-        growing.update({param.form: None for param in self.params if param.form.is_tied})
-        step = self._step_own if completes and self.stepper is not None else None
-        if self.mesh.is_alone and self.options.all_reduce_hook is None:
-            deliver_alone(params, grads, self._precision, self.options, growing)
-            if step is not None:
-                step()
-            return None
-        return Reduction(
-            self._label_of(params),
-            params,
-            grads,
-            self.mesh,
-            self._precision,
-            self.options,
-            self._unreduced.pending_all_reduce,
-            taken.owned,
-            taken.missing,
-            growing,
-            step,
-        )
+        label = self._label_of([grad.param for grad in grads])
+        steps = completes and self.completes_grads and self.stepper is not None
+        way = waiting.deliver(grads, self.mesh, options, label)
+        return Delivery(way, self._step_own if steps else None)
+
+    def complete_ties(self) -> None:
+        """Complete gradients to which other groups have added, too."""
+        for param in self.params:
+            if param.form.is_tied:
+                param.form.end_backward()
 
     @property
     def completes_grads(self) -> bool:
@@ -603,8 +585,9 @@ class ParamGroup:
             if self.post_forward is not None:
                 self.post_forward.release()  # also if it was written to
             self.reshard()
-        self.defers_reduction = False
         self._unreduced.drop()
+        for param in self.params:
+            param.form.growth = Growth.NONE
 
     # -- inside --------------------------------------------------------------------------------
 
@@ -645,8 +628,6 @@ class ParamGroup:
     def see_write(self, written: GroupParam, by: str) -> None:
         """Note that another group wrote to a parameter that is tied to one of this group.
 
-        Backwards of forwards that have used the value of before will refuse it.
-
         Args:
             written: the parameter in the other group.
             by: the name of that group.
@@ -654,19 +635,23 @@ class ParamGroup:
         Raises:
             MisuseError: this group uses the value of before.
         """
-        lease = self._lease
-        in_use = lease is not None and lease.freshness is not Freshness.STALE
-        filled = None if self.fulls is None else self.fulls.filled
-        for param in () if filled is None else filled.params:
-            if param.form is not written.form:
-                continue
-            if in_use or (filled is not None and not filled.outdate(param)):
+        if self.fulls is None:
+            return
+        in_use = self._lease is not None and self._lease.freshness is not Freshness.STALE
+        for param in self.fulls.filled.params if in_use else self.fulls.filled.written:
+            if param.form is written.form:
                 raise MisuseError(
                     f"{param.fqn} on rank {dist.get_rank()}: a module of group {by!r} wrote to its "
                     f"full parameter, while group {self.fqn!r}, which has it too, was unsharded "
                     "with the value of before. The shard has the new one. Call reshard() on the "
                     "other module before such a write, or shard both modules in one group"
                 )
+        self.outdate(written.form)
+
+    def outdate(self, form: ShardedParam) -> None:
+        """Make autograd refuse what it has saved of a parameter: the shard has other values now."""
+        if self.fulls is not None:
+            self.fulls.filled.outdate(form)
 
     def _take_over_replaced(self) -> None:
         """Adopt the parameters by which a user replaced the sharded ones.

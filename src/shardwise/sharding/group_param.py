@@ -54,8 +54,6 @@ class GroupParam:
         self.accumulated_grad: torch.Tensor | None = None
         # As it was when the full parameter, or its post-forward shard, was put into the modules.
         self._requires_grad = False
-        # Whether there was no gradient when the backward of the group began.
-        self._grad_is_new = False
 
     def install(self) -> None:
         """Replace the original parameter by the sharded form in every module."""
@@ -146,7 +144,7 @@ class GroupParam:
         origin = self.form.origin
         if origin is not None:
             full = dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
-        self._accumulate_grad_of_former_full()
+        self.accumulated_grad = self.take_grad()  # of the full parameter that this replaces
         self.memory = full
         self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
 
@@ -219,11 +217,6 @@ class GroupParam:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def enter_backward(self) -> None:
-        """Begin a backward of the group."""
-        full = self.full
-        self._grad_is_new = full is not None and full.grad is None
-
     @staticmethod
     def freeze_or_unfreeze_all(params: Sequence[GroupParam]) -> None:
         """Make shards and full parameters agree on ``requires_grad``."""
@@ -237,49 +230,39 @@ class GroupParam:
                 full.requires_grad_(shard.requires_grad)
             param._requires_grad = full.requires_grad
 
-    def _drop_unwanted_grad(self) -> None:
-        """Drop the gradient of a parameter that a hook froze during this backward."""
-        self.freeze_or_unfreeze_all([self])
-        if self._grad_is_new and self.full is not None and not self.full.requires_grad:
-            self.full.grad = None
-        self._grad_is_new = False
-
-    def accumulate_grad(self, dtype: torch.dtype | None) -> None:
+    def accumulate_grad(self, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Keep the gradient of this backward for a later reduction, in ``dtype`` if given.
 
         Gradients are added in the reduction dtype, so that accumulation does not round.
+
+        Returns:
+            The unreduced gradient so far.
         """
-        self._drop_unwanted_grad()
         full = self.full
         if full is None or full.grad is None:
-            return
+            return self.accumulated_grad
         if self.accumulated_grad is not None:
             self.accumulated_grad += self._plain(full.grad)
-            full.grad = None
         elif dtype is not None and full.grad.dtype != dtype:
-            self.accumulated_grad, full.grad = self._plain(full.grad).to(dtype), None
-
-    def _accumulate_grad_of_former_full(self) -> None:
-        """Keep the unreduced gradient of a full parameter that is about to be replaced."""
-        self.accumulate_grad(None)
-        if self.full is not None and self.full.grad is not None:
-            self.accumulated_grad, self.full.grad = self._plain(self.full.grad), None
+            self.accumulated_grad = self._plain(full.grad).to(dtype)
+        else:
+            return full.grad
+        full.grad = None
+        return self.accumulated_grad
 
     def take_grad(self) -> torch.Tensor | None:
         """Take the unreduced gradient of the full parameter. The caller owns it from now on."""
-        self._drop_unwanted_grad()
-        full = self.full
-        if full is None:
-            return None
-        if self.accumulated_grad is not None:
-            self.accumulate_grad(None)
-            held, self.accumulated_grad = self.accumulated_grad, None
-            return held
-        grad = full.grad
+        grad = self.accumulate_grad(None)
         if grad is None:
             return None
-        full.grad = None
+        self.drop_grad()
         return self._plain(grad)
+
+    def drop_grad(self) -> None:
+        """Drop the unreduced gradient."""
+        self.accumulated_grad = None
+        if self.full is not None:
+            self.full.grad = None
 
     @property
     def holds_grad(self) -> bool:

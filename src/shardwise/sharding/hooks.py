@@ -163,7 +163,7 @@ def _stays_unsharded(state: FSDPState, group: ParamGroup) -> bool:
     Those of a pipeline do. A pipeline also computes gradients of parameters apart from those of
     inputs, in a backward that triggers none of the hooks here, and so could not gather.
     """
-    accumulates = not (state.root.is_last_backward or group.options.requires_gradient_sync)
+    accumulates = not (state.root.ledger.ends_step or group.options.requires_gradient_sync)
     return accumulates and not group.options.reshard_after_backward
 
 

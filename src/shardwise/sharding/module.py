@@ -17,9 +17,9 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise import devices
-from shardwise.sharding.finalization import GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
+from shardwise.sharding.ledger import GradientReductionHandle
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.state import FSDPState, groups_of, require_state, states_of
 from shardwise.sharding.states import GroupState, Phase
@@ -147,7 +147,7 @@ class FSDPModule(_Sharded):
             An iterator over them: ``DTensor`` parameters if sharded, plain ones if full.
         """
         found = super(TorchFSDPModule, self).parameters(recurse)
-        if require_state(self).root.is_last_backward:
+        if require_state(self).root.ledger.ends_step:
             return found
         fulls: dict[nn.Parameter, list[nn.Parameter]] = {}
         for group in groups_of(self, recurse=True):
@@ -314,7 +314,7 @@ class FSDPModule(_Sharded):
             is_last_backward: ``True`` by default. With ``False``, reductions may still run when
                 backward returns.
         """
-        require_state(self).root.set_is_last_backward(is_last_backward)
+        require_state(self).root.ledger.is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
         """Set whether :meth:`finalize_backward` completes reductions, and no backward does.
@@ -331,7 +331,7 @@ class FSDPModule(_Sharded):
         state = require_state(self)
         if state.is_root is False:
             self._refuse_nested("set_manual_backward_finalization")
-        state.root.set_manual_finalization(enabled)
+        state.root.ledger.set_manual(enabled)
 
     @overload
     def finalize_backward(self, *, async_op: Literal[False] = False) -> None: ...

@@ -6,6 +6,7 @@ A parameter that is tied across groups has one sharded form, which all its modul
 from __future__ import annotations
 
 import copy
+import enum
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -96,6 +97,17 @@ def forms_of(params: Iterable[torch.Tensor]) -> list[ShardedParam]:
     return _steps.forms_of(params)
 
 
+class Growth(enum.Enum):
+    """What backwards have added to the gradient of a tied parameter since one was completed.
+
+    ``NONE``: nothing. ``NEW``: all of it. ``MORE``: a part.
+    """
+
+    NONE = "none"
+    NEW = "new"
+    MORE = "more"
+
+
 class ShardedParam:
     """This rank's shard of a parameter, as a ``DTensor`` parameter.
 
@@ -116,6 +128,7 @@ class ShardedParam:
         groups: the groups that have the parameter.
         steps: the number of optimizer steps on the parameter so far.
         steps_in_backward: how many of them a :class:`~shardwise.sharding.stepping.Stepper` made.
+        growth: what the running backward has added to the gradient, if the parameter is tied.
         summoned: the full parameter that the user holds inside ``summon_full_params``, if any.
         offload: where the shard is stored.
     """
@@ -127,8 +140,7 @@ class ShardedParam:
         self.groups: list[Any] = []
         self.is_tied = False
         self.steps = self.steps_in_backward = 0
-        # Whether the gradient of a tied parameter comes from the running backward alone.
-        self._grad_is_new = False
+        self.growth = Growth.NONE
         self.summoned: nn.Parameter | None = None
         self.offload = offload
         full = dtensor.local_of(param) if isinstance(param, DTensor) else param.detach()
@@ -159,7 +171,7 @@ class ShardedParam:
         made.owners = copy_owners(self.owners, memo)
         made.groups = []
         made.offload = copy.deepcopy(self.offload, memo)
-        made.summoned = None
+        made.summoned, made.growth = None, Growth.NONE
         _steps.watch(made)
         return made
 
@@ -167,6 +179,11 @@ class ShardedParam:
     def local(self) -> torch.Tensor:
         """This rank's shard."""
         return dtensor.local_of(self.parameter)
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every write to the parameter or its local tensor."""
+        return autograd.version_with_local(self.parameter) + self.steps
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Add the modules of one more group that hold the parameter, and register it there."""
@@ -273,7 +290,8 @@ class ShardedParam:
             local = self._through_hooks(local)
         grad = parameter.grad
         if grad is None:
-            self._grad_is_new = self.is_tied
+            if self.is_tied:
+                self.growth = Growth.NEW
             if self.offload.enabled:
                 with observe.during(Activity.COPY, self.fqn):
                     local = self.offload.grad_to_host(local, parameter)
@@ -283,6 +301,8 @@ class ShardedParam:
                 autograd.set_grad_dtype(parameter, local.dtype)
             parameter.grad = dtensor.wrap_local(local, spec)
         else:
+            if self.is_tied and self.growth is Growth.NONE:
+                self.growth = Growth.MORE
             self.offload.wait()  # another group's part may still be on its way to the host
             into = dtensor.local_of(grad)
             into += local.to(into.device)
@@ -308,20 +328,25 @@ class ShardedParam:
         return dtensor.wait_tensor(dtensor.local_of(grad))
 
     def end_backward(self) -> None:
-        """Complete a gradient to which several groups, or several passes of one, have added.
+        """Complete the gradient of a tied parameter, to which several groups may have added.
 
         A tied parameter that was frozen during the backward gets none, as in unsharded training.
         """
-        if self._grad_is_new and not self.parameter.requires_grad:
+        growth, self.growth = self.growth, Growth.NONE
+        if growth is Growth.NEW and not self.parameter.requires_grad:
             self.parameter.grad = None
-        self._grad_is_new = False
-        self.run_hooks()
+        if growth is not Growth.NONE:
+            self.run_hooks()
 
     def run_hooks(self) -> None:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
+            before = self.version
             autograd.run_post_accumulate_hooks(parameter)
+            if self.version != before:  # it steps; one process refuses the value of before, too
+                for group in self.groups:
+                    group.outdate(self)
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""

@@ -12,6 +12,7 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, cast
 
 import torch
@@ -21,13 +22,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
 from shardwise.observe import Activity
-from shardwise.sharding.finalization import Finalization, GradientReductionHandle
 from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.ledger import GradientReductionHandle, Ledger, Progress
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.paging import ReadOrder
-from shardwise.sharding.param import COPIED, ShardedParam
+from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.reduce import Reduction
 from shardwise.sharding.states import GroupState, Phase
 from shardwise.sharding.stepping import Stepper
 
@@ -92,7 +92,7 @@ class _End:
 
 
 class Root:
-    """What all states of a module tree share: their order, and the running reductions.
+    """What all states of a module tree share: their order, and the gradients on their way.
 
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
@@ -100,8 +100,7 @@ class Root:
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
         read_order: the order in which they are gathered, for reading shards that are on a disk.
-        is_last_backward: whether the end of a backward completes all reductions.
-        finalization: what the user completes, with manual finalization.
+        ledger: the gradients that are not complete.
         knows_what_is_averaged: whether the user was told of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
@@ -113,39 +112,17 @@ class Root:
         self.forward_number = 0
         self.order = RunOrder()
         self.read_order = ReadOrder()
-        self.is_last_backward = True
         self.post_optim_event: torch.Event | None = None
-        self.finalization = Finalization(self._complete_or_reset)
-        self._is_last_asked = True
+        self.ledger = Ledger(self._groups, self._complete_or_reset)
         self.knows_what_is_averaged = False
-        self._pending: list[Reduction] = []
-        # Reductions whose all-reduce over replicas continues while backward computes.
-        self._left_alone: list[Reduction] = []
         # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
-        # Parameters whose gradient may grow until the backward is over. An optimizer in backward
-        # waits for that.
-        self._growing: dict[ShardedParam, None] = {}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Root:
         """Make a new root: a copied model determines its root at its first forward."""
         made = Root()
-        made.set_manual_finalization(self.finalization.is_manual)
+        made.ledger.is_manual = self.ledger.is_manual
         return made
-
-    def set_is_last_backward(self, is_last: bool) -> None:
-        """Set whether the end of a backward completes all reductions, unless the user does."""
-        self._is_last_asked = is_last
-        self.is_last_backward = is_last and not self.finalization.is_manual
-
-    def set_manual_finalization(self, is_manual: bool) -> None:
-        """Set whether the user completes backwards, instead of the end of each.
-
-        Raises:
-            RuntimeError: a backward has begun, and is not completed.
-        """
-        self.finalization.set_manual(is_manual)
-        self.set_is_last_backward(self._is_last_asked)
 
     @property
     def all_states(self) -> list[FSDPState]:
@@ -159,7 +136,7 @@ class Root:
             RuntimeError: :meth:`finalize` has started reductions that nobody waited for.
             StepInterruptedError: an exception has interrupted a step in backward.
         """
-        if self.finalization.reducing is not None:
+        if self.ledger.is_finalized:
             raise RuntimeError(
                 f"forward on rank {dist.get_rank()}: finalize_backward(async_op=True) still "
                 "reduces gradients; wait() for the handle that it returned"
@@ -209,10 +186,10 @@ class Root:
         if self._end is None:
             for stepper in self._steppers():
                 stepper.check()
-            self.finalization.begin_backward()
             end = _End(self)
             self._end = weakref.ref(end)
             autograd.queue_after_backward(end)
+            self.ledger.begin_step()
 
     def queue_delivery(self) -> None:
         """Make autograd complete the gradients when the running backward is over.
@@ -223,28 +200,10 @@ class Root:
         autograd.queue_after_backward(self._deliver_or_reset)
 
     def post_backward(self, group: ParamGroup) -> None:
-        """Start to reduce the gradients of ``group``, after advancing earlier reductions.
-
-        This bounds the memory in flight: the full gradients of one group (or of as many as its
-        ``reduce_scatter_max_input_buffers``) beside those that backward is computing. An all-reduce
-        over replicas holds shards only, so backward need not wait for it.
-        """
+        """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
         group.phase = Phase.REDUCED
         group.end(Activity.BACKWARD)
-        if self._pending:
-            kept = group.options.reduce_scatter_max_input_buffers - 1
-            due = max(0, len(self._pending) - kept)
-            moving, self._pending = self._pending[:due], self._pending[due:]
-            self._pending[:0] = [each for each in moving if not self._move_on(each)]
-        reduction = group.reduce_grads(
-            self._growing, self.is_last_backward and group.completes_grads
-        )
-        if reduction is not None:
-            self._pending.append(reduction)
-            if reduction.has_hooks or reduction.is_heavy:
-                # An optimizer in backward steps before the next group's backward, with the
-                # complete gradient. That includes what earlier backwards are still reducing.
-                self._finish_reductions()
+        self.ledger.start(group)
 
     def end_backward(self) -> None:
         """Reduce the gradients that no hook has reduced, and complete all reductions.
@@ -252,50 +211,43 @@ class Root:
         An exception here (from a hook, a lost peer, Ctrl-C) loses the gradients of the step, as
         anywhere in backward: none of them may reach the next step.
         """
-        try:
+        with self._or_reset():
             self._end_backward()
-        except BaseException:
-            self.reset()
-            raise
 
     def _end_backward(self) -> None:
-        self._end = None
+        self._end, is_manual = None, self.ledger.is_manual
         for state in self.states:
             if self._is_in_forward(state):
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                if group.phase is not Phase.REDUCED or group.defers_reduction:
+                is_reduced, syncs = (
+                    group.phase is Phase.REDUCED,
+                    group.options.requires_gradient_sync,
+                )
+                if not is_reduced:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
                     group.end(Activity.BACKWARD)
-                    if not self.finalization.defers(group):
+                    if not (is_manual and syncs):
                         self.post_backward(group)
-                elif self.finalization.is_manual:
-                    self.finalization.note(group)
-                group.phase = Phase.IDLE
+                is_left = is_manual and not (is_reduced and syncs)
+                group.phase = Phase.DEFERRED if is_left else Phase.IDLE
             state.phase = Phase.IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
-        if self.is_last_backward:
+        if self.ledger.ends_step:
             self._complete()
         else:
-            # Put what waits for a later all-reduce where that reduction will look for it.
-            self._pending = [
-                each for each in self._pending if not (each.awaits_all_reduce and each.advance())
-            ]
+            self.ledger.hold()
 
     def reset(self) -> None:
         """Return to the state between steps after an exception. The step's gradients are lost."""
-        self._pending.clear()
-        self._left_alone.clear()
-        self._growing.clear()
         self._end = None
         self.forward_root = None
         for stepper in self._steppers():
             stepper.interrupt()
-        self.finalization.end()
-        self.set_is_last_backward(True)
+        self.ledger.end(Progress.DROPPED)
         self.order.end_backward()
         for state in self.states:
             state.modules_to_run.clear()
@@ -311,26 +263,32 @@ class Root:
             RuntimeError: the end of each backward completes it; a backward or a forward is running;
                 or an earlier reduction has not been waited for.
         """
-        self.finalization.check()
+        self.ledger.check()
         self._forget_failed_backward()
-        try:
+        with self._or_reset():
             for state in reversed(self.states):
                 for group in reversed(state.groups):
-                    if self.finalization.take(group):
+                    if group.phase is Phase.DEFERRED:
                         self.post_backward(group)
                         group.phase = Phase.IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
-        except BaseException:
-            self.reset()
-            raise
-        self.finalization.reducing = GradientReductionHandle(self.finalization)
-        return self.finalization.reducing
+        handle = self.ledger.begin_step()
+        handle.progress = Progress.FINALIZED
+        return handle
 
     def _forget_failed_backward(self) -> None:
         """Reset if the last backward raised: its callback is gone without having run."""
         if self._end is not None and self._end() is None:
             self.reset()
+
+    @contextmanager
+    def _or_reset(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.reset()
+            raise
 
     def _is_in_forward(self, state: FSDPState) -> bool:
         """Whether the backward that ends now ran inside the forward of ``state``."""
@@ -339,52 +297,21 @@ class Root:
     def _groups(self) -> Iterator[ParamGroup]:
         return (group for state in self.states for group in state.groups)
 
-    def _move_on(self, reduction: Reduction) -> bool:
-        """Wait for the running collective of ``reduction``, and start its next one.
-
-        Returns:
-            Whether it is complete, or continues by itself until backward is over.
-        """
-        if reduction.advance():
-            return True
-        if not reduction.can_be_left:
-            return False
-        self._left_alone.append(reduction)
-        # At most one gradient per group, however many backwards add theirs. What steps in backward
-        # does so to have few of them.
-        if len(self._left_alone) > (1 if reduction.steps else sum(1 for _ in self._groups())):
-            self._left_alone.pop(0).finish()
-        return True
-
-    def _finish_reductions(self) -> None:
-        while self._pending:
-            reduction = self._pending.pop(0)
-            if not self._move_on(reduction):
-                reduction.finish()
-        while self._left_alone:
-            self._left_alone.pop(0).finish()
-
     def _deliver_or_reset(self) -> None:
-        if self.finalization.is_manual:
+        if self.ledger.is_manual:
             for group in self._groups():
-                if group.phase is Phase.REDUCED:
-                    self.finalization.note(group)
-        if not self.is_last_backward:
-            return
-        try:
-            self._deliver()
-        except BaseException:
-            self.reset()
-            raise
+                if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
+                    group.phase = Phase.DEFERRED
+        if self.ledger.ends_step:
+            with self._or_reset():
+                self._deliver()
 
     def _deliver(self) -> None:
-        self._finish_reductions()
-        growing, self._growing = self._growing, {}
-        for form in growing:
-            form.end_backward()
-        for state in self.states:
-            for group in state.groups:
-                group.wait_for_offload()
+        self.ledger.settle()
+        for group in self._groups():
+            group.complete_ties()
+        for group in self._groups():
+            group.wait_for_offload()
         self._end_step()
 
     def _end_step(self) -> None:
@@ -413,15 +340,12 @@ class Root:
         return iter(dict.fromkeys(each for each in found if each is not None))
 
     def _complete_or_reset(self) -> None:
-        try:
+        with self._or_reset():
             self._complete()
-        except BaseException:
-            self.reset()
-            raise
 
     def _complete(self) -> None:
         self._deliver()
-        self.finalization.end()
+        self.ledger.end(Progress.COMPLETE)
         for state in self.states:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
@@ -547,7 +471,7 @@ class FSDPState:
                     f"{name} has already run forward as a root of its own, before the module that "
                     "contains it. Run the forward of the outermost fully_shard module first"
                 )
-            if state.root is not self.root and state.root.finalization.is_manual:
+            if state.root is not self.root and state.root.ledger.is_manual:
                 raise RuntimeError(
                     f"set_manual_backward_finalization(True) was called on {name}: expected the "
                     "root, the outermost module that fully_shard was applied to"

@@ -90,13 +90,15 @@ class Phase(enum.Enum):
     """Where a module or a group is in a training step.
 
     ``IDLE -> FORWARD -> IDLE -> BACKWARD -> REDUCED -> IDLE``. Only a group is ever ``REDUCED``:
-    its gradients have been passed to a reduction in this backward.
+    its gradients have been passed to a delivery in this backward. Or it is ``DEFERRED``: it
+    has left some to the last of its passes, to the end of backward, or to the user's finalization.
     """
 
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
     REDUCED = "reduced"
+    DEFERRED = "deferred"
 
 
 class Pass:

@@ -9,13 +9,14 @@ from typing import cast
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from shardwise.sharding.delivery import Delivery, Grad, GroupGrads, Scaling, When
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.sharding.reduce import PendingAllReduce, Reduction, Scaling
 from shardwise.transport.base import NO_LABEL, Reduce, Transport
 from shardwise.transport.local import LocalTransport
 
@@ -70,39 +71,41 @@ class _Network(LocalTransport):
         return True
 
 
-def _under_way(replicate: Transport, home: str) -> Reduction:
-    """The reduction of one gradient whose shard lives on ``home``, on its way over replicas."""
+class _Param(SimpleNamespace):
+    """What a delivery knows of a parameter."""
+
+    __hash__ = object.__hash__
+
+
+def _under_way(replicate: Transport, home: str) -> Delivery:
+    """The delivery of one gradient whose shard lives on ``home``, on its way over replicas."""
     mesh = SimpleNamespace(
         scatter=LocalTransport(),
         replicate=replicate,
         world_size=2,
         device=torch.device("cpu"),
-        has_custom_scatter=False,
+        is_alone=False,
     )
-    param = SimpleNamespace(
+    param = _Param(
         dtype=torch.float32,
         layout=Layout(torch.Size([3]), 0, 1),
         local=torch.empty(3, device=home),
-        form=object(),
+        form=SimpleNamespace(is_tied=False, parameter=nn.Parameter(torch.empty(3))),
     )
-    reduction = Reduction(
-        NO_LABEL,
-        [cast(GroupParam, param)],
-        [torch.ones(3)],
-        cast(DataMesh, mesh),
-        Precision(MixedPrecisionPolicy()),
-        GroupOptions(),
-        PendingAllReduce(),
-    )
-    assert not reduction.can_be_left, "the reduce-scatter holds full gradients"
-    assert not reduction.advance()
-    return reduction
+    grads = [Grad(cast(GroupParam, param), torch.ones(3), is_owned=False, is_missing=False)]
+    waiting = GroupGrads([], Precision(MixedPrecisionPolicy()))
+    way = waiting.deliver(grads, cast(DataMesh, mesh), GroupOptions(), NO_LABEL)
+    delivery = Delivery(way, None)
+    assert delivery.when is When.NEXT, "the reduce-scatter holds full gradients"
+    delivery.advance()
+    assert not delivery.has_landed
+    return delivery
 
 
 def test_an_all_reduce_is_left_to_what_goes_on_by_itself() -> None:
-    assert _under_way(_Network(), "cpu").can_be_left
-    assert not _under_way(LocalTransport(), "cpu").can_be_left
+    assert _under_way(_Network(), "cpu").when is When.LEFT
+    assert _under_way(LocalTransport(), "cpu").when is When.NEXT
 
 
 def test_a_gradient_that_is_to_leave_the_device_is_not_left_on_it() -> None:
-    assert not _under_way(_Network(), "meta").can_be_left
+    assert _under_way(_Network(), "meta").when is When.NEXT

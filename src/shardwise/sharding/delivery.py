@@ -1,0 +1,539 @@
+"""How the gradients of a group get from full to sharded.
+
+A delivery is one group's gradients on their way. It goes on while the backward of the next groups
+computes, in three steps:
+
+    reduce-scatter over the shard dimension        (always; uncut parameters are all-reduced)
+    all-reduce over the replicate dimension        (2-D meshes only)
+    scale, convert to the stored dtype, add to the sharded gradient
+
+A parameter that some ranks have no gradient for (an expert that their data did not need) counts as
+zeros there. One that no rank has a gradient for gets none. To tell the two apart, one number for
+each parameter is reduced with the gradients: 1 from a rank that has one, else 0.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from shardwise import devices, observe
+from shardwise._torch import autograd, fake
+from shardwise._torch.ownership import is_only_reference
+from shardwise.observe import Memory
+from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.policy import GroupOptions, Precision
+from shardwise.transport.base import (
+    Call,
+    Kind,
+    Label,
+    PendingWork,
+    Reduce,
+    Transport,
+    Work,
+)
+from shardwise.transport.memory import is_returned
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a sum over ranks becomes the gradient.
+
+    Attributes:
+        before: what to divide by before the reduction.
+        op: the reduction.
+        after: what to divide by after the reduction.
+    """
+
+    before: float
+    op: Reduce
+    after: float
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        world_size: int,
+        factor: float | None,
+        op: Reduce = Reduce.AVG,
+    ) -> Scaling:
+        """Choose the scaling for gradients reduced in ``dtype``.
+
+        Args:
+            dtype: the dtype of the reduction.
+            world_size: the number of contributing ranks, over all mesh dimensions.
+            factor: what to divide the sum by; ``None`` means ``world_size``.
+            op: whether the reduction itself may divide (``AVG``), or only add (``SUM``).
+        """
+        if dtype == torch.float16:
+            # Divide half before and half after: all of it before underflows, all of it after
+            # overflows.
+            divisor = float(world_size) if factor is None else factor
+            before = 1.0
+            while before * before < divisor:
+                before *= 2.0
+            return cls(before, Reduce.SUM, divisor / before)
+        if factor is None and op is Reduce.AVG:
+            return cls(1.0, Reduce.AVG, 1.0)
+        return cls(1.0, Reduce.SUM, float(world_size) if factor is None else factor)
+
+
+def _scalings_for(
+    dtypes: tuple[torch.dtype, ...], world_size: int, options: GroupOptions
+) -> tuple[Scaling, ...]:
+    """Choose the scaling for each gradient of a group."""
+    factor, op = options.gradient_divide_factor, options.reduce_op
+    # A factor is not kept: programs set another in every step, or change one in place.
+    return (_usual_scalings if factor is None else _scalings)(dtypes, world_size, op, factor)
+
+
+def _scalings(
+    dtypes: tuple[torch.dtype, ...], world_size: int, op: Reduce, factor: float | None
+) -> tuple[Scaling, ...]:
+    of = {dtype: Scaling.of(dtype, world_size, factor, op) for dtype in dict.fromkeys(dtypes)}
+    return tuple(of[dtype] for dtype in dtypes)
+
+
+_usual_scalings = functools.lru_cache(_scalings)
+
+
+@dataclass(slots=True)
+class Grad:
+    """A gradient on its way.
+
+    Attributes:
+        param: what it is the gradient of.
+        value: the full gradient, or zeros if this rank has none; then this rank's shard of the sum.
+        is_owned: whether its memory goes back to the system when it is freed, and nobody else has
+            it, neither a program nor autograd.
+        is_missing: whether this rank has none, and gets one only if another rank has.
+    """
+
+    param: GroupParam
+    value: torch.Tensor
+    is_owned: bool
+    is_missing: bool
+
+    @property
+    def has_hooks(self) -> bool:
+        """Whether hooks run as soon as the sharded gradient is complete."""
+        form = self.param.form
+        return autograd.has_post_accumulate_hooks(form.parameter) and not form.is_tied
+
+
+class When(enum.Enum):
+    """When a delivery waits for what is under way, at the latest.
+
+    ``AT_ONCE``: hooks run next, and may read or write the gradients. ``BEFORE_STEP``: at once if
+    the group then steps, for that frees much memory and hides no less communication. ``NEXT``: when
+    the next group's backward is over. ``HELD``: so, or when this backward is over, since the
+    gradients wait for a later all-reduce then. ``LEFT``: when gradients are to be complete, for it
+    continues by itself, and holds no more memory than sharded gradients.
+    """
+
+    AT_ONCE = "at once"
+    BEFORE_STEP = "before the step"
+    NEXT = "when the next group is over"
+    HELD = "when backward is over"
+    LEFT = "at the end"
+
+
+class Flight:
+    """What a delivery waits for: collectives over one transport, or a hook on another stream.
+
+    Attributes:
+        when: when it does, at the latest.
+        works: what is under way.
+        alive: what that reads, until it has been waited for.
+    """
+
+    def __init__(self, when: When = When.NEXT) -> None:
+        self.when = when
+        self.works: list[Work] = []
+        self.alive: list[torch.Tensor] = []
+        # By kind and arithmetic, what each call takes: what a tensor is the gradient of, what is
+        # read and what is written, and whether nobody else has what is read.
+        self._calls: dict[
+            tuple[Kind, Reduce], list[tuple[object, torch.Tensor, torch.Tensor, bool]]
+        ] = {}
+
+    def reduce(self, op: Reduce, of: object, tensor: torch.Tensor) -> None:
+        """Add a tensor to all-reduce in place."""
+        self._calls.setdefault((Kind.ALL_REDUCE, op), []).append((of, tensor, tensor, False))
+
+    def scatter(
+        self, op: Reduce, of: object, full: torch.Tensor, shard: torch.Tensor, is_owned: bool
+    ) -> None:
+        """Add a tensor to reduce-scatter."""
+        added = (of, full, shard, is_owned)
+        self._calls.setdefault((Kind.REDUCE_SCATTER, op), []).append(added)
+        self.alive.append(full)
+
+    def scattered(self, op: Reduce) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the first full tensor to reduce-scatter so, and its shard, if there is one."""
+        found = self._calls.get((Kind.REDUCE_SCATTER, op))
+        return found[0][1:3] if found else None
+
+    def start(self, transport: Transport, label: Label) -> None:
+        """Start the calls, reduce-scatters first."""
+        for kind, op in sorted(self._calls, key=lambda each: each[0] is Kind.ALL_REDUCE):
+            of, read, written, owned = zip(*self._calls[kind, op], strict=True)
+            disposable = {i for i, is_owned in enumerate(owned) if is_owned}
+            call = Call(kind, read, written, op, label, of, disposable)
+            self.works.append(transport.start(call))
+        self._calls.clear()
+
+
+_LANDED = Flight()  # nothing is waited for
+
+
+class Delivery:
+    """One group's gradients on their way. The constructor starts the first collective.
+
+    Args:
+        way: what the gradients go through. It yields what has to be waited for.
+        step: updates the shards, and drops the gradients, when that is over; ``None``: nothing
+            does.
+    """
+
+    def __init__(self, way: Iterator[Flight], step: Callable[[], None] | None) -> None:
+        self._way = way
+        self._step = step
+        self._flight = _LANDED
+        self._go_on()
+
+    @property
+    def when(self) -> When:
+        """When to :meth:`advance`, at the latest."""
+        return self._flight.when
+
+    @property
+    def steps(self) -> bool:
+        """Whether the shards are updated, and the gradients dropped, when this is over."""
+        return self._step is not None
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether this is over: the sharded gradients are complete, or held."""
+        return self._flight is _LANDED
+
+    def advance(self) -> None:
+        """Wait for what is under way, and start what follows."""
+        for work in self._flight.works:
+            work.wait()
+        self._flight = _LANDED  # frees what was read
+        self._go_on()
+
+    def finish(self) -> None:
+        """Wait until this is over."""
+        while not self.has_landed:
+            self.advance()
+
+    def _go_on(self) -> None:
+        with autograd.no_grad():
+            self._flight = next(self._way, _LANDED)
+            if self.has_landed and self._step is not None:
+                self._step()
+
+
+class GroupGrads:
+    """The gradients of a group: those that wait, and the way that they take.
+
+    Args:
+        params: the parameters of the group.
+        precision: the dtypes to accumulate and reduce in.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
+        self._params = params
+        self._precision = precision
+        # What takes part in the next delivery, on all ranks, and whether it had no gradient when
+        # the backward of the group began.
+        self._due: dict[GroupParam, bool] = {}
+        # Gradients that are reduced over the shard dimension only, and a scalar for each: 0 if no
+        # rank of that dimension has one. They wait for the all-reduce.
+        self._held: dict[GroupParam, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def expect(self) -> None:
+        """Note that a backward begins: what requires gradients now takes part in the delivery.
+
+        Which of them get one may differ between ranks, so that cannot decide.
+        """
+        for param in self._params:
+            if param.sharded.requires_grad:
+                self._due[param] = param.full is not None and param.full.grad is None
+
+    def keep(self, name: str) -> None:
+        """Accumulate the full gradients of the group ``name``: synchronization is off."""
+        for param in self._params:
+            self._drop_unwanted(param)
+            kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+            if kept is not None:
+                observe.memory_of(Memory.GRADIENTS, name, kept)
+        self._due = dict.fromkeys(self._due, False)
+
+    def take(self, options: GroupOptions, mesh: DataMesh, name: str) -> list[Grad]:
+        """Take the full gradients of the group ``name``, to deliver them over ``mesh``.
+
+        Returns:
+            One for each parameter that takes part: the same parameters on all ranks.
+        """
+        due, unused = self._due, options.reduce_scatter_unused_params
+        if unused or (not due and any(param.holds_grad for param in self._params)):
+            # What has not run, or ran without a hook that saw its backward begin.
+            for param in self._params:
+                if param.sharded.requires_grad:
+                    due.setdefault(param, False)
+        # Gradients that earlier backwards only reduce-scattered are completed even if this
+        # backward adds nothing.
+        completed = self._held if options.requires_all_reduce else ()
+        taken = []
+        for param in self._params:
+            self._drop_unwanted(param)
+            grad = param.take_grad()
+            is_missing = grad is None and not unused
+            takes_part = param in due or param in completed
+            if grad is None and takes_part and (unused or not mesh.is_alone):
+                grad = param.zeros_for_grad()
+            if grad is not None:
+                observe.memory_of(Memory.GRADIENTS, name, grad)
+                is_owned = is_returned(grad) and is_only_reference(grad)
+                taken.append(Grad(param, grad, is_owned, is_missing))
+        due.clear()
+        return taken
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self._held.clear()
+        self._due.clear()
+        for param in self._params:
+            param.drop_grad()
+
+    def _drop_unwanted(self, param: GroupParam) -> None:
+        """Drop the gradient of a parameter that a hook froze during this backward."""
+        GroupParam.freeze_or_unfreeze_all([param])
+        if self._due.get(param) and param.full is not None and not param.full.requires_grad:
+            param.full.grad = None
+
+    def deliver(
+        self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
+    ) -> Iterator[Flight]:
+        """The way of gradients that were taken. Yields what has to be waited for.
+
+        Args:
+            grads: the gradients, which are taken out of the list.
+            mesh: the ranks to reduce over.
+            options: the options of the group. Later changes do not affect this delivery.
+            label: the label of the group, with the parameters that take part.
+        """
+        hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
+        keeps_dtype, replicate = options.keep_low_precision_grads, mesh.replicate
+        is_held = replicate is not None and not options.requires_all_reduce
+        dtypes = tuple([self._precision.reduce_dtype(grad.param.dtype) for grad in grads])
+        scalings = _scalings_for(dtypes, mesh.world_size, options)
+        absent: Set[GroupParam] = frozenset()
+        if mesh.is_alone and hook is None:
+            for grad, dtype, scaling in zip(grads, dtypes, scalings, strict=True):
+                grad.value = _scaled(grad.value, dtype, scaling).contiguous()
+        else:
+            flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
+            flight, found = _start_over_shard(grads, dtypes, scalings, outs, mesh, label)
+            if is_held:
+                flight.when = When.HELD
+            del outs
+            yield flight
+            del flight
+            if is_held:
+                self._hold(grads, found)
+                return
+            if replicate is not None:
+                self._add_held(grads, found)
+                found = found if replicate.wire.is_plain else found.double()
+                yield _start_over_replicas(grads, scalings, found, mesh, label)
+            if hook is not None and stream is not None:
+                yield _run_hook_on(stream, hook, flats, mesh.device)
+            elif hook is not None:
+                for flat in flats:
+                    hook(flat)
+            flats.clear()  # the shards are slices of them
+            absent = _absent(grads, found)
+        for scaling in scalings:
+            grad = grads.pop(0)
+            if grad.param not in absent:
+                _add_to_shard(grad, scaling, keeps_dtype)
+
+    def _hold(self, grads: Sequence[Grad], found: torch.Tensor) -> None:
+        """Keep gradients for a later all-reduce."""
+        for grad, each in zip(grads, found.unbind(), strict=True):
+            shard, presence = self._held.setdefault(grad.param, (grad.value, each))
+            if shard is not grad.value:
+                shard.add_(grad.value)
+                presence.add_(each)
+
+    def _add_held(self, grads: Sequence[Grad], found: torch.Tensor) -> None:
+        """Add the gradients that wait for this all-reduce."""
+        for i, grad in enumerate(grads):
+            if grad.param in self._held:
+                shard, presence = self._held.pop(grad.param)
+                grad.value += shard
+                found[i] += presence
+
+
+def _start_over_shard(
+    grads: Sequence[Grad],
+    dtypes: Sequence[torch.dtype],
+    scalings: Sequence[Scaling],
+    outs: Sequence[torch.Tensor | None],
+    mesh: DataMesh,
+    label: Label,
+) -> tuple[Flight, torch.Tensor]:
+    """Start to reduce over the shard dimension, each into one of ``outs`` if there is one.
+
+    Returns:
+        What to wait for, and where the number for each parameter arrives: 1-D, not 0 where any
+        rank has a gradient.
+    """
+    flight, transport = Flight(), mesh.scatter
+    for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
+        value, layout = grad.value, grad.param.layout
+        is_cut = transport.world_size > 1 and layout.dim is not None
+        if scaling.before != 1.0 or not is_cut:
+            value = _scaled(value, dtype, scaling)
+        if is_cut:
+            full = layout.to_chunks(value)
+            if out is None:
+                out = torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)
+            grad.value = out
+            flight.scatter(scaling.op, grad.param, full, out, grad.is_owned)
+        else:
+            grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
+            if transport.world_size > 1:
+                flight.reduce(scaling.op, grad.param, grad.value)
+    found = _count(flight, scalings[0].op, grads, transport)
+    for each in (*flight.alive, *(grad.value for grad in grads), found):
+        observe.memory_of(Memory.GRADIENTS, label.name, each)
+    flight.start(transport, label)
+    if any(grad.has_hooks for grad in grads):
+        flight.when = When.AT_ONCE
+    elif not transport.overlaps_compute() and any(map(is_returned, flight.alive)):
+        flight.when = When.BEFORE_STEP
+    return flight, found
+
+
+def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport) -> torch.Tensor:
+    """Add to what is reduced, for each parameter, whether this rank has a gradient.
+
+    Returns:
+        Where the sum arrives.
+    """
+    beside = None if Kind.REDUCE_SCATTER in transport.replaced else flight.scattered(op)
+    like = grads[0].value
+    # As a gradient is sent, to go with one. A wire leaves float64 as it is.
+    dtypes = [each.dtype for each in beside or (like, like)]
+    if not transport.wire.is_plain:
+        dtypes = [torch.float64] * 2
+    rows = 1 if beside is None else transport.world_size
+    has = torch.ones(rows, len(grads), dtype=dtypes[0], device=like.device)
+    for i, grad in enumerate(grads):
+        if grad.is_missing:
+            has[:, i] = 0
+    has = has.view(-1)
+    if beside is not None:
+        found = torch.empty(len(grads), dtype=dtypes[1], device=like.device)
+        flight.scatter(op, None, has, found, is_owned=False)
+        return found
+    if transport.world_size > 1:
+        flight.reduce(op, None, has)
+    return has
+
+
+def _start_over_replicas(
+    grads: Sequence[Grad],
+    scalings: Sequence[Scaling],
+    found: torch.Tensor,
+    mesh: DataMesh,
+    label: Label,
+) -> Flight:
+    """Start to reduce over the replicate dimension, in place."""
+    replicate = mesh.replicate
+    assert replicate is not None
+    on_device = all(grad.param.local.device == mesh.device for grad in grads)
+    flight = Flight(When.LEFT if on_device and replicate.overlaps_compute() else When.NEXT)
+    for grad, scaling in zip(grads, scalings, strict=True):
+        # The rest is padding, with values that nobody may look at.
+        flight.reduce(scaling.op, grad.param, grad.value[: grad.param.local.numel()])
+    flight.reduce(scalings[0].op, None, found)
+    flight.start(replicate, label)
+    return flight
+
+
+def _places_for_shards(
+    grads: Sequence[Grad], dtypes: Sequence[torch.dtype], hook: object
+) -> tuple[list[torch.Tensor], Sequence[torch.Tensor | None]]:
+    """For a hook, a tensor of each dtype, and the slice of one to reduce each gradient into."""
+    if hook is None:
+        return [], [None] * len(grads)
+    sizes: dict[torch.dtype, list[int]] = {}
+    for grad, dtype in zip(grads, dtypes, strict=True):
+        sizes.setdefault(dtype, []).append(grad.param.layout.chunk_numel)
+    device = grads[0].value.device
+    flats = {
+        dtype: torch.zeros(sum(numels), dtype=dtype, device=device)
+        for dtype, numels in sizes.items()
+    }
+    slices = {dtype: iter(torch.split(flat, sizes[dtype])) for dtype, flat in flats.items()}
+    return list(flats.values()), [next(slices[dtype]) for dtype in dtypes]
+
+
+def _run_hook_on(
+    stream: torch.Stream,
+    hook: Callable[[torch.Tensor], object],
+    flats: Sequence[torch.Tensor],
+    device: torch.device,
+) -> Flight:
+    """Run the hook on a stream beside that of backward. The work waits for that stream."""
+    reduced = devices.current_stream(device).record_event()
+    with stream:
+        beside = devices.current_stream(device)
+        beside.wait_event(reduced)
+        for flat in flats:
+            hook(flat)
+        hooked = beside.record_event()
+    flight = Flight()
+    flight.works.append(PendingWork(lambda: devices.current_stream(device).wait_event(hooked)))
+    return flight
+
+
+def _absent(grads: Sequence[Grad], found: torch.Tensor) -> Set[GroupParam]:
+    """The parameters that no rank has a gradient of. Waits for the device if this rank lacks some.
+
+    In a rehearsal, all ranks have the same.
+    """
+    missing = {i: grad.param for i, grad in enumerate(grads) if grad.is_missing}
+    if missing and fake.has_values(found):
+        sums = found.tolist()
+        return {param for i, param in missing.items() if not sums[i]}
+    return set(missing.values())
+
+
+def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+    """Return a full gradient in the dtype of the reduction, as it goes into that."""
+    if value.dtype != dtype:
+        value = value.to(dtype)
+    return value if scaling.before == 1.0 else value / scaling.before
+
+
+def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
+    """Add a reduced gradient to the sharded one, and run hooks unless other groups add to it."""
+    param, shard = grad.param, grad.value
+    if scaling.after != 1.0:
+        shard /= scaling.after
+    form = param.form
+    form.add_grad(shard if keeps_dtype or shard.dtype == param.dtype else shard.to(param.dtype))
+    if not form.is_tied:
+        form.run_hooks()
