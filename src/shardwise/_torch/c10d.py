@@ -61,7 +61,7 @@ def group_between_worlds(
         connecting: how long the processes may take to come together.
         timeout: how long a message may take afterwards.
     """
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
     options._devices = [
         dist.ProcessGroupGloo.create_device(interface=each) for each in interfaces

@@ -85,6 +85,7 @@ class ReplicaSession:
         if endpoint is None:
             raise ValueError(f"server: found {quorum.server!r}, expected ADDRESS:PORT")
         self._address, self._port = endpoint
+        self._server = format_endpoint(*endpoint)
         self._token = quorum.token.encode()
         self._own = Peers(quorum.group) if dist.is_initialized() else None
         self.rank = 0 if self._own is None else self._own.rank
@@ -103,7 +104,11 @@ class ReplicaSession:
         self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
-        self._connect()
+        try:
+            self._connect()
+        except OSError as error:
+            error.add_note(f"replica {replica} looked for the quorum at {self._server}")
+            raise
         threading.Thread(target=self._follow, name="shardwise quorum", daemon=True).start()
 
     # -- within the replica ------------------------------------------------------------------------
@@ -138,16 +143,6 @@ class ReplicaSession:
         return found  # type: ignore[return-value]
 
     # -- the server --------------------------------------------------------------------------------
-
-    @property
-    def server(self) -> str:
-        """Address and port of the server."""
-        return format_endpoint(self._address, self._port)
-
-    @property
-    def plan(self) -> RoundPlan:
-        """The plan as this rank knows it."""
-        return self._plan
 
     def report(self, **changes: object) -> None:
         """Report something of this replica; the first rank does."""
@@ -213,11 +208,10 @@ class ReplicaSession:
             self._lost_for += min(self._lost_at - before, longest)
         else:
             _log.warning(
-                "replica %s has lost the quorum at %s; it looks for it for %g s, and trains on "
-                "meanwhile, unless it waits to be told how a round has ended",
+                "replica %s has lost the quorum at %s; it looks for it, and trains on unless it "
+                "has sent its average, which may be committed",
                 self.replica,
-                self.server,
-                self.timeout,
+                self._server,
             )
         if self._store is not None:
             self._store.close()
@@ -227,6 +221,10 @@ class ReplicaSession:
     def is_connected(self) -> bool:
         """Whether the server can be reached, as far as is known."""
         return self._lost_at is None
+
+    def is_live(self, plan: RoundPlan) -> bool:
+        """Whether the server can be reached, and hears every rank of this replica."""
+        return self.is_connected and self.replica in plan.live
 
     def check(self) -> None:
         """Check that this replica may take part.
@@ -240,7 +238,7 @@ class ReplicaSession:
             raise RanksDivergedError(refused)
         if not self.is_connected and self._lost_for > self.timeout:
             raise PeerLostError(
-                f"replica {self.replica} has lost the quorum at {self.server} for "
+                f"replica {self.replica} has lost the quorum at {self._server} for "
                 f"{self.timeout:g} s: {self._lost_why}"
             )
 
@@ -427,7 +425,7 @@ class ReplicaSession:
     def _make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         store = self._store
         if store is None:
-            raise PeerLostError(f"replica {self.replica} has lost the quorum at {self.server}")
+            raise PeerLostError(f"replica {self.replica} has lost the quorum at {self._server}")
         return c10d.group_between_worlds(
             PrefixStore(f"{MEETING}{name}/{self.rank}/", store),
             rank,

@@ -141,7 +141,7 @@ class Rounds:
         quorum.report(state=State.READY, tokens=self._tokens)
 
         def find(plan: RoundPlan) -> tuple[Attempt | Fetch | None] | None:
-            if not quorum.is_connected:
+            if not quorum.is_live(plan):
                 return (None,)
             fetch = quorum.fetch_for_me(plan)
             if fetch is not None:
