@@ -119,12 +119,6 @@ class Grad:
     is_owned: bool
     is_missing: bool
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether hooks run as soon as the sharded gradient is complete."""
-        form = self.param.form
-        return autograd.has_post_accumulate_hooks(form.parameter) and not form.is_tied
-
 
 class When(enum.Enum):
     """When a delivery waits for what is under way, at the latest.
@@ -180,9 +174,9 @@ class Flight:
         return found[0][1:3] if found else None
 
     def start(self, transport: Transport, label: Label) -> None:
-        """Start the calls, reduce-scatters first."""
-        for kind, op in sorted(self._calls, key=lambda each: each[0] is Kind.ALL_REDUCE):
-            of, read, written, owned = zip(*self._calls[kind, op], strict=True)
+        """Start the calls."""
+        for (kind, op), entries in self._calls.items():
+            of, read, written, owned = zip(*entries, strict=True)
             disposable = {i for i, is_owned in enumerate(owned) if is_owned}
             call = Call(kind, read, written, op, label, of, disposable)
             self.works.append(transport.start(call))
@@ -418,7 +412,8 @@ def _start_over_shard(
     for each in (*flight.alive, *(grad.value for grad in grads), found):
         observe.memory_of(Memory.GRADIENTS, label.name, each)
     flight.start(transport, label)
-    if any(grad.has_hooks for grad in grads):
+    alone = [grad.param.form for grad in grads if not grad.param.form.is_tied]
+    if any(autograd.has_post_accumulate_hooks(form.parameter) for form in alone):
         flight.when = When.AT_ONCE
     elif not transport.overlaps_compute() and any(map(is_returned, flight.alive)):
         flight.when = When.BEFORE_STEP
