@@ -336,10 +336,12 @@ class GroupGrads:
                 grad.value = _scaled(grad.value, dtype, scaling).contiguous()
         else:
             flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
-            flight, found = _start_over_shard(grads, dtypes, scalings, outs, mesh, label)
-            if is_held:
-                flight.when = When.HELD
-            del outs
+            flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))
+            found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter)
+            for each in (*flight.alive, *(grad.value for grad in grads), found):
+                observe.memory_of(Memory.GRADIENTS, label.name, each)
+            flight.start(mesh.scatter, label)
+            del outs, each
             yield flight
             del flight
             if is_held:
@@ -378,21 +380,29 @@ class GroupGrads:
                 found[i] += presence
 
 
-def _start_over_shard(
+def _when(grads: Sequence[Grad], transport: Transport) -> When:
+    """When to wait for a reduction over the shard dimension."""
+    forms = [grad.param.form for grad in grads]
+    if any(autograd.has_post_accumulate_hooks(f.parameter) and not f.is_tied for f in forms):
+        return When.AT_ONCE
+    if not transport.overlaps_compute() and any(is_returned(grad.value) for grad in grads):
+        return When.BEFORE_STEP
+    return When.NEXT
+
+
+def _add_all(
+    flight: Flight,
     grads: Sequence[Grad],
     dtypes: Sequence[torch.dtype],
     scalings: Sequence[Scaling],
     outs: Sequence[torch.Tensor | None],
-    mesh: DataMesh,
-    label: Label,
-) -> tuple[Flight, torch.Tensor]:
-    """Start to reduce over the shard dimension, each into one of ``outs`` if there is one.
+    transport: Transport,
+) -> torch.Tensor:
+    """Add what is reduced over the shard dimension, each into one of ``outs`` if there is one.
 
     Returns:
-        What to wait for, and where the number for each parameter arrives: 1-D, not 0 where any
-        rank has a gradient.
+        Where the number for each parameter arrives: 1-D, not 0 where any rank has a gradient.
     """
-    flight, transport = Flight(), mesh.scatter
     for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
         value, layout = grad.value, grad.param.layout
         is_cut = transport.world_size > 1 and layout.dim is not None
@@ -408,16 +418,7 @@ def _start_over_shard(
             grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
             if transport.world_size > 1:
                 flight.reduce(scaling.op, grad.param, grad.value)
-    found = _count(flight, scalings[0].op, grads, transport)
-    for each in (*flight.alive, *(grad.value for grad in grads), found):
-        observe.memory_of(Memory.GRADIENTS, label.name, each)
-    flight.start(transport, label)
-    alone = [grad.param.form for grad in grads if not grad.param.form.is_tied]
-    if any(autograd.has_post_accumulate_hooks(form.parameter) for form in alone):
-        flight.when = When.AT_ONCE
-    elif not transport.overlaps_compute() and any(map(is_returned, flight.alive)):
-        flight.when = When.BEFORE_STEP
-    return flight, found
+    return _count(flight, scalings[0].op, grads, transport)
 
 
 def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport) -> torch.Tensor:
