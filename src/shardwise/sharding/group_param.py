@@ -354,11 +354,13 @@ class GroupParam:
         """Let autograd see a step in backward as a write to the full parameter.
 
         The backward of an earlier forward that needs the value of before then raises, as without
-        sharding.
+        sharding. Not in another dtype: there it needs a copy, which no step writes to.
         """
+        if self.full is None or self.full.dtype != self.dtype:
+            return
         if self._is_sealed:
             self._version += 1
-        elif self.full is not None:
+        else:
             written = self._version_of_full() - self._full_version
             autograd.set_version(self.full, autograd.version_of(self.full) + 1)
             self._full_version = self._version_of_full() - written
