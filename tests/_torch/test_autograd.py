@@ -97,12 +97,22 @@ def test_a_version_grows_with_every_write_and_can_be_set() -> None:
     before = autograd.version_of(x)
     x.add_(1)
     assert autograd.version_of(x) == before + 1
-    autograd.set_version(x, before)
+    autograd.set_versions([x], [before])
     assert autograd.version_of(x) == before
     with torch.inference_mode():
         uncounted = torch.ones(2)
     assert autograd.version_of(uncounted) == -1
-    autograd.set_version(uncounted, 5)  # nothing happens
+
+
+def test_a_look_changes_with_what_is_written_and_with_the_data() -> None:
+    x = nn.Parameter(torch.ones(2))
+    looks = [autograd.look_at([x])]
+    with torch.no_grad():
+        x.add_(1)
+    looks.append(autograd.look_at([x]))
+    x.data = torch.zeros(2)
+    looks.append(autograd.look_at([x]))
+    assert looks[0] != looks[1] != looks[2]
 
 
 def test_a_version_counts_writes_to_the_local_tensor_too() -> None:

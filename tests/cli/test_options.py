@@ -40,6 +40,7 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     [
         ("--steps 0", "--steps: found 0, expected 1 or more"),
         ("--steps many", "--steps: found 'many', expected a whole number"),
+        ("--steps 1e30", "--steps: found '1e30', expected a whole number of at most 25 digits"),
         ("--lr=fast", "--lr: found 'fast', expected a number"),
         ("--lr -1", "--lr: found -1.0, expected a number above 0"),
         ("--beta1 1", "--beta1: found 1.0, expected 0 to 1, without 1"),

@@ -446,6 +446,15 @@ def test_a_replica_with_another_start_takes_that_of_the_first() -> None:
     assert world.plan.fetches[1].source == 0
 
 
+def test_replicas_that_have_trained_since_they_joined_are_not_taken_for_equal() -> None:
+    # Each was alone with a server of its own, since a server that is gone welcomed both.
+    world = World(Replica(0, version=3), Replica(1, version=3))
+    for each in world.replicas.values():
+        each.reports(State.TRAINING)
+    world.look()
+    assert world.plan.fetches[1].source == 0
+
+
 def test_the_first_waits_for_the_others_at_the_start_but_not_forever() -> None:
     world = World(Replica(0), expected=3)
     world.look(START - 1)

@@ -6,6 +6,8 @@ In most tests each replica is a thread, since a replica has no process group to 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -211,19 +213,51 @@ def test_the_last_replica_goes_on_alone() -> None:
         assert world.members == [[0], [0]]
 
 
-def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again() -> None:
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds: int) -> None:
     with trial(1) as world:
         a = Replica(world.server, 0)
-        a.step(1.0)
-        port = world.server.port
-    a.membership._note_lost()
-    assert a.step(1.0) == 2.0
-    assert a.optimizer.rounds == (1,)
-    with QuorumServer(1, deadline=LONG, port=port, token="token"):
-        while a.optimizer.rounds == (1,):
+        for _ in range(rounds):
             a.step(1.0)
-        a.optimizer.leave()
-    assert a.optimizer.rounds == (2,)
+        port = world.server.port
+    a.membership._note_lost(ConnectionError("gone"))
+    assert a.step(1.0) == rounds + 1
+    assert a.optimizer.rounds == (rounds,)
+    with QuorumServer(1, deadline=LONG, port=port, token="token"), ThreadPoolExecutor(1) as pool:
+        try:
+            while a.optimizer.rounds == (rounds,):
+                pool.submit(a.step, 1.0).result(30)
+        finally:
+            a.membership._lost_at, a.membership._lost_for = 0.0, LONG  # ends a step that hangs
+            a.optimizer.leave()
+    assert a.optimizer.rounds == (rounds + 1,)
+
+
+def test_a_replica_that_loses_the_server_in_an_exchange_trains_on() -> None:
+    with trial(2) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        world.together(lambda: a.step(2.0), lambda: b.step(2.0))  # now they are connected
+        begun, over = threading.Event(), threading.Event()
+
+        def stall(*_: object) -> None:
+            begun.set()
+            over.wait(60)
+
+        b.membership.average = stall  # type: ignore[method-assign]
+
+        def lose_server() -> None:
+            begun.wait(60)
+            world.server.close()
+
+        def step() -> float:
+            try:
+                return a.step(1.0)
+            finally:
+                over.set()
+
+        assert world.together(step, lambda: b.step(3.0), lose_server) == [3.0, 5.0, None]
+        assert a.optimizer.rounds == b.optimizer.rounds == (1,)
 
 
 def test_a_server_that_stays_away_is_an_error() -> None:
@@ -231,9 +265,28 @@ def test_a_server_that_stays_away_is_an_error() -> None:
         a = Replica(world.server, 0)
         a.step(1.0)
     a.membership.timeout = 0.0
-    a.membership._note_lost()
-    with pytest.raises(PeerLostError, match=r"replica 0 has lost the quorum at 127\.0\.0\.1"):
+    a.membership._note_lost(ConnectionError("gone"))
+    with pytest.raises(
+        PeerLostError, match=r"lost the quorum at 127\.0\.0\.1:\d+ for 0 s: .*(gone|refused)"
+    ):
+        for _ in range(1000):
+            a.step(1.0)
+            time.sleep(0.05)
+    a.optimizer.leave()
+
+
+def test_time_for_which_a_replica_was_suspended_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trial(1, SHORT) as world:
+        a = Replica(world.server, 0)
         a.step(1.0)
+    a.membership._note_lost(ConnectionError("gone"))
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+    a.step(1.0)
+    a.membership._note_lost(ConnectionError("gone"))
+    assert a.step(1.0) == 3.0
     a.optimizer.leave()
 
 

@@ -54,42 +54,91 @@ def _clamp(head: nn.Module, _: Any) -> None:
 
 
 class Tied(nn.Module):
-    """An embedding that renormalizes itself, and a head that is tied to it."""
+    """An embedding that renormalizes itself, and a head that is tied to it.
 
-    def __init__(self, max_norm: float | None = 0.7) -> None:
+    Args:
+        max_norm: of rows of the embedding; if there is none, the head clamps its weight.
+        again: whether the embedding runs once more, after the head.
+    """
+
+    def __init__(self, max_norm: float | None = 0.7, *, again: bool = False) -> None:
         super().__init__()
         self.emb = nn.Embedding(9, WIDTH, max_norm=max_norm)
         self.mid, self.head = Block(), nn.Linear(WIDTH, 9, bias=False)
         self.head.weight = self.emb.weight
-        self.clamps = max_norm is None
-        if self.clamps:
+        self.again = again
+        if max_norm is None:
             self.head.register_forward_pre_hook(_clamp)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         out = self.head(self.mid(self.emb(tokens)))
-        return out @ self.emb.weight if self.clamps else out
+        return out * self.emb(tokens[:1, :1]).mean() if self.again else out
 
 
-def _ties_written_to(rank: int, world_size: int, transport: str) -> None:
-    tokens = torch.tensor([[1, 2, 3], [4, 5, 8]])
-    for max_norm in (0.7, None):
-        for reshard in (True, False, None):
-            net, expected = seeded(lambda m=max_norm: Tied(m)), seeded(lambda m=max_norm: Tied(m))
-            for module in (net.mid, net.head, net):
-                fully_shard(module, transport=transport, reshard_after_forward=reshard)
-            with torch.set_grad_enabled(max_norm is not None):
-                mine, theirs = net(tokens), expected(tokens)
-            if max_norm is not None:
-                mine.square().mean().backward()
-                theirs.square().mean().backward()
-            net.reshard()
-            found = [mine, *_grads(net), *net.parameters()]
-            _same(found, [theirs, *_grads(expected), *expected.parameters()], f"{reshard}")
+def _tied(make: Callable[[], nn.Module], **options: Any) -> nn.Module:
+    net = seeded(make)
+    for module in (net.mid, net.head, net):
+        fully_shard(module, **options)
+    return net
+
+
+TOKENS = torch.tensor([[1, 2, 3], [4, 5, 8]])
+
+
+def _writes_before_the_head_is_gathered(rank: int, world_size: int, transport: str) -> None:
+    for reshard in (True, False, None):
+        net, whole = _tied(Tied, transport=transport, reshard_after_forward=reshard), seeded(Tied)
+        found: list[list[Any]] = [[], []]
+        for model, values in zip((net, whole), found, strict=True):
+            steps = torch.optim.SGD(model.parameters(), lr=2.0)  # rows grow beyond the norm again
+            for _ in range(3):
+                values.append(model(TOKENS))
+                values[-1].square().mean().backward()
+                steps.step()
+                steps.zero_grad()
+        net.reshard()
+        _same(found[0] + list(net.parameters()), found[1] + list(whole.parameters()), f"{reshard}")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_one_group_writes_to_a_tied_parameter_the_others_use(transport: str) -> None:
-    run_over(transport, _ties_written_to, 2)
+def test_what_one_group_writes_to_a_tied_parameter_the_next_uses(transport: str) -> None:
+    run_over(transport, _writes_before_the_head_is_gathered, 2)
+
+
+def _writes_while_the_root_is_unsharded(rank: int, world_size: int, transport: str) -> None:
+    for reshard in (True, False, None):
+        net = _tied(lambda: Tied(None), transport=transport, reshard_after_forward=reshard)
+        before = net.emb.weight.full_tensor().clone()
+        with pytest.raises(MisuseError, match=r"weight.* group 'head' wrote .* while group ''"):
+            net(TOKENS)
+        net.reset_iter_state()
+        written = net.emb.weight.full_tensor()  # as in one process, where an exception follows
+        assert torch.equal(written, before.clamp(-0.2, 0.2))
+        net.head._forward_pre_hooks.popitem()
+        net(TOKENS).sum().backward()
+        assert torch.equal(net.emb.weight.full_tensor(), written)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_write_to_a_tied_parameter_that_another_group_has_unsharded_raises(
+    transport: str,
+) -> None:
+    run_over(transport, _writes_while_the_root_is_unsharded, 2)
+
+
+def _writes_what_the_head_has_saved(rank: int, world_size: int) -> None:
+    for reshard in (True, False, None):
+        model = seeded(lambda: Tied(again=True))
+        net = _tied(lambda: Tied(again=True), reshard_after_forward=reshard)
+        for each in (model, net):
+            with pytest.raises(RuntimeError, match=r"modified by an inplace operation|wrote to"):
+                each(TOKENS).sum().backward()
+
+
+def test_a_tied_parameter_is_not_written_to_between_its_forward_and_backward(
+    threads: Ranks,
+) -> None:
+    threads(_writes_what_the_head_has_saved, 2)
 
 
 # -- requires_grad ------------------------------------------------------------------------------

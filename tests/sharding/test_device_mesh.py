@@ -242,9 +242,19 @@ def _of_a_pipeline() -> nn.Module:
 
 def _with_diloco() -> nn.Module:
     mesh = init_mesh(outer=2, dp=4)
+    return _averaging_over(mesh, mesh["outer"])
+
+
+def _with_diloco_over_another_group() -> nn.Module:
+    mesh = init_mesh(outer=2, dp=4)
+    groups = [dist.new_group(ranks) for ranks in mesh.mesh.T.tolist()]
+    return _averaging_over(mesh, groups[mesh["dp"].get_local_rank()])
+
+
+def _averaging_over(mesh: DeviceMesh, group: DeviceMesh | dist.ProcessGroup) -> nn.Module:
     model = _sliced(mesh, "dp")
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.diloco = [DiLoCo(model, inner, every=2, group=mesh["outer"])]
+    model.diloco = [DiLoCo(model, inner, every=2, group=group)]
     return model
 
 
@@ -270,6 +280,7 @@ UNAVERAGED: dict[Callable[[], nn.Module], dict[str, int]] = {
     _with_tensor_parallelism: {},
     _of_a_pipeline: {},
     _with_diloco: {},
+    _with_diloco_over_another_group: {},
     _averaged_by_a_hook: {},
     _apart_on_purpose: {},
 }

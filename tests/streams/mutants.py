@@ -37,12 +37,12 @@ HOST_ONLY = {
 #: By place: the scenario that reports a race, or an error, without it.
 SEEN = {
     # The all-gather of a tensor subclass.
-    "sharding/extension.py Extension.outputs: torch.empty(world_size * sent.numel(), "
+    "sharding/extension.py Extension.gathered: torch.empty(world_size * sent.numel(), "
     "dtype=sent.dtype, device=sent.device)": "subclass",
     "sharding/extension.py _allocate: storage.resize_(nbytes)": "subclass",
     # Full parameters.
-    "sharding/full_params.py FullParams._start: each.allocate()": "zero3",
-    "sharding/full_params.py FullParams._finish: self._works.pop().wait()": "large",
+    "sharding/full_params.py FullParams.start: each.allocate()": "zero3",
+    "sharding/full_params.py FullParams.finish: self._works.pop().wait()": "large",
     "sharding/full_params.py PostForwardShards.keep: "
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
@@ -135,10 +135,10 @@ SEEN = {
     "self._stream.wait_stream(devices.current_stream(self._device))": "wires_over_hosts",
     "transport/two_levels.py TwoLevelTransport._run_on_stream: step.wait()": "wires_over_hosts",
     # Works that are kept until they are waited for, and waits for them.
-    "sharding/full_params.py FullParams._start: "
+    "sharding/full_params.py FullParams.start: "
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
-    "sharding/full_params.py FullParams._finish: extension.finish()": "subclass",
-    "sharding/group.py ParamGroup.wait_for_unshard: self._memory.finish()": "zero3",
+    "sharding/full_params.py FullParams.finish: way.finish()": "subclass",
+    "sharding/group.py ParamGroup.wait_for_unshard: self.fulls.finish()": "zero3",
     "sharding/group.py ParamGroup.reshard: self.wait_for_unshard()": "unshard_and_reshard",
     "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
     "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
@@ -260,7 +260,7 @@ UNSEEN = {
     "transport/two_levels.py TwoLevelTransport._run: under_way.wait()": _NO_STREAMS,
     "transport/encoded.py EncodedTransport._all_gather: "
     "shards[i].to(self._device, non_blocking=True)": _ORDERED,
-    "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
+    "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
     "sharding/init.py allocate: form.allocate(device)": _LOADED,
     "sharding/param.py ShardedParam.allocate: "

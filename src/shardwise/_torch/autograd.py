@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -158,18 +158,27 @@ def version_with_local(tensor: torch.Tensor) -> int:
         return version_of(tensor) + (0 if local is tensor else version_of(local))
 
 
-def version_of_sharded(parameter: torch.Tensor) -> int:
-    """Return what :func:`version_with_local` does for a ``DTensor``, with fewer calls."""
+def versions_of_sharded(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Return what :func:`version_with_local` does for each of some ``DTensor``s."""
     try:
-        return parameter._version + parameter._local_tensor._version  # type: ignore[attr-defined, no-any-return]
+        return [each._version + each._local_tensor._version for each in parameters]  # type: ignore[attr-defined]
     except RuntimeError:  # one of them is a tensor of inference mode
-        return version_with_local(parameter)
+        return [version_with_local(each) for each in parameters]
 
 
-def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set what :func:`version_of` returns; a no-op where modifications are not counted."""
-    if not tensor.is_inference():
-        torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
+    """Return what changes when each of some parameters is written to, or gets other data."""
+    return [
+        (each._version, each.data_ptr())
+        if type(each) is torch.nn.Parameter
+        else (version_with_local(each), 0)  # a subclass has no address
+        for each in parameters
+    ]
+
+
+def set_versions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+    """Set what :func:`version_of` returns of each tensor. None is a tensor of inference mode."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def writable_base(tensor: torch.Tensor) -> torch.Tensor | None:

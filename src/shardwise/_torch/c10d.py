@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
@@ -45,7 +46,7 @@ def timeout_of(group: dist.ProcessGroup) -> float:
 
 
 def group_between_worlds(
-    store: Any, rank: int, size: int, *, connecting: timedelta, timeout: timedelta
+    store: Any, rank: int, size: int, *, address: str, connecting: timedelta, timeout: timedelta
 ) -> dist.ProcessGroup:
     """Create a gloo group of processes that are in no common world, for tensors on the CPU.
 
@@ -55,10 +56,18 @@ def group_between_worlds(
         store: in which only these processes meet.
         rank: of this process in the group.
         size: of the group.
+        address: of this process for the others, unless GLOO_SOCKET_IFNAME names interfaces. By
+            itself, gloo takes what the host's name resolves to, which is often 127.0.0.1.
         connecting: how long the processes may take to come together.
         timeout: how long a message may take afterwards.
     """
-    backend = dist.ProcessGroupGloo(store, rank, size, connecting)
+    options = dist.ProcessGroupGloo._Options()
+    interfaces = filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(","))
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(interface=each) for each in interfaces
+    ] or [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = connecting
+    backend = dist.ProcessGroupGloo(store, rank, size, options)
     backend.options._timeout = timeout
     backend._set_default_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)

@@ -29,6 +29,11 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return where the local tensors of ``DTensor``s are in memory."""
+    return [local_of(each).data_ptr() for each in tensors]
+
+
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Move the local tensor of a ``DTensor`` into ``memory``, of the same shape and dtype."""
     dtensor = cast(DTensor, tensor)

@@ -180,14 +180,15 @@ class ParamOwner:
     ) -> None:
         """Put each of ``parameters`` into its one of ``owners``."""
         for owner, parameter in zip(owners, parameters, strict=True):
-            owner.register(parameter)
+            module = owner.module
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[owner.name] = parameter  # without the checks of __setattr__
+            else:
+                setattr(module, owner.name, parameter)
 
     def register(self, parameter: nn.Parameter | None) -> None:
-        """Put ``parameter`` into the module, without ``__setattr__``'s checks where possible."""
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = parameter
-        else:
-            setattr(self.module, self.name, parameter)
+        """Put ``parameter`` into the module."""
+        self.register_all([self], [parameter])
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

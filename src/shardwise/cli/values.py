@@ -61,11 +61,13 @@ def read_integer(text: str | int) -> int:
     """
     try:
         number = Decimal(text)
-        exact = number.is_finite() and number.adjusted() < _MAX_DIGITS and not number % 1
+        is_long = number.is_finite() and number.adjusted() >= _MAX_DIGITS
+        exact = number.is_finite() and not is_long and not number % 1
     except ArithmeticError:
-        exact = False
+        exact = is_long = False
     if not exact:
-        raise typer.BadParameter(f"found {_brief(str(text))}, expected a whole number")
+        limit = f" of at most {_MAX_DIGITS} digits" if is_long else ""
+        raise typer.BadParameter(f"found {_brief(str(text))}, expected a whole number{limit}")
     return int(number)
 
 

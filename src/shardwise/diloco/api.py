@@ -41,8 +41,8 @@ from shardwise.diloco.settings import (
 from shardwise.errors import PeerLostError
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim_names import names_in_order
+from shardwise.sharding.mesh import mark_separate, unaveraged_dims
 from shardwise.sharding.module import FSDPModule
-from shardwise.sharding.state import states_of
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.wrap.policies import repeated_blocks
 
@@ -123,20 +123,20 @@ class DiLoCo(AroundOptimizer):
             )
             if part
         ]
-        for sharded in states_of(model):
-            sharded.root.knows_what_is_averaged = True
-        if not isinstance(group, Quorum):
+        if isinstance(group, Quorum):
+            self._rounds = Rounds(
+                ReplicaSession(group),
+                check_alone(self._fragments, self._streaming.overlap),
+                every=every,
+                outer=self._outer,
+                wire=self._wire,
+                settings=f"every={every}, {self._outer}, {self._wire}",
+                reshard=self._reshard,
+            )
+        else:
             self.change_group(group)
-            return
-        self._rounds = Rounds(
-            ReplicaSession(group),
-            check_alone(self._fragments, self._streaming.overlap),
-            every=every,
-            outer=self._outer,
-            wire=self._wire,
-            settings=f"every={every}, {self._outer}, {self._wire}",
-            reshard=self._reshard,
-        )
+        for mesh in {each.device_mesh for each in parameters.values() if isinstance(each, DTensor)}:
+            mark_separate(mesh, unaveraged_dims([mesh]))
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -31,6 +31,8 @@ _SUSPENDED = 1.0
 _PATIENCE = 2
 #: Seconds without a sign of life that are no sign of anything: a busy machine takes that long.
 _LEAST_SILENCE = 2.0
+#: More numbers than a server ever gives to its plans.
+NUMBERS_PER_SERVER = 2**32
 _MAX_TEXT = 4096
 _MAX_RANKS = 4096
 
@@ -180,24 +182,17 @@ class RoundPlan:
         """Read what :meth:`to_json` wrote."""
         values = json.loads(text)
         attempt = values["attempt"]
+        for name in ("members", "tokens") if attempt else ():
+            attempt[name] = {int(replica): value for replica, value in attempt[name].items()}
         return cls(
             **{
                 **values,
-                "attempt": None if attempt is None else attempt_of(attempt),
+                "attempt": attempt and Attempt(**attempt),
                 "fetches": {int(r): Fetch(**each) for r, each in values["fetches"].items()},
                 "welcome": tuple(values["welcome"]),
                 "live": tuple(values["live"]),
             }
         )
-
-
-def attempt_of(values: Mapping[str, Any]) -> Attempt:
-    """Read an attempt that was written as JSON."""
-    by_number = {
-        name: {int(replica): value for replica, value in values[name].items()}
-        for name in ("members", "tokens")
-    }
-    return Attempt(**{**values, **by_number})
 
 
 class EventKind(enum.Enum):
@@ -258,26 +253,28 @@ class Coordinator:
         deadline: seconds that a round waits for a replica that is late, and after which one that is
             not heard is taken for silent, which takes 2 s at least.
         start_timeout: seconds that the first replica to come waits for the others.
+        first: from where plans, attempts and fetches are numbered. Replicas may know those of
+            another server: two servers are :data:`NUMBERS_PER_SERVER` apart at least.
     """
 
-    def __init__(self, replicas: int, deadline: float, start_timeout: float) -> None:
+    def __init__(
+        self, replicas: int, deadline: float, start_timeout: float, first: int = 0
+    ) -> None:
         self._expected = replicas
         self._deadline = deadline
         self._start_timeout = start_timeout
-        self.plan = RoundPlan(-1, deadline)
+        self.plan = RoundPlan(-1, deadline, first)
         self._seen: dict[int, _Seen] = {}
         self._began: float | None = None  # of waiting for replicas to come together
         self._called_at: float | None = None
         self._attempted_at = 0.0
         self._attempts = 0  # at this round
-        self._number = 0
-        self._fetch_number = 0
+        self._number = self._fetch_number = first
         self._fetched_at: dict[int, float] = {}
         self._tried: dict[int, set[int]] = {}
         self._groups: dict[tuple[tuple[int, str], ...], int] = {}
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
-        self._left: set[str] = set()
         self._looked: float | None = None
         self._trust_silence_from = 0.0
         self._events: list[Event] = []
@@ -353,8 +350,12 @@ class Coordinator:
     def _forget(self, replica: int, kind: EventKind) -> None:
         del self._members[replica]
         self._drop_fetch(replica)
+        self._note(kind, replica)
+
+    def _note(self, kind: EventKind, replica: int = -1, **facts: Any) -> None:
+        """Note an event, with the members and the round as they are now."""
         live = tuple(sorted(self._members))
-        self._events.append(Event(kind, self.plan.version, replica, live=live))
+        self._events.append(Event(kind, self.plan.version, replica, live=live, **facts))
 
     @property
     def _is_headless(self) -> bool:
@@ -409,10 +410,11 @@ class Coordinator:
         )
         self._last, self._called_at, self._attempts = None, None, 0
         self._members[first] = leader.incarnation
-        self._events.append(Event(EventKind.JOINED, leader.version, first, live=(first,)))
+        self._note(EventKind.JOINED, first)
         for replica, report in live.items():
             if replica != first:
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
+                alike &= report.state is State.JOINING  # the digest is of then
                 self._admit(replica, report, leader, first, alike=alike)
 
     def _admit(
@@ -430,8 +432,7 @@ class Coordinator:
         if alike:
             self._members[replica] = report.incarnation
             self.plan = replace(self.plan, welcome=(*self.plan.welcome, report.incarnation))
-            live = tuple(sorted(self._members))
-            self._events.append(Event(EventKind.JOINED, self.plan.version, replica, live=live))
+            self._note(EventKind.JOINED, replica)
         return True
 
     # -- catching up -------------------------------------------------------------------------------
@@ -459,16 +460,8 @@ class Coordinator:
             seconds = now - self._fetched_at.get(replica, now)
             self._drop_fetch(replica)
             self._tried.pop(replica, None)
-            self._events.append(
-                Event(
-                    EventKind.JOINED if joins else EventKind.CAUGHT_UP,
-                    report.version,
-                    replica,
-                    fetch.source,
-                    seconds,
-                    tuple(sorted(self._members)),
-                )
-            )
+            kind = EventKind.JOINED if joins else EventKind.CAUGHT_UP
+            self._note(kind, replica, source=fetch.source, seconds=seconds)
         elif report.refetch == fetch.number or not self._can_send(fetch):
             self._tried.setdefault(replica, set()).add(fetch.source)
             self._drop_fetch(replica)
@@ -541,17 +534,9 @@ class Coordinator:
         self._last = attempt
         self.plan = replace(self.plan, version=attempt.version + 1, called=False, attempt=None)
         self._called_at = None
-        self._events.append(
-            Event(
-                EventKind.ROUND,
-                attempt.version + 1,
-                seconds=now - self._attempted_at,
-                live=tuple(sorted(self._members)),
-                attempt=attempt,
-                attempts=self._attempts,
-                late=late,
-            )
-        )
+        seconds = now - self._attempted_at
+        tried = self._attempts
+        self._note(EventKind.ROUND, seconds=seconds, attempt=attempt, attempts=tried, late=late)
         self._attempts = 0
 
     def _begin_if_due(self, now: float) -> None:

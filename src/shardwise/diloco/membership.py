@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import json
 import logging
 import threading
 import time
@@ -25,17 +24,17 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
 from shardwise.diloco.coordinator import (
+    NUMBERS_PER_SERVER,
     Attempt,
     Fetch,
     ReplicaReport,
     RoundPlan,
     State,
-    attempt_of,
     client_name,
 )
 from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
-from shardwise.elastic.network import format_endpoint, parse_endpoint
+from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
 from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.peers import Peers
@@ -98,8 +97,10 @@ class ReplicaSession:
         self._poll = _POLL
         self._wake = threading.Event()
         self._over = False
-        self._lost_since: float | None = None
-        self._served = 0
+        self._lost_at: float | None = None  # when the server was missed last; None: it is there
+        self._lost_for = 0.0  # seconds, without those for which this process was suspended
+        self._lost_why: Exception | None = None
+        self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
         self._connect()
@@ -178,7 +179,7 @@ class ReplicaSession:
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
         self._plan = RoundPlan.from_json(store.get(PLAN))
-        self._store, self._lost_since = store, None
+        self._store, self._lost_at, self._lost_for = store, None, 0.0
         self._send_report()
 
     def _follow(self) -> None:
@@ -195,23 +196,28 @@ class ReplicaSession:
                             self._plan = plan
                             self._changed.notify_all()
                         self._serve(plan)
-            except (OSError, RuntimeError, ValueError, TypeError, KeyError):
+            except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
                 # The connection has ended, or another program answers.
-                self._note_lost()
+                self._note_lost(error)
                 time.sleep(_RETRY)
                 continue
             if self._wake.wait(self._poll):
                 self._wake.clear()
 
-    def _note_lost(self) -> None:
+    def _note_lost(self, why: Exception) -> None:
         if self._over:
             return
-        if self._lost_since is None:
-            self._lost_since = time.monotonic()
+        before, self._lost_at, self._lost_why = self._lost_at, time.monotonic(), why
+        if before is not None:
+            longest = _RETRY + max(_LEAST_ANSWER, self._plan.deadline)
+            self._lost_for += min(self._lost_at - before, longest)
+        else:
             _log.warning(
-                "replica %s has lost the quorum at %s; it trains on, and looks for it",
+                "replica %s has lost the quorum at %s; it looks for it for %g s, and trains on "
+                "meanwhile, unless it waits to be told how a round has ended",
                 self.replica,
                 self.server,
+                self.timeout,
             )
         if self._store is not None:
             self._store.close()
@@ -220,7 +226,7 @@ class ReplicaSession:
     @property
     def is_connected(self) -> bool:
         """Whether the server can be reached, as far as is known."""
-        return self._lost_since is None
+        return self._lost_at is None
 
     def check(self) -> None:
         """Check that this replica may take part.
@@ -232,11 +238,10 @@ class ReplicaSession:
         refused = self._plan.refused.get(self.incarnation)
         if refused is not None:
             raise RanksDivergedError(refused)
-        since = self._lost_since
-        if since is not None and time.monotonic() - since > self.timeout:
+        if not self.is_connected and self._lost_for > self.timeout:
             raise PeerLostError(
                 f"replica {self.replica} has lost the quorum at {self.server} for "
-                f"{self.timeout:g} s: its host is down or cannot be reached"
+                f"{self.timeout:g} s: {self._lost_why}"
             )
 
     # -- waiting -----------------------------------------------------------------------------------
@@ -280,8 +285,7 @@ class ReplicaSession:
         self.check()
         plan, wish = self._plan, Wish.NOTHING
         if self.is_connected:
-            fetch = plan.fetches.get(self.replica)
-            if fetch is not None and fetch.incarnation == self.incarnation:
+            if self.fetch_for_me(plan) is not None:
                 wish = Wish.FETCH
             elif plan.called and plan.version == version:
                 wish = Wish.MEET
@@ -344,7 +348,7 @@ class ReplicaSession:
         if attempt is None or attempt.version != version:
             return None
         assert self._report is not None
-        if attempt.number <= self._report.attempt:
+        if attempt.number == self._report.attempt:  # it is over for this replica
             return None
         return attempt if attempt.members.get(self.replica) == self.incarnation else None
 
@@ -365,10 +369,9 @@ class ReplicaSession:
             return None
         try:
             # A server that has been started again does not know.
-            found = store.check([key]) and attempt_of(json.loads(store.get(key))) == attempt
+            return (store.check([key]) and int(store.get(key)) == attempt.number,)
         except (OSError, RuntimeError):
             return None
-        return (found,)
 
     def average(
         self, attempt: Attempt, exchange: Callable[[dist.ProcessGroup | None], T]
@@ -398,7 +401,7 @@ class ReplicaSession:
                         str(attempt.group), ranks.index(self.replica), len(ranks)
                     )
                 made.append(group)
-                if group is not None and given_up.is_set():
+                if given_up.is_set():
                     _close_in_background(group)
             return exchange(group)
 
@@ -409,8 +412,7 @@ class ReplicaSession:
         except GivenUpError:
             given_up.set()
             for group in made:
-                if group is not None:
-                    _close_in_background(group)
+                _close_in_background(group)
             self._end_group()
             return None
         if made:
@@ -420,8 +422,7 @@ class ReplicaSession:
     def _end_group(self) -> None:
         """Close the connections to other replicas."""
         (_, group), self._group = self._group, (0, None)
-        if group is not None:
-            _close_in_background(group)
+        _close_in_background(group)
 
     def _make_group(self, name: str, rank: int, size: int) -> dist.ProcessGroup:
         store = self._store
@@ -431,6 +432,7 @@ class ReplicaSession:
             PrefixStore(f"{MEETING}{name}/{self.rank}/", store),
             rank,
             size,
+            address=address_towards(self._address),
             connecting=timedelta(seconds=max(_LEAST_ANSWER, self._plan.deadline)),
             timeout=timedelta(seconds=self.timeout),
         )
@@ -461,11 +463,12 @@ class ReplicaSession:
         with self._eagerly(), self._changed:
             while not ended.is_set():
                 plan = self._plan  # this rank may not know yet what the first one has seen
-                if plan.number >= self._decided_by and is_over(plan):
+                is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
+                if not self.is_connected or (not is_older and is_over(plan)):
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
         if failed:
-            _log.info("replica %s: %s failed: %s", self.replica, doing, failed[0])
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, failed[0])
             raise GivenUpError(doing) from failed[0]
         return result[0]
 
@@ -484,10 +487,10 @@ class ReplicaSession:
     def _serve(self, plan: RoundPlan) -> None:
         if self._snapshot is None:
             return
-        for fetch in plan.fetches.values():
+        for receiver, fetch in plan.fetches.items():
             mine = (fetch.source, fetch.source_incarnation) == (self.replica, self.incarnation)
-            if mine and fetch.number > self._served:
-                self._served = fetch.number
+            if mine and fetch.number != self._served.get(receiver):
+                self._served[receiver] = fetch.number
                 threading.Thread(
                     target=self._send, args=(fetch, self._snapshot), daemon=True
                 ).start()
@@ -554,7 +557,7 @@ class ReplicaSession:
 
         version: int | None = None
         with contextlib.suppress(GivenUpError):
-            version = self._in_thread(work, is_over, f"fetch {fetch.number}")
+            version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
         versions = set(self.gather(version, "the outer state of other replicas"))
         return version if len(versions) == 1 else None
 
@@ -564,6 +567,9 @@ def _close(group: dist.ProcessGroup) -> None:
     c10d.forget_group_between_worlds(group)
 
 
-def _close_in_background(group: dist.ProcessGroup) -> None:
+def _close_in_background(group: dist.ProcessGroup | None) -> None:
     """Close the connections of a group that is of no more use; others may be slow to notice."""
-    threading.Thread(target=_close, args=(group,), daemon=True, name="shardwise hang up").start()
+    if group is not None:
+        threading.Thread(
+            target=_close, args=(group,), daemon=True, name="shardwise hang up"
+        ).start()

@@ -6,14 +6,13 @@ members of an exchange find each other. Parameters do not pass through it.
 
 from __future__ import annotations
 
-import json
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 
-from shardwise.diloco.coordinator import Coordinator, Event, EventKind
+from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
@@ -39,7 +38,7 @@ class QuorumServer:
         replicas: how many are expected at the start. Later there may be more or fewer.
         deadline: seconds that a round waits for a replica that is late, once another one is ready;
             and seconds without a sign of life after which a replica is left out. More than a step
-            takes.
+            takes, and more than an exchange that fills the link.
         address: where to listen; by default on this host only.
         port: where to listen; 0: any that is free.
         token: what replicas must hold; empty: whoever reaches the port may take part.
@@ -73,7 +72,8 @@ class QuorumServer:
                 raise ValueError(f"{name}: found {seconds}, expected seconds, a number above 0")
         listener = listening(address, port)
         self.port = int(listener.getsockname()[1])
-        self._coordinator = Coordinator(replicas, deadline, start_timeout)
+        first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER
+        self._coordinator = Coordinator(replicas, deadline, start_timeout, first)
         self._told = told
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
@@ -121,5 +121,5 @@ class QuorumServer:
     def _record(self, event: Event) -> None:
         """Write down which attempt committed a round, before replicas are told that one did."""
         if event.kind is EventKind.ROUND and event.attempt is not None:
-            self._store.put(f"{COMMIT}{event.round}", json.dumps(asdict(event.attempt)).encode())
+            self._store.put(f"{COMMIT}{event.round}", str(event.attempt.number).encode())
             self._store.forget(f"{MEETING}{event.attempt.number - _MEETINGS_KEPT}/")

@@ -193,8 +193,7 @@ def fully_shard(
         mark_taken(param, forms[param])
         note_group(owners, fqn, classes)
     for group in groups:
-        for each in group.params:
-            each.install()
+        group.install()
     state = FSDPState(tops, groups, data_mesh.device, mp_policy, reshard_after_forward)
     hooks.install(state)
     _keep_state_dicts_sharded(groups)

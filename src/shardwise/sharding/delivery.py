@@ -310,7 +310,7 @@ class GroupGrads:
 
     def _drop_unwanted(self, param: GroupParam) -> None:
         """Drop the gradient of a parameter that a hook froze during this backward."""
-        param.freeze_or_unfreeze()
+        GroupParam.freeze_or_unfreeze_all([param])
         if self._due.get(param) and param.full is not None and not param.full.requires_grad:
             param.full.grad = None
 

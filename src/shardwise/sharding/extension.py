@@ -65,8 +65,13 @@ class Extension:
         self._group = ""  # its name, for reports
         self._reported = 0  # bytes
 
-    def inputs(self) -> list[torch.Tensor]:
-        """The tensors that this rank sends, each 1-D."""
+    def gathered(self, name: str, _: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors that this rank sends, and those to gather into, each 1-D.
+
+        Args:
+            name: of the group, for reports.
+        """
+        self._group = name
         local: Any = self._param.local
         if local.device != self._mesh.device:
             local = local.to(self._mesh.device)
@@ -82,11 +87,6 @@ class Extension:
         sent, self._metadata = pre(self._mesh.shard_mesh, *(more if count == 5 else ()))
         self._check_sizes(sent)
         self._sent = list(sent)
-        return [tensor.reshape(-1) for tensor in self._sent]
-
-    def outputs(self, group: str) -> list[torch.Tensor]:
-        """The tensors to gather into, each 1-D. Their memory is reported as that of ``group``."""
-        self._group = group
         world_size = self._mesh.shard.world_size
         if not self._gathered:
             self._gathered = [
@@ -98,7 +98,8 @@ class Extension:
         self._report()
         # With another version counter: autograd may have saved what the subclass made of them, and
         # a gather must not look like a modification.
-        return [tensor.data for tensor in self._gathered]
+        into = [tensor.data for tensor in self._gathered]
+        return [tensor.reshape(-1) for tensor in self._sent], into
 
     def finish(self) -> None:
         """Let the subclass make the full parameter from the gathered tensors."""

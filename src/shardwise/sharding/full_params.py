@@ -1,6 +1,6 @@
 """What shards are gathered into: the memory of the full parameters of a group.
 
-Each parameter is gathered in one of five ways, chosen once:
+Each parameter is filled in one of five ways, chosen once. A way is a list of parameters:
 
 =========  =======================================  ============================================
 way        when                                     cost of an unshard
@@ -28,7 +28,7 @@ every k consecutive ranks (say those of one host). Backward gathers among those 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,216 @@ from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise.observe import Activity, Memory
 from shardwise.sharding.extension import Extension, has_extension, is_extended
-from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.group_param import GroupParam, versions_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
+
+# More writes than a parameter will ever see.
+_SEALED = 1_000_000_000
+
+
+class AliasedParams:
+    """Full parameters that share memory with their shards.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Sequence[GroupParam]) -> None:
+        self._params = params
+        self._addresses = [param.local.data_ptr() for param in params]
+        _make_fulls(params, [param.local.detach().view(-1) for param in params])
+        self._fulls = _fulls_of(params)
+        self._versions = versions_of(params)
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a shard is in other memory now."""
+        return self._addresses != dtensor.addresses_of([p.form.parameter for p in self._params])
+
+    def follow(self) -> None:
+        """Let autograd see writes to the shards as writes to the full parameters.
+
+        A backward that needs the value of before then raises, as without sharding.
+        """
+        before, self._versions = self._versions, versions_of(self._params)
+        if before != self._versions:
+            for full, old, new in zip(self._fulls, before, self._versions, strict=True):
+                if old != new:
+                    autograd.set_versions([full], [autograd.version_of(full) + 1])
+
+    def take_back(self) -> None:
+        """Copy the data that a module gave to a full parameter, and alias it again.
+
+        A module does that with ``.data = ...``.
+        """
+        for param, full, address in zip(self._params, self._fulls, self._addresses, strict=True):
+            # A subclass has no address.
+            if type(full) is nn.Parameter and full.data_ptr() != address:
+                assert param.memory is not None
+                param.memory.copy_(param.full_data)
+                full.data = param.memory
+
+
+class FilledParams:
+    """Full parameters with memory of their own, which hold their values from time to time.
+
+    At other times they are *sealed*: autograd refuses them, since it finds another version than it
+    saved. A backward that no hook sees (through a tensor that the module did not return, say) would
+    otherwise compute with whatever is in that memory.
+
+    Args:
+        params: the parameters.
+    """
+
+    def __init__(self, params: Sequence[GroupParam]) -> None:
+        self.params = params
+        self._fulls = _fulls_of(params)
+        # The versions of the shards when they were gathered.
+        self._shards: list[int] = []
+        # The versions and addresses of full parameters that hold their values.
+        self._found: list[tuple[int, int]] | None = None
+
+    def begin(self) -> None:
+        """Note that the shards are gathered now."""
+        self._shards = versions_of(self.params)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the shards have not been written to since they were gathered."""
+        return self._shards == versions_of(self.params)
+
+    def unseal(self) -> None:
+        """Let autograd use the full parameters: they hold their values now."""
+        versions = [autograd.version_of(full) for full in self._fulls]
+        if any(version >= _SEALED for version in versions):
+            autograd.set_versions(self._fulls, [version % _SEALED for version in versions])
+        self._found = autograd.look_at(self._fulls)
+
+    def seal(self) -> None:
+        """Make autograd refuse the full parameters: their memory is about to be freed."""
+        if self._found is not None:
+            self._found = None
+            versions = [autograd.version_of(full) + _SEALED for full in self._fulls]
+            autograd.set_versions(self._fulls, versions)
+
+    @property
+    def written(self) -> list[GroupParam]:
+        """The parameters that modules have written to since they hold their values."""
+        if self._found is None or self._found == (now := autograd.look_at(self._fulls)):
+            return []
+        looks = zip(self.params, self._found, now, strict=True)
+        return [param for param, before, after in looks if before != after]
+
+    def deliver(self) -> None:
+        """Copy what was written to the shards.
+
+        Raises:
+            MisuseError: a shard was written to as well, or a full parameter got data of another
+                shape.
+        """
+        for param in self.written:
+            i = self.params.index(param)
+            param.take_over_writes(is_shard_written=versions_of([param]) != self._shards[i : i + 1])
+            self._shards[i : i + 1] = versions_of([param])
+        if self._found is not None:
+            self._found = autograd.look_at(self._fulls)
+
+    def outdate(self, form: ShardedParam) -> None:
+        """Make autograd refuse what it has saved of a parameter: the shard has other values now.
+
+        Not in another dtype: without sharding, backward needs a copy there, which no step writes
+        to.
+        """
+        for i, param in enumerate(self.params):
+            if param.form is form and self._fulls[i].dtype == param.dtype:
+                version = autograd.version_of(self._fulls[i]) + 1
+                autograd.set_versions([self._fulls[i]], [version])
+                if self._found is not None:
+                    before, address = self._found[i]
+                    self._found[i] = before + 1, address
+
+
+#: What an all-gather sends, and into what it receives.
+Gathered = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]
+
+
+class CopiedParams:
+    """Full parameters that shards are copied to.
+
+    Args:
+        params: the parameters.
+        fulls: their memory.
+    """
+
+    def __init__(self, params: Sequence[GroupParam], fulls: Sequence[torch.Tensor]) -> None:
+        self._params = params
+        _make_fulls(params, fulls)
+
+    def fill(self) -> None:
+        """Copy the shards now, since later writes belong to the next gather."""
+        for param in self._params:
+            param.full_data.copy_(param.local, non_blocking=True)
+
+
+class DirectParams:
+    """Full parameters that *are* what shards are gathered into.
+
+    Args:
+        params: the parameters.
+        buffers: what their shards are gathered into.
+        fulls: the memory of the full parameters.
+    """
+
+    def __init__(
+        self, params: Sequence[GroupParam], buffers: FullBuffers, fulls: Sequence[torch.Tensor]
+    ) -> None:
+        self._params = params
+        self._buffers = buffers
+        self._gathering: tuple[str, PostForwardShards | None] = "", None
+        _make_fulls(params, fulls)
+
+    def gathered(self, name: str, source: PostForwardShards | None) -> Gathered:
+        """Return what the all-gather takes.
+
+        Args:
+            name: of the group.
+            source: the post-forward shards to gather instead of the shards, if there are any.
+        """
+        self._gathering = name, source
+        if source is None:
+            return [param.local.view(-1) for param in self._params], self._buffers.tensors
+        buffers = [
+            buffer[: source.layout_of(param).padded_numel]
+            for param, buffer in zip(self._params, self._buffers.tensors, strict=True)
+        ]
+        return [source.shard_of(param) for param in self._params], buffers
+
+
+class StagedParams(DirectParams):
+    """Full parameters whose chunks are gathered elsewhere, and then interleaved."""
+
+    def finish(self) -> None:
+        """Copy the chunks that have arrived to where they belong, and free their memory."""
+        name, source = self._gathering
+        with observe.during(Activity.COPY, name):
+            for param, chunks in zip(self._params, self._buffers.tensors, strict=True):
+                layout = param.layout if source is None else source.layout_of(param)
+                layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
+            self._buffers.free()
+
+
+def _fulls_of(params: Sequence[GroupParam]) -> list[nn.Parameter]:
+    return [param.full for param in params if param.full is not None]
+
+
+def _make_fulls(params: Sequence[GroupParam], fulls: Sequence[torch.Tensor]) -> None:
+    for param, full in zip(params, fulls, strict=True):
+        param.make_full(full)
 
 
 class FullParams:
@@ -59,9 +263,11 @@ class FullParams:
         post_forward: the shards between forward and backward, which are gathered over fewer ranks.
 
     Attributes:
-        is_allocated: whether a gather has given the full parameters memory, or is about to.
+        aliased: the full parameters that share memory with their shards.
+        filled: the full parameters whose memory :meth:`free` frees.
+        is_allocated: whether a gather has given them memory, or is about to.
         moves: whether a gather does anything at all: not if all parameters are aliased.
-        storages: the storages whose memory :meth:`free` frees.
+        storages: the storages of those that are freed.
     """
 
     def __init__(
@@ -71,68 +277,63 @@ class FullParams:
         precision: Precision,
         post_forward: PostForwardShards | None = None,
     ) -> None:
+        self._params = params
+        self._made_of = [param.look() for param in params]
         self._transport = mesh.shard
-        self._post_forward = post_forward
         self._works: list[Work] = []
         self._name = ""  # of the group
         self.is_allocated = False
-        self._source: PostForwardShards | None = None
-        self._direct: list[GroupParam] = []
-        self._staged: list[GroupParam] = []
-        self._copied: list[GroupParam] = []
-        self._aliased: list[GroupParam] = []
         self._extended: list[Extension] = []
+        aliased: list[GroupParam] = []
+        copied: list[GroupParam] = []
+        direct: list[GroupParam] = []
+        staged: list[GroupParam] = []
         for param in params:
             alone = mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
             if is_extended(param):
                 self._extended.append(Extension(param, mesh, precision))
             elif alone and same and param.local.device == mesh.device:
-                param.make_full(param.local.detach().view(-1))
-                self._aliased.append(param)
+                aliased.append(param)
             elif alone or param.layout.dim is None:
-                self._copied.append(param)
+                copied.append(param)
             elif param.layout.is_rank_major:
-                self._direct.append(param)
+                direct.append(param)
             else:
-                self._staged.append(param)
+                staged.append(param)
+
+        def memory(make: _MakeBuffers, its: list[GroupParam], numels: list[int]) -> FullBuffers:
+            dtypes = [precision.compute_dtype(param.dtype) for param in its]
+            return make(numels, dtypes, mesh.device)
+
         # The transport owns the buffers that it gathers into. The rest is plain memory.
-        self._gathered = self._gather_buffers(self._direct, mesh, precision)
-        self._staging = self._gather_buffers(self._staged, mesh, precision)
-        owned = self._staged + self._copied
-        self._owned = HeapBuffers(
-            [param.layout.numel for param in owned],
-            [precision.compute_dtype(param.dtype) for param in owned],
-            mesh.device,
-        )
-        for param, buffer in zip(self._direct, self._gathered.tensors, strict=True):
-            param.make_full(buffer)
-        for param, buffer in zip(owned, self._owned.tensors, strict=True):
-            param.make_full(buffer)
-        self._buffers = [
-            buffers for buffers in (self._owned, self._gathered, self._staging) if buffers.tensors
+        gather_into = self._transport.full_buffers if post_forward is None else HeapBuffers
+        arriving = [
+            memory(gather_into, its, [param.layout.padded_numel for param in its])
+            for its in (direct, staged)
         ]
+        owned = staged + copied
+        own = memory(HeapBuffers, owned, [param.layout.numel for param in owned])
+        self._buffers = [buffers for buffers in (own, *arriving) if buffers.tensors]
         self._reported = dict.fromkeys(self._buffers, 0)  # how much memory of each
-        self._freed = self._direct + owned
-        self.moves = bool(self._freed or self._extended)
+        self.aliased = AliasedParams(aliased)
+        self._copied = CopiedParams(copied, own.tensors[len(staged) :])
+        self._direct = DirectParams(direct, arriving[0], arriving[0].tensors)
+        self._finished: list[StagedParams | Extension] = [*self._extended]
+        if staged:
+            self._finished.append(StagedParams(staged, arriving[1], own.tensors[: len(staged)]))
+        self.filled = FilledParams(direct + owned)
+        self.moves = bool(self._buffers or self._extended)
         self.storages = frozenset(
             storage
-            for tensor in (*self._gathered.tensors, *self._owned.tensors)
+            for tensor in (*arriving[0].tensors, *own.tensors)
             if tensor.numel() and (storage := dtensor.storage_of(tensor)) is not None
         )
 
     @property
     def is_outdated(self) -> bool:
-        """Whether an aliased full parameter no longer shares memory with its shard."""
-        for param in self._aliased:
-            if dtensor.local_of(param.form.parameter).data_ptr() != param.memory_address:
-                return True
-        return False
-
-    def follow_shards(self) -> None:
-        """Let autograd see what was written to shards that full parameters are aliased to."""
-        for param in self._aliased:
-            param.follow_shard()
+        """Whether a shard was replaced since the full parameters were made."""
+        return self._made_of != [param.look() for param in self._params]
 
     def start(self, label: Label, source: PostForwardShards | None = None) -> None:
         """Allocate memory, and start the all-gather. Shards must not change until :meth:`finish`.
@@ -144,34 +345,21 @@ class FullParams:
             source: the post-forward shards to gather instead of the shards, if there are any.
         """
         self.is_allocated = True
-        with autograd.no_grad():
-            self._start(label, source)
-
-    def _start(self, label: Label, source: PostForwardShards | None) -> None:
-        self._source = source
         self._name = label.name
-        for each in self._buffers:
-            each.allocate()
-            self._report(each)
-        for param in self._copied:  # now, since later writes belong to the next gather
-            param.full_data.copy_(param.local, non_blocking=True)
-        gathered = self._direct + self._staged
-        buffers = [*self._gathered.tensors, *self._staging.tensors]
-        if source is None:
-            shards = [param.local.view(-1) for param in gathered]
-            for extension in self._extended:
-                shards += extension.inputs()
-                buffers += extension.outputs(label.name)
-            transport = self._transport
-        else:
-            shards = [source.shard_of(param) for param in gathered]
-            buffers = [
-                buffer[: source.layout_of(param).padded_numel]
-                for param, buffer in zip(gathered, buffers, strict=True)
-            ]
-            transport = source.transport
-        if shards:
-            self._works.append(transport.all_gather(shards, buffers, label))
+        with autograd.no_grad():
+            for each in self._buffers:
+                each.allocate()
+            self._report()
+            if source is None:
+                self.filled.begin()
+            self._copied.fill()
+            shards, buffers = self._direct.gathered(label.name, source)
+            for way in self._finished:
+                sent, into = way.gathered(label.name, source)
+                shards, buffers = [*shards, *sent], [*buffers, *into]
+            if shards:
+                transport = self._transport if source is None else source.transport
+                self._works.append(transport.all_gather(shards, buffers, label))
 
     def finish(self) -> None:
         """Wait for the all-gather. Afterwards every full parameter holds its values.
@@ -180,46 +368,32 @@ class FullParams:
             PeerLostError: a peer died or stalled.
         """
         with autograd.no_grad():
-            self._finish()
+            while self._works:
+                self._works.pop().wait()
+            for way in self._finished:
+                way.finish()
+            self._report()
+            self.filled.unseal()
 
-    def _finish(self) -> None:
-        while self._works:
-            self._works.pop().wait()
-        if self._staged:
-            with observe.during(Activity.COPY, self._name):
-                self._interleave()
-        for extension in self._extended:
-            extension.finish()
-        for param in self._freed:
-            param.unseal()
-
-    def _interleave(self) -> None:
-        """Copy what was gathered of the staged parameters to where it belongs."""
-        for param, chunks in zip(self._staged, self._staging.tensors, strict=True):
-            layout = param.layout if self._source is None else self._source.layout_of(param)
-            layout.from_chunks(chunks[: layout.padded_numel], param.full_data)
-        self._staging.free()
-        self._report(self._staging)
-
-    def _report(self, buffers: FullBuffers) -> None:
-        """Report the memory that ``buffers`` have now."""
-        before, nbytes = self._reported[buffers], buffers.nbytes
-        if nbytes != before:
-            self._reported[buffers] = nbytes
-            observe.memory(Memory.FULL_PARAMETERS, self._name, nbytes - before)
+    def _report(self) -> None:
+        """Report the memory that there is now."""
+        for buffers, before in self._reported.items():
+            if buffers.nbytes != before:
+                self._reported[buffers] = buffers.nbytes
+                observe.memory(Memory.FULL_PARAMETERS, self._name, buffers.nbytes - before)
 
     def abandon(self) -> None:
         """Give up a gather that will not complete."""
         self._works.clear()
-        self._gathered.abandon()
-        self._staging.abandon()
+        for each in self._buffers:
+            each.abandon()
 
     def free(self) -> None:
         """Free the memory that is not aliased. Autograd refuses it until the next gather."""
         if self._end_use():
             for each in self._buffers:
                 each.free()
-                self._report(each)
+            self._report()
             for extension in self._extended:
                 extension.free()
 
@@ -230,24 +404,15 @@ class FullParams:
                 each.retain()
 
     def _end_use(self) -> bool:
-        if self.moves and not self.is_allocated:
-            return False
-        self.is_allocated = False
-        for param in self._freed:
-            param.seal()
-        for param in self._aliased:
-            param.take_back_data()
-        return True
+        """Seal what was filled, and return whether it has memory."""
+        self.aliased.take_back()
+        had_memory, self.is_allocated = self.is_allocated, False
+        if had_memory:
+            self.filled.seal()
+        return had_memory
 
-    def _gather_buffers(
-        self, params: Sequence[GroupParam], mesh: DataMesh, precision: Precision
-    ) -> FullBuffers:
-        make = self._transport.full_buffers if self._post_forward is None else HeapBuffers
-        return make(
-            [param.layout.padded_numel for param in params],
-            [precision.compute_dtype(param.dtype) for param in params],
-            mesh.device,
-        )
+
+_MakeBuffers = Callable[[Sequence[int], Sequence[torch.dtype], torch.device], FullBuffers]
 
 
 def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
@@ -327,7 +492,8 @@ class PostForwardShards:
             label: the label of the group.
         """
         for param in self._uncut:
-            param.use_sharded()  # every rank has all of it
+            GroupParam.leave_all([param])
+            param.register(param.form.parameter)  # every rank has all of it
         with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)

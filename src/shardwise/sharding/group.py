@@ -28,7 +28,7 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Offload, Precision
-from shardwise.sharding.states import MOVES, Freshness, GroupState, Passes, Phase
+from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
 
@@ -50,7 +50,7 @@ class ParamGroup:
         options: what the user can set with the methods of ``FSDPModule``.
         post_forward: the shards between forward and backward, under an integer
             ``reshard_after_forward``.
-        makes: how often the full parameters were made anew because the shards were replaced.
+        fulls: the full parameters; ``None`` until the first gather, and once shards were replaced.
         stepper: what updates the shards during backward, if anything does.
         pages: the shards that are kept on a disk; ``None`` if none is.
     """
@@ -75,21 +75,15 @@ class ParamGroup:
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
         self._offload = offload
-        self.makes = 0
+        self.fulls: FullParams | None = None
         self.stepper: Stepper | None = None
         self.pages = Pages.of([param.form for param in params])
-        self._memory: FullParams | None = None
+        self._lease: Lease | None = None
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
-        # The versions of the shards at the last gather, and what came of its result.
-        self._gathered: list[int] = []
-        self._steps_when_gathered = 0
-        self._freshness = Freshness.CURRENT
-        self._forward = 0  # the outermost one in which the group last ran
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
         self._owners = [owner for param in self.params for owner in param.owners]
         self._owned = [param for param in self.params for _ in param.owners]
-        self._state = GroupState.SHARDED
         # What the group has reported as begun: its forward, its backward.
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
@@ -110,11 +104,19 @@ class ParamGroup:
             copy.deepcopy(self._offload, memo),
             self.options.reshard_after_forward,
         )
+        for param in made.params:
+            param.form.groups.append(made)
         made.fqn = self.fqn
         made.options = dataclasses.replace(self.options)
         if self.post_forward is not None:
             made.post_forward = PostForwardShards(made.params, self.post_forward.mesh)
         return made
+
+    def install(self) -> None:
+        """Replace the original parameters by their sharded forms in all modules."""
+        for param in self.params:
+            param.install()
+            param.form.groups.append(self)
 
     def reshard_for_state_dict(self, *_: Any) -> None:
         """Reshard before a state dict is made or loaded; a hook. It holds sharded parameters."""
@@ -136,20 +138,21 @@ class ParamGroup:
         still needs the values of before, then raises.
         """
         self.refresh()
-        if self._state is GroupState.SHARDED:  # otherwise modules hold what was summoned
+        if self._lease is None:  # otherwise modules hold what was summoned
             for param in self.params:
                 param.form.tie_again()
-        if self._memory is not None:
-            self._memory.follow_shards()
+        if self.fulls is not None:
+            self.fulls.aliased.follow()
 
     @property
     def state(self) -> GroupState:
         """The state of the group."""
-        return self._state
+        return GroupState.SHARDED if self._lease is None else self._lease.state
 
     def begin(self, activity: Activity) -> None:
         """Report that the group begins its forward or its backward."""
-        self.end(activity)  # an exception may have interrupted it
+        if self._observed:  # an exception may have interrupted it
+            self.end(activity)
         if observe.is_observed():
             self._observed[activity] = observe.begin(activity, self.label.name)
 
@@ -165,36 +168,32 @@ class ParamGroup:
 
         Raises:
             RuntimeError: the parameters are summoned, or on the meta device.
+            MisuseError: a tied parameter was written to in two groups.
         """
-        if self._state is GroupState.SHARDED:
-            source = None
+        lease, source = self._lease, None
+        if lease is None:
             self._take_over_replaced()
-        elif self._state is GroupState.SHARDED_POST_FORWARD:
+        elif lease.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
                 self.reshard()  # this raises
-        elif self._state is GroupState.SUMMONED:
+        elif lease.state is GroupState.SUMMONED:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
                 "summon_full_params; run forward and backward outside of it"
             )
         else:
             return
-        self._take_over_from_ties()
-        if self._memory is None:
+        self._deliver_ties()
+        if self.fulls is None:
             check_home(self.params, self._offload.home)
             with autograd.no_grad():
-                self._memory = FullParams(
-                    self.params, self.mesh, self._precision, self.post_forward
-                )
-        if source is None:
-            self._gathered = self._versions()
-            self._steps_when_gathered = self.steps_in_backward
-            if self.pages is not None:
-                self.pages.load(self.label.name)
-        if self._memory.moves:
+                self.fulls = FullParams(self.params, self.mesh, self._precision, self.post_forward)
+        if source is None and self.pages is not None:
+            self.pages.load(self.label.name)
+        if self.fulls.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
-                self._memory.start(self.label, source)
+                self.fulls.start(self.label, source)
         self._move(GroupState.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
@@ -203,21 +202,20 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled; the message names the group.
         """
-        if self._state is not GroupState.UNSHARDING:
+        if self._lease is None or self._lease.state is not GroupState.UNSHARDING:
             return
-        assert self._memory is not None
-        if self._memory.moves:
+        assert self.fulls is not None
+        if self.fulls.moves:
             try:
-                self._memory.finish()
+                self.fulls.finish()
             except BaseException:
                 # The memory stays: messages in flight may still be written to it.
                 self._use_sharded()
                 raise
         if self.post_forward is not None:
             self.post_forward.release()
-        for param in self.params:
-            param.freeze_or_unfreeze()
-        ParamOwner.register_all(self._owners, self._fulls())
+        GroupParam.freeze_or_unfreeze_all(self.params)
+        ParamOwner.register_all(self._owners, self._full_of_each())
         self._move(GroupState.UNSHARDED)
 
     def use_now(self) -> None:
@@ -228,14 +226,13 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
         """
         self.unshard()
-        if self._state is GroupState.UNSHARDING:
-            self.wait_for_unshard()
-        assert self._memory is not None
-        self._memory.follow_shards()
+        self.wait_for_unshard()
+        assert self.fulls is not None
+        self.fulls.aliased.follow()
 
     def prefetch(self) -> None:
         """Start the all-gather of a group that runs soon, if it takes any time."""
-        if self._memory is None or self._memory.moves:
+        if self.fulls is None or self.fulls.moves:
             self.unshard()
 
     def enter_backward(self) -> None:
@@ -244,12 +241,11 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        unshards = self.options.unshard_in_backward and self._state is not GroupState.UNSHARDED
+        unshards = self.options.unshard_in_backward and self.state is not GroupState.UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()
-        for param in self.params:
-            if not unshards:  # otherwise this was done with the full parameters
-                param.freeze_or_unfreeze()
+        if not unshards:  # otherwise this was done with the full parameters
+            GroupParam.freeze_or_unfreeze_all(self.params)
         if not autograd.in_transform():  # which gives gradients to its caller, none to parameters
             self._unreduced.expect()
 
@@ -261,19 +257,19 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
-        if self._state is GroupState.SUMMONED:
-            return
-        if self._state is GroupState.SHARDED:
-            self._freshness = Freshness.CURRENT
-            if self._memory is not None and self._memory.is_allocated:
+        lease = self._lease
+        if lease is None:
+            if self.fulls is not None and self.fulls.is_allocated:
                 self._free()  # what a gather that failed has left
             return
-        if self._state is GroupState.UNSHARDING:
+        if lease.state is GroupState.SUMMONED:
+            return
+        if lease.state is GroupState.UNSHARDING:
             self.wait_for_unshard()
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
-        if self._state is GroupState.UNSHARDED and not (
-            ParamOwner.all_hold(self._owners, self._fulls())
+        if lease.state is GroupState.UNSHARDED and not (
+            ParamOwner.all_hold(self._owners, self._full_of_each())
         ):
             replaced = [param for param in self.params if param.is_replaced]
         self._use_sharded()
@@ -306,44 +302,39 @@ class ParamGroup:
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
-        if self._state is not GroupState.UNSHARDED:
+        if self.state is not GroupState.UNSHARDED:
             return
         if not self.frees_after_forward:
-            for param in self.params:
-                if param.form.is_tied:
-                    param.deliver_writes()
+            if any(param.form.is_tied for param in self.params):
+                self.deliver_writes()
             self.mark_stale()
-            return
-        assert self._memory is not None
-        if self.post_forward is not None:
+        elif self.post_forward is not None:
             with torch.no_grad():
                 self.post_forward.keep(self.label)
             self._free_memory()
             self._move(GroupState.SHARDED_POST_FORWARD)
             self.mark_stale()
-            return
-        self.reshard()
+        else:
+            self.reshard()
 
     @property
     def frees_after_forward(self) -> bool:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return asked and self._state is GroupState.UNSHARDED
-
-    @property
-    def full_storages(self) -> frozenset[int]:
-        """The storages of the full parameters whose memory is freed when the group reshards."""
-        return frozenset() if self._memory is None else self._memory.storages
+        return asked and self.state is GroupState.UNSHARDED
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
 
         The shards may be written to from now on. After an evaluation, users expect shards.
         """
-        found = self._freshness
-        if found is Freshness.CURRENT or (found is Freshness.KEPT and not torch.is_grad_enabled()):
-            self._freshness = self._left_behind
+        lease = self._lease
+        if lease is not None and (
+            lease.freshness is Freshness.CURRENT
+            or (lease.freshness is Freshness.KEPT and not torch.is_grad_enabled())
+        ):
+            lease.freshness = self._left_behind
 
     def unshard_for_user(self) -> None:
         """Start the all-gather for the next forward, which checks that nothing was written since.
@@ -353,7 +344,8 @@ class ParamGroup:
         """
         self.reshard_if_stale()
         self.unshard()
-        self._freshness = Freshness.AHEAD
+        assert self._lease is not None
+        self._lease.freshness = Freshness.AHEAD
 
     def reshard_if_stale(self) -> None:
         """Free what an earlier forward or backward left in memory, unless it is to be kept.
@@ -361,7 +353,12 @@ class ParamGroup:
         The shards may have changed since then. A rank can see that of its own shards at best, so
         every rank gathers again without asking.
         """
-        if self._freshness is not Freshness.CURRENT and not self._stays_for_next_forward:
+        lease = self._lease
+        if lease is None or lease.freshness is Freshness.CURRENT:
+            return
+        # A user asks to keep them, or accumulates gradients. Not if shards stepped in backward.
+        kept = self.options.keep_unsharded or lease.freshness is Freshness.KEPT
+        if not kept or lease.steps != self.steps_in_backward:
             self.reshard()
 
     def enter_forward(self, number: int) -> None:
@@ -375,23 +372,25 @@ class ParamGroup:
             MisuseError: the full parameters were kept, and a shard was written to since.
             PeerLostError: a peer died or stalled.
         """
-        if number != self._forward:
-            if self._freshness is Freshness.AHEAD:
-                self._freshness = self._left_behind
+        lease = self._lease
+        if lease is not None and lease.forward != number:
+            if lease.freshness is Freshness.AHEAD:
+                lease.freshness = self._left_behind
             else:
                 self.reshard_if_stale()
-            self._forward = number
-        if self._freshness is not Freshness.CURRENT and self._gathered != self._versions():
-            raise MisuseError(
-                f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
-                "while it was kept unsharded for another forward, so its full parameters are out "
-                "of date. Call reshard() on its module, on every rank, after such a write, or "
-                "shard it with reshard_after_forward=True"
-            )
-        was_there = self._state in (GroupState.UNSHARDING, GroupState.UNSHARDED)
+        lease, fulls = self._lease, self.fulls
+        if lease is not None and fulls is not None:
+            if lease.freshness is not Freshness.CURRENT and not fulls.filled.is_current:
+                raise MisuseError(
+                    f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
+                    "while it was kept unsharded for another forward, so its full parameters are "
+                    "out of date. Call reshard() on its module, on every rank, after such a write, "
+                    "or shard it with reshard_after_forward=True"
+                )
+            self._deliver_ties()  # otherwise this is done before the gather
         self.use_now()
-        if was_there:  # otherwise this was done before the gather
-            self._take_over_from_ties()
+        assert self._lease is not None
+        self._lease.forward = number
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -402,15 +401,16 @@ class ParamGroup:
             MisuseError: a parameter was replaced during a backward of the group.
             ValueError: the replacement is not a ``DTensor`` of the same shape and placements.
         """
-        if self._state is not GroupState.SHARDED:
+        if self._lease is not None:
             return
-        changed = [param.refresh() for param in self.params]
-        if any(changed):
-            if self.phase is not Phase.IDLE and autograd.in_backward():
+        for param in self.params:
+            param.refresh()
+        if self.fulls is None or self.fulls.is_outdated:
+            if self.fulls is not None and self.phase is not Phase.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
-            self._forget_labels()
-            self._discard_memory()
+            self._forget_labels()  # they have the dtypes
+            self.fulls = None
 
     def refuse_replaced(self) -> NoReturn:
         """Raise an error: the parameters that the gradients of a forward belong to are gone.
@@ -457,7 +457,7 @@ class ParamGroup:
         """Use the transports of ``mesh`` from now on."""
         self.reshard()
         self.mesh = mesh
-        self._discard_memory()
+        self.fulls = None
 
     def rename(self, fqn: str) -> None:
         """Take another name."""
@@ -521,8 +521,8 @@ class ParamGroup:
             waiting.keep(self.label.name)
         if options.reshard_after_backward:
             self.reshard()
-        elif self._state is not GroupState.SHARDED and self._freshness is not Freshness.AHEAD:
-            self._freshness = self._left_behind
+        elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
+            self._lease.freshness = self._left_behind
         if not grads:
             return None
         label = self._label_of([grad.param for grad in grads])
@@ -577,9 +577,9 @@ class ParamGroup:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
         self.end(Activity.FORWARD)
         self.end(Activity.BACKWARD)
-        if self._state is GroupState.UNSHARDING:
-            assert self._memory is not None
-            self._memory.abandon()  # a peer that raised never started this gather
+        if self.state is GroupState.UNSHARDING:
+            assert self.fulls is not None
+            self.fulls.abandon()  # a peer that raised never started this gather
             self._use_sharded()
         else:
             if self.post_forward is not None:
@@ -592,33 +592,66 @@ class ParamGroup:
     # -- inside --------------------------------------------------------------------------------
 
     @property
-    def _stays_for_next_forward(self) -> bool:
-        """Whether the next forward uses full parameters that are still in memory.
-
-        A user asks for that with :meth:`FSDPModule.keep_unsharded`, or by accumulating gradients.
-        Not if the shards have stepped in backward.
-        """
-        if self._steps_when_gathered != self.steps_in_backward:
-            return False
-        return self.options.keep_unsharded or self._freshness is Freshness.KEPT
-
-    @property
     def _left_behind(self) -> Freshness:
         """What full parameters are that stay in memory now; the next forward has other options."""
         accumulates = not (self.completes_grads or self.options.reshard_after_backward)
         return Freshness.KEPT if accumulates else Freshness.STALE
 
-    def _take_over_from_ties(self) -> None:
-        """Give tied parameters the values that modules of other groups wrote to them."""
+    def _deliver_ties(self) -> None:
+        """Have other groups give the shards what they wrote to parameters that are tied to these.
+
+        Raises:
+            MisuseError: this or another group holds values of before.
+        """
         for param in self.params:
             if param.form.is_tied:
-                param.take_over_from_ties()
+                for group in param.form.groups:
+                    if group is not self:
+                        group.deliver_writes()
 
-    def _versions(self) -> list[int]:
-        """The versions of the shards that full parameters are made from."""
-        if self._memory is not None and not self._memory.moves:
-            return []  # the full parameters are the shards, and never out of date
-        return [param.shard_version for param in self.params]
+    def deliver_writes(self) -> None:
+        """Give the shards what modules wrote to full parameters (a clamped weight, say).
+
+        Raises:
+            MisuseError: a shard was written to as well, or a full parameter got data of another
+                shape, or another group that the parameter is tied to has values of before.
+        """
+        if self.fulls is None:
+            return
+        written = self.fulls.filled.written
+        self.fulls.filled.deliver()
+        for param in written:
+            for group in param.form.groups:
+                if group is not self:
+                    group.see_write(param, self.fqn)
+
+    def see_write(self, written: GroupParam, by: str) -> None:
+        """Note that another group wrote to a parameter that is tied to one of this group.
+
+        Args:
+            written: the parameter in the other group.
+            by: the name of that group.
+
+        Raises:
+            MisuseError: this group uses the value of before.
+        """
+        if self.fulls is None:
+            return
+        in_use = self._lease is not None and self._lease.freshness is not Freshness.STALE
+        for param in self.fulls.filled.params if in_use else self.fulls.filled.written:
+            if param.form is written.form:
+                raise MisuseError(
+                    f"{param.fqn} on rank {dist.get_rank()}: a module of group {by!r} wrote to its "
+                    f"full parameter, while group {self.fqn!r}, which has it too, was unsharded "
+                    "with the value of before. The shard has the new one. Call reshard() on the "
+                    "other module before such a write, or shard both modules in one group"
+                )
+        self.outdate(written.form)
+
+    def outdate(self, form: ShardedParam) -> None:
+        """Make autograd refuse what it has saved of a parameter: the shard has other values now."""
+        if self.fulls is not None:
+            self.fulls.filled.outdate(form)
 
     def _take_over_replaced(self) -> None:
         """Adopt the parameters by which a user replaced the sharded ones.
@@ -628,8 +661,8 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        if ParamOwner.all_hold(self._owners, self._shards()):
-            if self._memory is not None and self._memory.is_outdated:  # after swap_tensors, say
+        if ParamOwner.all_hold(self._owners, self._shard_of_each()):
+            if self.fulls is not None and self.fulls.aliased.has_moved:  # after swap_tensors, say
                 self.refresh()
             return
         for param, owner in zip(self._owned, self._owners, strict=True):
@@ -643,23 +676,21 @@ class ParamGroup:
         for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
 
-    def _shards(self) -> list[nn.Parameter]:
+    def _shard_of_each(self) -> list[nn.Parameter]:
         """The sharded parameter that belongs into each of the owners."""
         return [param.form.parameter for param in self._owned]
 
-    def _fulls(self) -> list[nn.Parameter | None]:
+    def _full_of_each(self) -> list[nn.Parameter | None]:
         """The full parameter that belongs into each of the owners."""
         return [param.full for param in self._owned]
 
     def _use_sharded(self) -> None:
-        for param in self.params:
-            param.leave_full()
-        ParamOwner.register_all(self._owners, self._shards())
+        GroupParam.leave_all(self.params)
+        ParamOwner.register_all(self._owners, self._shard_of_each())
         self._move(GroupState.SHARDED)
 
     def _free(self) -> None:
         """Free the full parameters and the post-forward shards."""
-        self._freshness = Freshness.CURRENT
         if self.post_forward is not None:
             self.post_forward.release()
         self._free_memory()
@@ -667,24 +698,30 @@ class ParamGroup:
     def _free_memory(self) -> None:
         if self.pages is not None:
             self.pages.let_go()
-        if self._memory is not None:
-            if self.options.keep_unsharded_storage:
-                self._memory.retain()
-            else:
-                self._memory.free()
-
-    def _discard_memory(self) -> None:
-        """Forget the full parameters; the next gather makes new ones."""
-        self._memory = None
-        self.makes += 1
+        if self.fulls is not None:
+            try:
+                if self.fulls.moves:
+                    self.deliver_writes()
+            finally:
+                if self.options.keep_unsharded_storage:
+                    self.fulls.retain()
+                else:
+                    self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
-        if (self._state, to) not in MOVES:
+        lease = self._lease
+        found = GroupState.SHARDED if lease is None else lease.state
+        if (found, to) not in MOVES:
             raise AssertionError(
                 f"group {self.fqn!r} on rank {dist.get_rank()} cannot go from "
-                f"{self._state.value} to {to.value}"
+                f"{found.value} to {to.value}"
             )
-        self._state = to
+        if to is GroupState.SHARDED:
+            self._lease = None
+        elif lease is None:
+            self._lease = Lease(to, self.steps_in_backward)
+        else:
+            lease.state = to
 
     def __repr__(self) -> str:
-        return f"ParamGroup({self.fqn!r}, {len(self.params)} parameters, {self._state.value})"
+        return f"ParamGroup({self.fqn!r}, {len(self.params)} parameters, {self.state.value})"

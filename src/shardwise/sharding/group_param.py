@@ -20,6 +20,7 @@ gradients of all groups are added in the sharded form.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,9 +34,6 @@ from shardwise.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
 
-# More writes than a parameter will ever see.
-_SEALED = 1_000_000_000
-
 
 class GroupParam:
     """A parameter in one group. The modules change only with :meth:`install`.
@@ -44,8 +42,7 @@ class GroupParam:
         form: the sharded form, shared with the other groups that the parameter is tied to.
         owners: the modules of the group that hold it; more than one if it is tied.
         full: the full parameter; ``None`` until it is first unsharded.
-        memory_address: where that was made. Only of plain memory: what a subclass makes may have no
-            address.
+        memory: the tensor that it was made of, whose memory autograd and the group expect.
         accumulated_grad: the unreduced gradient of earlier backwards, in the reduction dtype.
     """
 
@@ -53,24 +50,14 @@ class GroupParam:
         self.form = form
         self.owners = owners
         self.full: nn.Parameter | None = None
+        self.memory: torch.Tensor | None = None
         self.accumulated_grad: torch.Tensor | None = None
-        # The versions of the full parameter and the shard after the last gather, and the address
-        # of the full parameter.
-        self._version = self._full_version = self._shard_version = 0
         # As it was when the full parameter, or its post-forward shard, was put into the modules.
         self._requires_grad = False
-        # Whether the full parameter has memory of its own that holds its values.
-        self._is_filled = False
-        self._address: int | None = None
-        self._memory: torch.Tensor | None = None
-        self.memory_address = 0
-        self._is_sealed = False
-        self._seen = self._look()
 
     def install(self) -> None:
         """Replace the original parameter by the sharded form in every module."""
         self.form.add_owners(self.owners)
-        self.form.users.append(self)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> GroupParam:
         """Copy for copied modules, which hold a copied sharded form."""
@@ -78,10 +65,7 @@ class GroupParam:
         memo[id(self)] = made
         made.form = copy.deepcopy(self.form, memo)
         made.owners = copy_owners(self.owners, memo)
-        made.full = made.accumulated_grad = made._memory = None
-        made._is_sealed = made._is_filled = False
-        made.form.users.append(made)
-        made._seen = made._look()
+        made.full = made.accumulated_grad = made.memory = None
         return made
 
     # -- the sharded form ----------------------------------------------------------------------
@@ -111,24 +95,18 @@ class GroupParam:
         """The dtype of the shard, which the optimizer updates."""
         return self.form.parameter.dtype
 
-    def leave_full(self) -> None:
-        """Prepare to take the full form out of the modules. A frozen one freezes the shard."""
-        full = self.full
-        changed = full is not None and full.requires_grad != self._requires_grad
-        if full is not None and changed and self.owners[0].holds(full):
-            self.follow_requires_grad(full)
+    @staticmethod
+    def leave_all(params: Sequence[GroupParam]) -> None:
+        """Prepare to take full forms out of the modules. A frozen one freezes the shard."""
+        for param in params:
+            full = param.full
+            if full is None or full.requires_grad == param._requires_grad:
+                continue
+            if param.owners[0].holds(full):
+                param.follow_requires_grad(full)
 
-    def use_sharded(self) -> None:
-        """Put the sharded form into the modules."""
-        self.leave_full()
-        self.register(self.form.parameter)
-
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         """Adopt the parameter that the modules hold after ``to()``, ``to_empty()`` or a state dict.
-
-        Returns:
-            Whether the object, its dtype, device or memory changed, so that the full form has to
-            be made anew.
 
         Raises:
             ValueError: the module holds something other than a ``DTensor`` of the same global
@@ -136,8 +114,13 @@ class GroupParam:
         """
         if self.owners[0] == self.form.owners[0]:
             self.form.take_over(self.owners[0])
-        before, self._seen = self._seen, self._look()
-        return before != self._seen
+
+    def look(self) -> tuple[object, ...]:
+        """The properties of the shard that the full form depends on."""
+        form = self.form
+        local = form.local
+        pointer = local.untyped_storage().data_ptr() if dtensor.has_memory(local) else 0
+        return id(form.parameter), id(form.spec), local.dtype, local.device, pointer
 
     # -- the full form -------------------------------------------------------------------------
 
@@ -154,7 +137,6 @@ class GroupParam:
         full.set_(storage, offset, self.layout.shape, self.layout.strides)
         if size == 0:
             storage.resize_(0)
-        self.memory_address = memory.data_ptr()
         self.adopt_full(full)
 
     def adopt_full(self, full: torch.Tensor) -> None:
@@ -163,10 +145,8 @@ class GroupParam:
         if origin is not None:
             full = dtensor.wrap_local(full, dtensor.with_dtype(origin, full.dtype))
         self.accumulated_grad = self.take_grad()  # of the full parameter that this replaces
-        self._memory = full
+        self.memory = full
         self.full = nn.Parameter(full, requires_grad=self.sharded.requires_grad)
-        self._is_sealed = self._is_filled = False
-        self.note_gathered()
 
     @property
     def full_data(self) -> torch.Tensor:
@@ -174,88 +154,28 @@ class GroupParam:
         assert self.full is not None
         return dtensor.plain(self.full).data
 
-    def seal(self) -> None:
-        """Make autograd refuse the full parameter: its memory is about to be freed.
-
-        A backward that no hook sees (through a tensor that the module did not return, say) would
-        otherwise compute with whatever is in that memory. Autograd compares versions, and raises.
-
-        What modules wrote to the full parameter (a clamped weight, say) goes to the shard.
-        """
-        if self._is_sealed or self.full is None:
-            return
-        self.take_over_writes()
-        self._version = autograd.version_of(self.full)
-        autograd.set_version(self.full, self._version + _SEALED)
-        self._is_sealed, self._is_filled = True, False
-
-    def unseal(self) -> None:
-        """Let autograd use the full parameter again: it holds its values."""
-        if self._is_sealed and self.full is not None:
-            autograd.set_version(self.full, self._version)
-        self._is_sealed, self._is_filled = False, True
-        self.note_gathered()
-
-    def note_gathered(self) -> None:
-        """Record the version of the full parameter, to find out later whether it was written to."""
-        assert self.full is not None
-        self._full_version = self._version_of_full()
-        self._shard_version = self.shard_version
-        self._address = _address(self.full)
-        self._requires_grad = self.full.requires_grad
-
-    @property
-    def shard_version(self) -> int:
-        """A number that grows with every write to the ``DTensor`` shard or its local tensor."""
-        form = self.form
-        return autograd.version_of_sharded(form.parameter) + form.steps
-
-    def follow_shard(self) -> None:
-        """Let autograd see writes to the shard as writes to the aliased full parameter.
-
-        A backward that needs the value of before then raises, as without sharding.
-        """
-        version = self.shard_version
-        if version != self._shard_version and self.full is not None:
-            self._shard_version = version
-            autograd.set_version(self.full, autograd.version_of(self.full) + 1)
-
-    def take_back_data(self) -> None:
-        """Copy the data that a module gave to an aliased full parameter, and alias it again.
-
-        A module does that with ``.data = ...``.
-        """
-        full = self.full
-        # A subclass has no address; see _address().
-        if type(full) is nn.Parameter and full.data_ptr() != self._address:
-            assert self._memory is not None
-            self._memory.copy_(self.full_data)
-            full.data = self._memory
-
-    def take_over_writes(self) -> None:
+    def take_over_writes(self, *, is_shard_written: bool) -> None:
         """Copy to the shard what was written to this rank's rows of the full parameter.
 
         Only elements that changed are copied, since a full parameter of lower precision would
         round the others.
 
+        Args:
+            is_shard_written: whether the shard was written to since it was gathered.
+
         Raises:
             MisuseError: the shard was written to as well, or the full parameter got data of
                 another shape.
         """
-        full = self.full
-        if full is None:
-            return
-        replaced = _address(full) != self._address
-        if not replaced and self._version_of_full() == self._full_version:
-            return
+        full, shard = self.full, self.local
+        assert full is not None
         where = f"{self.fqn} on rank {dist.get_rank()}"
         if full.shape != self.layout.shape and self.form.origin is None:
             raise MisuseError(
                 f"{where}: its full parameter was given data of shape {tuple(full.shape)}, "
                 f"expected {tuple(self.layout.shape)}"
             )
-        shard = self.local
-        if self._shard_version != self.shard_version:
+        if is_shard_written:
             raise MisuseError(
                 f"{where}: both its full parameter, which its module holds while it runs, and its "
                 "shard were written to since it was gathered. Write to one of them, or call "
@@ -265,10 +185,9 @@ class GroupParam:
         with autograd.no_grad():
             written = rows != self._as_gathered(shard, rows.dtype)
             shard.copy_(torch.where(written, rows.to(shard.dtype), shard))
-        self._tell_ties()
-        if replaced:  # the next gather goes to the memory that autograd and the group expect
-            assert self._memory is not None
-            full.data = self._memory
+        assert self.memory is not None
+        if type(full) is nn.Parameter and full.data_ptr() != self.memory.data_ptr():
+            full.data = self.memory  # the next gather goes there
 
     def _as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values that the full parameter got for this rank's rows."""
@@ -276,45 +195,6 @@ class GroupParam:
             return shard.to(dtype)
         gathered = self.form.mesh.shard.as_gathered(shard.reshape(-1), dtype)
         return gathered.to(shard.device).view(shard.shape)
-
-    def deliver_writes(self) -> None:
-        """Copy writes to the shard while the full parameter stays in use."""
-        if self._is_filled:
-            self.take_over_writes()
-            self.note_gathered()
-
-    def take_over_from_ties(self) -> None:
-        """Take the values that modules of other groups wrote to this tied parameter."""
-        for other in self.form.users:
-            if other is not self:
-                other.deliver_writes()
-
-    def _tell_ties(self) -> None:
-        """Copy what was written here to the full parameters of other groups that are in use.
-
-        Autograd sees these writes, as it would in an unsharded model with one parameter.
-
-        Raises:
-            MisuseError: another group's full parameter was written to as well.
-        """
-        for other in self.form.users:
-            if other is self or not other._is_filled:
-                continue
-            assert self.full is not None
-            assert other.full is not None
-            if other._version_of_full() != other._full_version:
-                raise MisuseError(
-                    f"{self.fqn} on rank {dist.get_rank()}: it is tied, and its full parameters in "
-                    "two groups were written to at once. Write to one of them"
-                )
-            with autograd.no_grad():
-                other.full.copy_(self.full)
-            other._full_version = other._version_of_full()
-
-    def _version_of_full(self) -> int:
-        """A number that grows with every write to the full parameter or its local tensor."""
-        assert self.full is not None
-        return autograd.version_with_local(self.full)
 
     def follow_requires_grad(self, parameter: nn.Parameter) -> None:
         """Apply a ``requires_grad_()`` call on ``parameter``, in the modules, to the shard."""
@@ -337,33 +217,18 @@ class GroupParam:
 
     # -- gradients -----------------------------------------------------------------------------
 
-    def freeze_or_unfreeze(self) -> None:
-        """Make the shard and the full parameter agree on ``requires_grad``."""
-        full = self.full
-        if full is None or (
-            full.requires_grad == self._requires_grad == self.form.parameter.requires_grad
-        ):
-            return
-        if self.owners[0].holds(full):
-            self.follow_requires_grad(full)  # users see this one
-        if full.requires_grad != self.sharded.requires_grad:
-            full.requires_grad_(self.sharded.requires_grad)
-        self._requires_grad = full.requires_grad
-
-    def follow_step(self) -> None:
-        """Let autograd see a step in backward as a write to the full parameter.
-
-        The backward of an earlier forward that needs the value of before then raises, as without
-        sharding. Not in another dtype: there it needs a copy, which no step writes to.
-        """
-        if self.full is None or self.full.dtype != self.dtype:
-            return
-        if self._is_sealed:
-            self._version += 1
-        else:
-            written = self._version_of_full() - self._full_version
-            autograd.set_version(self.full, autograd.version_of(self.full) + 1)
-            self._full_version = self._version_of_full() - written
+    @staticmethod
+    def freeze_or_unfreeze_all(params: Sequence[GroupParam]) -> None:
+        """Make shards and full parameters agree on ``requires_grad``."""
+        for param in params:
+            full, shard = param.full, param.form.parameter
+            if full is None or full.requires_grad == param._requires_grad == shard.requires_grad:
+                continue
+            if param.owners[0].holds(full):
+                param.follow_requires_grad(full)  # users see this one
+            if full.requires_grad != shard.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+            param._requires_grad = full.requires_grad
 
     def accumulate_grad(self, dtype: torch.dtype | None) -> torch.Tensor | None:
         """Keep the gradient of this backward for a later reduction, in ``dtype`` if given.
@@ -439,19 +304,12 @@ class GroupParam:
             grad = grad.redistribute(placements=wanted)
         return dtensor.wait_tensor(dtensor.local_of(grad))
 
-    # -- inside --------------------------------------------------------------------------------
-
-    def _look(self) -> tuple[object, ...]:
-        """The properties of the shard that the full form depends on."""
-        form = self.form
-        local = form.local
-        pointer = local.untyped_storage().data_ptr() if dtensor.has_memory(local) else 0
-        return id(form.parameter), id(form.spec), local.dtype, local.device, pointer
-
     def __repr__(self) -> str:
         return f"GroupParam({self.fqn}, {tuple(self.layout.shape)}, dim={self.layout.dim})"
 
 
-def _address(full: nn.Parameter) -> int | None:
-    """The memory address of a plain parameter; ``None`` for a subclass."""
-    return full.data_ptr() if type(full) is nn.Parameter else None
+def versions_of(params: Sequence[GroupParam]) -> list[int]:
+    """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
+    forms = [param.form for param in params]
+    counted = autograd.versions_of_sharded([form.parameter for form in forms])
+    return [version + form.steps for version, form in zip(counted, forms, strict=True)]

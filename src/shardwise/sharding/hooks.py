@@ -124,7 +124,11 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
     Raises:
         MisuseError: a view is inside an object of a user's class, where it cannot be replaced.
     """
-    freeing = [group.full_storages for group in state.groups if group.frees_after_forward]
+    freeing = [
+        group.fulls.storages
+        for group in state.groups
+        if group.fulls is not None and group.frees_after_forward
+    ]
     if not any(freeing):
         return output
     freed = frozenset[int]().union(*freeing)
@@ -258,7 +262,7 @@ def mark_inputs(
     """
     if not torch.is_grad_enabled():
         return args, kwargs
-    begun = group.passes.begin(group.makes, group.steps_in_backward)
+    begun = group.passes.begin(group.fulls, group.steps_in_backward)
     begun.is_in_transform = transformed = autograd.in_transform()
     # The nodes keep this hook, and the pass keeps the nodes. So the hook must not keep the pass.
     end = _post_input_in_transform if transformed else _post_input
@@ -344,7 +348,7 @@ def _pre_backward(
     state.root.queue_end_of_backward()
     state.phase = Phase.BACKWARD
     for group, begun in zip(state.groups, passes, strict=True):
-        if begun is not None and begun.makes != group.makes:
+        if begun is not None and begun.fulls is not group.fulls:
             group.refuse_replaced()
         if begun is not None and begun.steps != group.steps_in_backward:
             group.refuse_stepped()

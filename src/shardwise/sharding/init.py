@@ -191,7 +191,7 @@ class _Initializer:
     def _gather(self, form: ShardedParam) -> nn.Parameter:
         del self.forms[id(form.parameter)]
         full = form.empty_full(self._device)
-        dtensor.plain(full).copy_(full_value(form.users[0], form.parameter))
+        dtensor.plain(full).copy_(full_value(form, form.parameter))
         for owner in form.owners:
             owner.register(full)
         return full

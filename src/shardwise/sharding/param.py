@@ -125,7 +125,7 @@ class ShardedParam:
         layout: how this rank's part of the original is cut.
         owners: the modules, of all groups, that hold the parameter.
         is_tied: whether several groups have the parameter, each with its part of the gradient.
-        users: a :class:`GroupParam` for each group that has the parameter.
+        groups: the groups that have the parameter.
         steps: the number of optimizer steps on the parameter so far.
         steps_in_backward: how many of them a :class:`~shardwise.sharding.stepping.Stepper` made.
         growth: what the running backward has added to the gradient, if the parameter is tied.
@@ -137,7 +137,7 @@ class ShardedParam:
         self.fqn = fqn
         self.mesh = place.mesh
         self.owners: list[ParamOwner] = []
-        self.users: list[Any] = []
+        self.groups: list[Any] = []
         self.is_tied = False
         self.steps = self.steps_in_backward = 0
         self.growth = Growth.NONE
@@ -169,7 +169,7 @@ class ShardedParam:
         memo[id(self)] = made
         made.parameter = memo[id(self.parameter)]
         made.owners = copy_owners(self.owners, memo)
-        made.users = []
+        made.groups = []
         made.offload = copy.deepcopy(self.offload, memo)
         made.summoned, made.growth = None, Growth.NONE
         _steps.watch(made)
@@ -179,6 +179,11 @@ class ShardedParam:
     def local(self) -> torch.Tensor:
         """This rank's shard."""
         return dtensor.local_of(self.parameter)
+
+    @property
+    def version(self) -> int:
+        """A number that grows with every write to the parameter or its local tensor."""
+        return autograd.version_with_local(self.parameter) + self.steps
 
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Add the modules of one more group that hold the parameter, and register it there."""
@@ -337,11 +342,11 @@ class ShardedParam:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
-            before = [user.shard_version for user in self.users]
+            before = self.version
             autograd.run_post_accumulate_hooks(parameter)
-            for user, version in zip(self.users, before, strict=True):
-                if user.shard_version != version:
-                    user.follow_step()
+            if self.version != before:  # it steps; one process refuses the value of before, too
+                for group in self.groups:
+                    group.outdate(self)
 
     def _copy_of_shard(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's shard in its own memory, so that ``full`` can be freed."""

@@ -101,7 +101,7 @@ class Root:
         order: the order of groups, for prefetching.
         read_order: the order in which they are gathered, for reading shards that are on a disk.
         ledger: the gradients that are not complete.
-        knows_what_is_averaged: whether the user was told, or has DiLoCo average the rest.
+        knows_what_is_averaged: whether the user was told of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
     """

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import enum
 import weakref
+from dataclasses import dataclass
 
 import torch
 
@@ -52,7 +53,7 @@ MOVES = {
 
 
 class Freshness(enum.Enum):
-    """Whether full parameters in memory may be used by the next forward.
+    """Whether the full parameters of a lease may be used by the next forward.
 
     ``CURRENT``: the running forward or backward gathered them. ``STALE``: a forward or backward
     left them in memory, and the shards may have been written to since. ``KEPT``: the same, while
@@ -64,6 +65,25 @@ class Freshness(enum.Enum):
     STALE = "stale"
     KEPT = "kept"
     AHEAD = "ahead"
+
+
+@dataclass(slots=True)
+class Lease:
+    """One use of a group's full parameters: from a gather until modules hold shards again.
+
+    A group without a lease is ``SHARDED``.
+
+    Attributes:
+        state: the state of the group.
+        steps: how many steps in backward its shards had made when they were gathered.
+        freshness: whether the next forward may use it.
+        forward: the outermost forward that has used it last, by its number; 0: none.
+    """
+
+    state: GroupState
+    steps: int
+    freshness: Freshness = Freshness.CURRENT
+    forward: int = 0
 
 
 class Phase(enum.Enum):
@@ -89,12 +109,12 @@ class Pass:
     to another backward. Autograd knows.
 
     Args:
-        makes: how often the group's full parameters had been made when the forward began.
+        fulls: the group's full parameters when the forward began.
         steps: how many steps in backward the group's shards had made.
 
     Attributes:
-        makes: the same number. Gradients belong to those full parameters, and to no later ones.
-        steps: the same number. Gradients belong to the values of before the next step.
+        fulls: as given. Gradients belong to them, and to none that are made later.
+        steps: as given. Gradients belong to the values of before the next step.
         is_in_transform: whether the forward ran inside a ``torch.func`` transform.
     """
 
@@ -106,13 +126,13 @@ class Pass:
         "_nodes",
         "_ran",
         "_ran_in",
+        "fulls",
         "is_in_transform",
-        "makes",
         "steps",
     )
 
-    def __init__(self, makes: int, steps: int) -> None:
-        self.makes = makes
+    def __init__(self, fulls: object, steps: int) -> None:
+        self.fulls = fulls
         self.steps = steps
         self.is_in_transform = False
         # A node of the graph for each input that needs a gradient. It runs when that gradient is
@@ -204,9 +224,9 @@ class Passes:
         self._passes: list[weakref.ref[Pass]] = []
         self.current: Pass | None = None
 
-    def begin(self, makes: int, steps: int) -> Pass:
+    def begin(self, fulls: object, steps: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
-        self.current = Pass(makes, steps)
+        self.current = Pass(fulls, steps)
         self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
         return self.current

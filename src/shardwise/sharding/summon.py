@@ -19,6 +19,7 @@ from shardwise._torch import autograd, dtensor
 from shardwise.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import FSDPState
 from shardwise.sharding.states import GroupState, Phase
 
@@ -90,11 +91,11 @@ def is_first(group: ParamGroup) -> bool:
     return dist.get_rank() == int(group.mesh.mesh.mesh.flatten()[0])
 
 
-def full_value(param: GroupParam, sharded: torch.Tensor) -> torch.Tensor:
-    """Gather ``sharded``, which is sharded like ``param``, on every rank.
+def full_value(form: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
+    """Gather ``sharded``, which is sharded like ``form``, on every rank.
 
     Args:
-        param: the parameter.
+        form: the parameter.
         sharded: its sharded form, its sharded gradient, or a ``DTensor`` on the same mesh.
 
     Returns:
@@ -102,16 +103,16 @@ def full_value(param: GroupParam, sharded: torch.Tensor) -> torch.Tensor:
     """
     assert isinstance(sharded, DTensor)
     local = dtensor.local_of(sharded)
-    device = param.form.mesh.device
+    device = form.mesh.device
     if local.device != device:  # offloaded: collectives run on the compute device
         local = local.to(device)
         sharded = dtensor.wrap_local(local, dtensor.spec_of(sharded))
-    origin = param.form.origin
+    origin = form.origin
     if origin is None:
         full = sharded.full_tensor()
     else:
         outer = sharded.device_mesh.ndim - origin.mesh.ndim
-        own = param.form.mesh.own_dims or frozenset(range(outer))
+        own = form.mesh.own_dims or frozenset(range(outer))
         wanted = [
             Replicate() if dim in own else placement
             for dim, placement in enumerate(sharded.placements)
@@ -138,7 +139,7 @@ def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:
 def _full_for_user(
     param: GroupParam, sharded: torch.Tensor, options: SummonOptions
 ) -> torch.Tensor:
-    full = full_value(param, sharded)
+    full = full_value(param.form, sharded)
     if options.offload_to_cpu:
         full = full.cpu()
     origin = param.form.origin
