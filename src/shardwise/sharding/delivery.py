@@ -264,8 +264,8 @@ class GroupGrads:
 
     def keep(self, name: str) -> None:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
+        self._drop_unwanted()
         for param in self._params:
-            self._drop_unwanted(param)
             kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
             if kept is not None:
                 observe.memory_of(Memory.GRADIENTS, name, kept)
@@ -286,9 +286,9 @@ class GroupGrads:
         # Gradients that earlier backwards only reduce-scattered are completed even if this
         # backward adds nothing.
         completed = self._held if options.requires_all_reduce else ()
+        self._drop_unwanted()
         taken = []
         for param in self._params:
-            self._drop_unwanted(param)
             grad = param.take_grad()
             is_missing = grad is None and not unused
             takes_part = param in due or param in completed
@@ -308,11 +308,12 @@ class GroupGrads:
         for param in self._params:
             param.drop_grad()
 
-    def _drop_unwanted(self, param: GroupParam) -> None:
-        """Drop the gradient of a parameter that a hook froze during this backward."""
-        GroupParam.freeze_or_unfreeze_all([param])
-        if self._due.get(param) and param.full is not None and not param.full.requires_grad:
-            param.full.grad = None
+    def _drop_unwanted(self) -> None:
+        """Drop the gradients of parameters that a hook froze during this backward."""
+        GroupParam.freeze_or_unfreeze_all(self._params)
+        for param, is_new in self._due.items():
+            if is_new and param.full is not None and not param.full.requires_grad:
+                param.full.grad = None
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
