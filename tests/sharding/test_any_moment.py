@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
@@ -623,6 +624,18 @@ class Shift(nn.Module):
         return x + self.offset
 
 
+def _step_each(model: nn.Module) -> None:
+    """Have every parameter step in a hook as soon as its gradient is complete."""
+
+    def step(param: torch.Tensor) -> None:
+        with torch.no_grad():
+            param.add_(param.grad.to(param.dtype), alpha=-0.1)  # type: ignore[union-attr]
+        param.grad = None
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(step)
+
+
 def _steps_between_two_forwards_and_a_backward(
     rank: int, world_size: int, transport: str, reshard: bool, kind: type[nn.Module]
 ) -> None:
@@ -632,14 +645,7 @@ def _steps_between_two_forwards_and_a_backward(
         fully_shard(each, transport=transport, reshard_after_forward=reshard)
     ended = []
     for model in (net, whole):
-        for param in model.parameters():
-
-            def step(param: torch.Tensor) -> None:
-                with torch.no_grad():
-                    param.add_(param.grad, alpha=-0.1)
-                param.grad = None
-
-            param.register_post_accumulate_grad_hook(step)
+        _step_each(model)
         losses = [loss_of(model, x) for _ in range(2)]
         losses.pop().backward()
         try:
@@ -663,6 +669,19 @@ def test_a_backward_notices_a_step_in_the_backward_of_a_later_forward(
 ) -> None:
     """It raises where it needs the values of before the step, as in one process."""
     run_over(transport, _steps_between_two_forwards_and_a_backward, 2, reshard, kind)
+
+
+def _steps_with_copies_in_another_dtype(rank: int, world_size: int) -> None:
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    net = sharded_net(mp_policy=precision)
+    _step_each(net)
+    losses = [loss_of(net, batches(world_size)[rank]) for _ in range(2)]
+    for loss in reversed(losses):
+        loss.backward()
+
+
+def test_no_step_writes_to_what_is_computed_in_another_dtype(threads: Ranks) -> None:
+    threads(_steps_with_copies_in_another_dtype, 2)
 
 
 def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:

@@ -61,7 +61,7 @@ SEEN = {
     "sharding/layout.py Layout.to_chunks: full.new_empty(self.padded_numel)": "staged",
     "sharding/delivery.py Delivery.advance: work.wait()": "large",
     "sharding/delivery.py Flight.scatter: self.alive.append(full)": "custom",
-    "sharding/delivery.py _start_over_shard: "
+    "sharding/delivery.py _add_all: "
     "torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)": "large",
     "sharding/delivery.py _count: "
     "torch.empty(len(grads), dtype=dtypes[1], device=like.device)": "large",

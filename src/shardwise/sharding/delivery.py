@@ -119,12 +119,6 @@ class Grad:
     is_owned: bool
     is_missing: bool
 
-    @property
-    def has_hooks(self) -> bool:
-        """Whether hooks run as soon as the sharded gradient is complete."""
-        form = self.param.form
-        return autograd.has_post_accumulate_hooks(form.parameter) and not form.is_tied
-
 
 class When(enum.Enum):
     """When a delivery waits for what is under way, at the latest.
@@ -180,9 +174,9 @@ class Flight:
         return found[0][1:3] if found else None
 
     def start(self, transport: Transport, label: Label) -> None:
-        """Start the calls, reduce-scatters first."""
-        for kind, op in sorted(self._calls, key=lambda each: each[0] is Kind.ALL_REDUCE):
-            of, read, written, owned = zip(*self._calls[kind, op], strict=True)
+        """Start the calls."""
+        for (kind, op), entries in self._calls.items():
+            of, read, written, owned = zip(*entries, strict=True)
             disposable = {i for i, is_owned in enumerate(owned) if is_owned}
             call = Call(kind, read, written, op, label, of, disposable)
             self.works.append(transport.start(call))
@@ -270,8 +264,8 @@ class GroupGrads:
 
     def keep(self, name: str) -> None:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
+        self._drop_unwanted()
         for param in self._params:
-            self._drop_unwanted(param)
             kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
             if kept is not None:
                 observe.memory_of(Memory.GRADIENTS, name, kept)
@@ -292,9 +286,9 @@ class GroupGrads:
         # Gradients that earlier backwards only reduce-scattered are completed even if this
         # backward adds nothing.
         completed = self._held if options.requires_all_reduce else ()
+        self._drop_unwanted()
         taken = []
         for param in self._params:
-            self._drop_unwanted(param)
             grad = param.take_grad()
             is_missing = grad is None and not unused
             takes_part = param in due or param in completed
@@ -314,11 +308,12 @@ class GroupGrads:
         for param in self._params:
             param.drop_grad()
 
-    def _drop_unwanted(self, param: GroupParam) -> None:
-        """Drop the gradient of a parameter that a hook froze during this backward."""
-        GroupParam.freeze_or_unfreeze_all([param])
-        if self._due.get(param) and param.full is not None and not param.full.requires_grad:
-            param.full.grad = None
+    def _drop_unwanted(self) -> None:
+        """Drop the gradients of parameters that a hook froze during this backward."""
+        GroupParam.freeze_or_unfreeze_all(self._params)
+        for param, is_new in self._due.items():
+            if is_new and param.full is not None and not param.full.requires_grad:
+                param.full.grad = None
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
@@ -342,10 +337,12 @@ class GroupGrads:
                 grad.value = _scaled(grad.value, dtype, scaling).contiguous()
         else:
             flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
-            flight, found = _start_over_shard(grads, dtypes, scalings, outs, mesh, label)
-            if is_held:
-                flight.when = When.HELD
-            del outs
+            flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))
+            found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter)
+            for each in (*flight.alive, *(grad.value for grad in grads), found):
+                observe.memory_of(Memory.GRADIENTS, label.name, each)
+            flight.start(mesh.scatter, label)
+            del outs, each
             yield flight
             del flight
             if is_held:
@@ -384,21 +381,29 @@ class GroupGrads:
                 found[i] += presence
 
 
-def _start_over_shard(
+def _when(grads: Sequence[Grad], transport: Transport) -> When:
+    """When to wait for a reduction over the shard dimension."""
+    forms = [grad.param.form for grad in grads]
+    if any(autograd.has_post_accumulate_hooks(f.parameter) and not f.is_tied for f in forms):
+        return When.AT_ONCE
+    if not transport.overlaps_compute() and any(is_returned(grad.value) for grad in grads):
+        return When.BEFORE_STEP
+    return When.NEXT
+
+
+def _add_all(
+    flight: Flight,
     grads: Sequence[Grad],
     dtypes: Sequence[torch.dtype],
     scalings: Sequence[Scaling],
     outs: Sequence[torch.Tensor | None],
-    mesh: DataMesh,
-    label: Label,
-) -> tuple[Flight, torch.Tensor]:
-    """Start to reduce over the shard dimension, each into one of ``outs`` if there is one.
+    transport: Transport,
+) -> torch.Tensor:
+    """Add what is reduced over the shard dimension, each into one of ``outs`` if there is one.
 
     Returns:
-        What to wait for, and where the number for each parameter arrives: 1-D, not 0 where any
-        rank has a gradient.
+        Where the number for each parameter arrives: 1-D, not 0 where any rank has a gradient.
     """
-    flight, transport = Flight(), mesh.scatter
     for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
         value, layout = grad.value, grad.param.layout
         is_cut = transport.world_size > 1 and layout.dim is not None
@@ -414,15 +419,7 @@ def _start_over_shard(
             grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
             if transport.world_size > 1:
                 flight.reduce(scaling.op, grad.param, grad.value)
-    found = _count(flight, scalings[0].op, grads, transport)
-    for each in (*flight.alive, *(grad.value for grad in grads), found):
-        observe.memory_of(Memory.GRADIENTS, label.name, each)
-    flight.start(transport, label)
-    if any(grad.has_hooks for grad in grads):
-        flight.when = When.AT_ONCE
-    elif not transport.overlaps_compute() and any(map(is_returned, flight.alive)):
-        flight.when = When.BEFORE_STEP
-    return flight, found
+    return _count(flight, scalings[0].op, grads, transport)
 
 
 def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport) -> torch.Tensor:

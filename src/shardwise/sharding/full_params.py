@@ -159,9 +159,13 @@ class FilledParams:
             self._found = autograd.look_at(self._fulls)
 
     def outdate(self, form: ShardedParam) -> None:
-        """Make autograd refuse what it has saved of a parameter: the shard has other values now."""
+        """Make autograd refuse what it has saved of a parameter: the shard has other values now.
+
+        Not in another dtype: without sharding, backward needs a copy there, which no step writes
+        to.
+        """
         for i, param in enumerate(self.params):
-            if param.form is form:
+            if param.form is form and self._fulls[i].dtype == param.dtype:
                 version = autograd.version_of(self._fulls[i]) + 1
                 autograd.set_versions([self._fulls[i]], [version])
                 if self._found is not None:

@@ -36,6 +36,9 @@ class Reduce(enum.Enum):
     SUM = "sum"
     AVG = "avg"
 
+    # Members are singletons. The hash that enums have costs a call of a Python function.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class Label:
@@ -78,6 +81,8 @@ class Kind(enum.Enum):
     ALL_GATHER = "all-gather"
     REDUCE_SCATTER = "reduce-scatter"
     ALL_REDUCE = "all-reduce"
+
+    __hash__ = object.__hash__
 
 
 @dataclass(frozen=True, slots=True)
