@@ -21,13 +21,13 @@ from shardwise import devices
 from shardwise.devices import Backend
 from shardwise.observe import Memory
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import AtTheWait, Background, Deferred, Foreground
 from shardwise.transport.base import FinishedWork, Label, Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport, Messages
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
+from shardwise.transport.runner import Runner, Turn
 from shardwise.transport.select import TransportFactory, made_by
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window
@@ -66,7 +66,7 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         collectives=SimulatedCollectives,
         all_to_all=functools.partial(_simulated_all_to_all, backend),
         background=_background,
-        follower=lambda exchange: AtTheWait(),
+        follower=lambda exchange: Runner(Turn.WAIT),
         announce=lambda peers, wire: None,
         announced=lambda peers: [
             Announced(f"host {rank // ranks_per_host}", "") for rank in peers.members
@@ -78,8 +78,8 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         yield
 
 
-def _background(exchange: AllToAll) -> Background:
-    return Foreground() if exchange.sends_messages else Deferred()
+def _background(exchange: AllToAll) -> Runner:
+    return Runner(Turn.CALL if exchange.sends_messages else Turn.NEXT_CALL)
 
 
 class _Unsent(Messages):

@@ -18,35 +18,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.devices import Backend
-from shardwise.transport.base import Label, PendingWork, Work
+from shardwise.transport.base import Label, Work
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.collectives import all_gather_function
 from shardwise.transport.gloo import MAX_TAG, Messages
 from shardwise.transport.peers import Peers
+from shardwise.transport.runner import Exchange
 from shardwise.transport.waiter import Launched, Waiter
-
-
-class Exchange(PendingWork):
-    """Rows under way.
-
-    Args:
-        finish: as in :class:`~shardwise.transport.base.PendingWork`.
-        land: waits for them without a look at the peers.
-    """
-
-    def __init__(self, finish: Callable[[], None], land: Callable[[], None]) -> None:
-        super().__init__(finish)
-        self._land: Callable[[], None] | None = land
-
-    def land(self) -> None:
-        """Wait in a thread besides that of the program, which watches the peers meanwhile.
-
-        Raises:
-            RuntimeError: a peer is lost, in the words of the backend.
-        """
-        if self._land is not None:
-            self._land()
-            self._land = None
 
 
 class AllToAll:

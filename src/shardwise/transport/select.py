@@ -25,7 +25,6 @@ import torch.distributed as dist
 
 from shardwise.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Background, Deferred
 from shardwise.transport.base import Transport
 from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
@@ -40,6 +39,7 @@ from shardwise.transport.hosts import (
 )
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, new_group
+from shardwise.transport.runner import Runner, Turn
 from shardwise.transport.shm.handshake import (
     SharedMemoryUnavailableError,
     address_limit,
@@ -133,7 +133,7 @@ def _one_level(
     device: torch.device,
     wire: Wire,
     inner: Transport,
-    background: Callable[[AllToAll], Background],
+    background: Callable[[AllToAll], Runner],
 ) -> EncodedTransport:
     log = inner.log if isinstance(inner, GlooTransport | CollectivesTransport) else None
     exchange = _factory.all_to_all(group, device, log)
@@ -145,7 +145,7 @@ def _two_levels(
 ) -> TwoLevelTransport:
     levels, followers = peers.once(_levels), peers.once(_followers)
 
-    def follower(exchange: AllToAll) -> Background:
+    def follower(exchange: AllToAll) -> Runner:
         return followers.setdefault(device, _factory.follower(exchange))
 
     between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
@@ -187,7 +187,7 @@ def _levels(peers: Peers) -> Levels:
     return made
 
 
-def _followers(peers: Peers) -> dict[torch.device, Background]:
+def _followers(peers: Peers) -> dict[torch.device, Runner]:
     """Keep who follows up, by device: one for all wires, as they share what is inside a host."""
     return {}
 
@@ -297,9 +297,9 @@ def _all_to_all(
     return AllToAll(group, device, log=log)
 
 
-def _background(exchange: AllToAll) -> Background:
+def _background(exchange: AllToAll) -> Runner:
     """Make a thread if its calls may come at any time; else, the next call does its work."""
-    return Background() if exchange.sends_messages else Deferred()
+    return Runner(Turn.THREAD if exchange.sends_messages else Turn.NEXT_CALL)
 
 
 @dataclass(frozen=True)
@@ -327,8 +327,8 @@ class TransportFactory:
     all_to_all: Callable[[dist.ProcessGroup, torch.device, CollectiveLog | None], AllToAll] = (
         _all_to_all
     )
-    background: Callable[[AllToAll], Background] = _background
-    follower: Callable[[AllToAll], Background] = _background
+    background: Callable[[AllToAll], Runner] = _background
+    follower: Callable[[AllToAll], Runner] = _background
     announce: Callable[[Peers, str], None] = announce
     announced: Callable[[Peers], Sequence[Announced]] = announced
 
