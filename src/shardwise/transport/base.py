@@ -25,7 +25,6 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from shardwise.transport.wire import Wire
 
@@ -195,10 +194,6 @@ class Transport(ABC):
 
     def trim(self) -> None:  # noqa: B027 - most keep nothing
         """Give back what is kept for the next reductions, once no rank reads it any more."""
-
-    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> Transport:
-        """Return ``inner``, which serves another group, with what is ``replaced`` in this one."""
-        return inner
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

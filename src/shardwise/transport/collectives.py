@@ -26,14 +26,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise import devices
-from shardwise._torch.c10d import coalesced
 from shardwise.devices import Backend
 from shardwise.transport.base import Call, FinishedWork, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import (
@@ -49,6 +46,7 @@ from shardwise.transport.buckets import (
     pack,
     unpack,
 )
+from shardwise.transport.carrier import Collective, carrier
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.memory import OwnMemory, reported
 from shardwise.transport.peers import Peers
@@ -56,27 +54,6 @@ from shardwise.transport.waiter import Launched, Waiter
 
 #: On NCCL, chunks of fewer bytes are packed: a copy costs less than one more collective.
 SMALL_BYTES = 16 * 1024
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective that is ready to start.
-
-    Attributes:
-        tensor: what it writes to. The function's own arguments do not say: a tool may have replaced
-            it by a ``functools.partial`` that puts other arguments first.
-        start: starts it; only its ``async_op`` is missing.
-    """
-
-    tensor: torch.Tensor
-    start: Callable[..., dist.Work]
-
-    @classmethod
-    def of(
-        cls, function: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Collective:
-        """Prepare ``function(tensor, *args, **kwargs)``."""
-        return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
 
 
 class CollectivesTransport(OwnMemory, Transport):
@@ -111,7 +88,10 @@ class CollectivesTransport(OwnMemory, Transport):
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
         self.log = CollectiveLog(self._peers, self.name) if log is None else log
-        self._waiter = Waiter(self._peers, self.log.compare) if backend.sends_messages else None
+        watches = carrier().watches(backend)
+        self._waiter = Waiter(self._peers, self.log.compare) if watches else None
+        #: Launches collectives that are launched at once.
+        self._launch: Callable[[Sequence[Collective]], Launched] = carrier().launch
 
     def overlaps_compute(self) -> bool:
         """Return whether the backend moves bytes by itself."""
@@ -200,11 +180,6 @@ class CollectivesTransport(OwnMemory, Transport):
         """Divide collectives of one kind into those that are launched at once."""
         return [[call] for call in calls]
 
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        """Launch collectives that are launched at once."""
-        (call,) = together
-        return call.start(async_op=True)
-
     def _start(
         self,
         logged: LoggedCall,
@@ -291,15 +266,10 @@ class NcclTransport(CollectivesTransport):
     def __init__(self, group: dist.ProcessGroup, backend: Backend = devices.NCCL) -> None:
         self.name = backend.name
         super().__init__(group, backend, SMALL_BYTES)
+        self._launch = functools.partial(carrier().launch_together, group)
 
     def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}
         for call in calls:
             by_dtype.setdefault(call.tensor.dtype, []).append(call)
         return list(by_dtype.values())
-
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        with coalesced(self.group) as work:
-            for call in together:
-                call.start(async_op=False)
-        return work

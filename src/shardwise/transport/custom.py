@@ -171,10 +171,6 @@ class CustomTransport(Transport):
         """Reduce as the inner transport does."""
         return self._inner.start(call)
 
-    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
-        """Return the same custom collectives over another group, whose transport is ``inner``."""
-        return CustomTransport(inner, group, self._gather, self._scatter)
-
     def _beside(
         self, device: torch.device, start: Callable[[], tuple[torch.Tensor, dist.Work | None]]
     ) -> tuple[Work, torch.Tensor]:
@@ -231,16 +227,3 @@ class CustomTransport(Transport):
                 shard.copy_(part)
 
         return PendingWork(finish)
-
-
-def with_custom(
-    transport: Transport,
-    group: dist.ProcessGroup,
-    *,
-    all_gather: AllGather | None = None,
-    reduce_scatter: ReduceScatter | None = None,
-) -> Transport:
-    """Replace collectives of ``transport`` by custom ones, unless there is only one rank."""
-    if transport.world_size == 1:
-        return transport
-    return CustomTransport(transport, group, all_gather, reduce_scatter)
