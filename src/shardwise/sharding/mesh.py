@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,11 +181,7 @@ class DataMesh:
             me = dist.get_rank()
             own = next(row for row in rows.tolist() if me in row)
             column = rows[:, own.index(me)].tolist()
-            made = Peers().once(_smaller_groups)
-            for ranks in (tuple(column), tuple(own)):
-                if ranks not in made:
-                    made[ranks] = new_group(ranks)
-            groups = [made[tuple(column)], made[tuple(own)]]
+            groups = [_group_for("smaller meshes", ranks) for ranks in (column, own)]
             # In reports, such gathers belong to the dimension that the ranks are a part of.
             Peers(groups[1]).name_dimension(_names_of(self.mesh)[-1])
             mesh = DeviceMesh.from_group(
@@ -207,12 +203,9 @@ class DataMesh:
 
         There is one for each set of ranks, since torch keeps groups until the end of the world.
         """
-        ranks = tuple(dist.get_process_group_ranks(self.shard_group))
-        made = Peers().once(_separate_groups)
-        if ranks not in made:
-            made[ranks] = new_group(ranks)
-            Peers(made[ranks]).name_dimension(_names_of(self.mesh)[-1])
-        return made[ranks]
+        group = _group_for("reductions", dist.get_process_group_ranks(self.shard_group))
+        Peers(group).name_dimension(_names_of(self.mesh)[-1])
+        return group
 
     @property
     def encoded(self) -> list[Transport]:
@@ -261,13 +254,17 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
 
 
-def _smaller_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Keep the process groups of meshes over fewer ranks, by their ranks."""
-    return {}
+def _group_for(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return the process group of some ranks for a purpose, the same one every time."""
+    made = Peers().once(_groups)
+    key = (purpose, *ranks)
+    if key not in made:
+        made[key] = new_group(ranks)
+    return made[key]
 
 
-def _separate_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Keep the process groups for reductions, by their ranks."""
+def _groups(world: Peers) -> dict[tuple[object, ...], dist.ProcessGroup]:
+    """Keep the process groups, by their purposes and ranks."""
     return {}
 
 

@@ -21,7 +21,7 @@ from shardwise.transport.base import Label, Work
 from shardwise.transport.carrier import Collective, carrier
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.collectives import all_gather_function
-from shardwise.transport.gloo import MAX_TAG, Messages
+from shardwise.transport.gloo import Messages
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Exchange
 from shardwise.transport.waiter import Launched, Waiter
@@ -236,13 +236,7 @@ class AllToAll:
         """Send every row as a message."""
         nbytes = sum(row.nbytes for row in rows) - rows[self.rank].nbytes
         self._count(nbytes)
-        messages = Messages(
-            self._ends,
-            waiter,
-            call.text,
-            call.digest % MAX_TAG,
-            lambda launches: self._log.issue(call, launches, lambda: nbytes),
-        )
+        messages = Messages(self._ends, waiter, self._log, call, lambda: nbytes)
         # Each rank begins with its next neighbor, so that not all write to rank 0 first.
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size

@@ -116,10 +116,11 @@ class Encoding:
     noise: Noise | None = None
 
 
+@dataclass(eq=False)
 class EncodedSums:
     """The sums of tensors over ranks, of which every rank adds up its chunks.
 
-    Args:
+    Attributes:
         encoding: how values are encoded.
         all_to_all: moves rows between the ranks.
         tensors: 1-D, of floating dtypes; not written to before the sums are complete.
@@ -128,35 +129,26 @@ class EncodedSums:
         room: memory to work in.
         memory: uint8, 1-D, contiguous, of :meth:`nbytes`.
         label: names the tensors in errors; equal on all ranks.
-        errors: by tensor, fp32 and as long as it is, or ``None``: what was lost before.
+        errors: by tensor, fp32 and as long as it is: what was lost before; if any is kept.
         place: tells the random numbers of this reduction from those of others.
     """
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        all_to_all: AllToAll,
-        tensors: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        op: Reduce,
-        room: Room,
-        memory: torch.Tensor,
-        label: Label,
-        errors: Sequence[torch.Tensor | None] = (),
-        place: Sequence[int] = (),
-    ) -> None:
-        self._encoding = encoding
-        self._all_to_all = all_to_all
-        self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
-        self._tensors = tensors
-        self._chunks = chunks
-        self._op = op
-        self._room = room
-        self._label = label
-        self._errors = errors or [None] * len(tensors)
-        self._place = place
-        self._layout = RowLayout(encoding.codec, chunks)
-        self._rows, self._received = memory.view(2, self._ranks, self._layout.nbytes)
+    encoding: Encoding
+    all_to_all: AllToAll
+    tensors: Sequence[torch.Tensor]
+    chunks: Sequence[int]
+    op: Reduce
+    room: Room
+    memory: torch.Tensor
+    label: Label
+    errors: Sequence[torch.Tensor | None] = ()
+    place: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._rank, self._ranks = self.all_to_all.rank, self.all_to_all.world_size
+        self.errors = self.errors or [None] * len(self.tensors)
+        self._layout = RowLayout(self.encoding.codec, self.chunks)
+        self._rows, self._received = self.memory.view(2, self._ranks, self._layout.nbytes)
 
     @staticmethod
     def nbytes(encoding: Encoding, chunks: Sequence[int], ranks: int) -> int:
@@ -165,9 +157,9 @@ class EncodedSums:
 
     def scatter(self, shards: Sequence[torch.Tensor]) -> Iterator[Exchange]:
         """Add up this rank's chunks in ``shards``, 1-D, of floating dtypes."""
-        yield self._contribute(self._encoding.wire)
+        yield self._contribute(self.encoding.wire)
         for i, shard in enumerate(shards):
-            for tile in self._room.tiles(self._own(i).numel()):
+            for tile in self.room.tiles(self._own(i).numel()):
                 part = shard[tile]
                 if part.dtype == torch.float32:
                     self._add_up(i, tile, out=part)
@@ -176,61 +168,61 @@ class EncodedSums:
 
     def all_reduce(self) -> Iterator[Exchange]:
         """Add up the tensors in place; keep in the errors of its chunks what the sums lose."""
-        first = self._contribute(f"{self._encoding.wire}, contributions")
+        first = self._contribute(f"{self.encoding.wire}, contributions")
         # The row that this rank sends to itself is not used. It becomes that of its sums, while
         # what has been sent makes room for those of all ranks.
         sums, all_sums = self._received[self._rank], self._rows
-        label = replace(self._label, wire=f"{self._encoding.wire}, sums")
+        label = replace(self.label, wire=f"{self.encoding.wire}, sums")
         # Logged in the order of the calls of this thread, whoever starts it and when.
-        call = self._all_to_all.log(all_sums, label)
+        call = self.all_to_all.log(all_sums, label)
         yield first
-        for i in range(len(self._tensors)):
+        for i in range(len(self.tensors)):
             self._encode_sum(i, sums)
-        yield self._all_to_all.share(sums, all_sums, label, call)
-        for i, (tensor, chunk) in enumerate(zip(self._tensors, self._chunks, strict=True)):
+        yield self.all_to_all.share(sums, all_sums, label, call)
+        for i, (tensor, chunk) in enumerate(zip(self.tensors, self.chunks, strict=True)):
             for rank, part in enumerate(torch.split(tensor, max(chunk, 1))):
                 if part.numel():
                     piece = self._layout.piece(all_sums[rank], i)
-                    decode(self._encoding.codec, piece, part, self._room)
+                    decode(self.encoding.codec, piece, part, self.room)
 
     def _contribute(self, wire: str) -> Exchange:
         """Encode what this rank has of the chunks of others, and send it."""
-        encoding = self._encoding
+        encoding = self.encoding
         for rank, row in enumerate(self._rows):
             if rank == self._rank:
                 row.zero_()  # nobody reads it
                 continue
-            for i, tensor in enumerate(self._tensors):
-                part, error = self._part_of(tensor, i, rank), self._errors[i]
+            for i, tensor in enumerate(self.tensors):
+                part, error = self._part_of(tensor, i, rank), self.errors[i]
                 self._layout.clear_unless_full(row, i, part.numel())
                 piece = self._layout.piece(row, i)
                 encode(
                     encoding.codec,
                     part,
                     piece,
-                    self._room,
+                    self.room,
                     error=None if error is None else self._part_of(error, i, rank),
                     noise=encoding.noise,
-                    place=(*self._place, rank, i),
+                    place=(*self.place, rank, i),
                 )
                 encoding.tally.add(encoding.codec, piece, part.numel())
-        return self._all_to_all.start(self._rows, self._received, replace(self._label, wire=wire))
+        return self.all_to_all.start(self._rows, self._received, replace(self.label, wire=wire))
 
     def _encode_sum(self, i: int, row: torch.Tensor) -> None:
         """Add up this rank's chunk of tensor ``i``, and encode the sum."""
-        encoding, length, error = self._encoding, self._own(i).numel(), self._errors[i]
+        encoding, length, error = self.encoding, self._own(i).numel(), self.errors[i]
         self._layout.clear_unless_full(row, i, length)
         piece = self._layout.piece(row, i)
-        for tile in self._room.tiles(length):
+        for tile in self.room.tiles(length):
             encode(
                 encoding.codec,
                 self._add_up(i, tile),
                 piece,
-                self._room,
+                self.room,
                 start=tile.start,
                 error=None if error is None else self._part_of(error, i, self._rank)[tile],
                 noise=encoding.noise,
-                place=(*self._place, self._ranks, i),  # no rank: a sum is no contribution
+                place=(*self.place, self._ranks, i),  # no rank: a sum is no contribution
             )
         encoding.tally.add(encoding.codec, piece, length)
 
@@ -246,28 +238,28 @@ class EncodedSums:
             The sums, fp32.
         """
         count = tile.stop - tile.start
-        total = self._room.take(2, count) if out is None else out
+        total = self.room.take(2, count) if out is None else out
         for rank in range(self._ranks):
-            part = total if rank == 0 else self._room.take(3, count)
+            part = total if rank == 0 else self.room.take(3, count)
             if rank == self._rank:
                 own = self._own(i)[tile]
                 part = part.copy_(own) if rank == 0 or own.dtype != total.dtype else own
             else:
                 piece = self._layout.piece(self._received[rank], i)
-                self._encoding.codec.read(piece, tile.start, part)
+                self.encoding.codec.read(piece, tile.start, part)
             if rank:
                 total.add_(part)
-        if self._op is not Reduce.AVG:
+        if self.op is not Reduce.AVG:
             return total
         factor = exact_factor(self._ranks, total.dtype)  # half of the time of a division
         return total.div_(self._ranks) if factor is None else total.mul_(factor)
 
     def _own(self, i: int) -> torch.Tensor:
-        return self._part_of(self._tensors[i], i, self._rank)
+        return self._part_of(self.tensors[i], i, self._rank)
 
     def _part_of(self, tensor: torch.Tensor, i: int, rank: int) -> torch.Tensor:
         """Return what a tensor has of a rank's chunk: less, or nothing, if its tail is missing."""
-        return tensor[rank * self._chunks[i] : (rank + 1) * self._chunks[i]]
+        return tensor[rank * self.chunks[i] : (rank + 1) * self.chunks[i]]
 
 
 def chunks_of(encoding: Encoding, numels: Sequence[int], ranks: int) -> list[int]:

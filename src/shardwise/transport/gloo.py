@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from shardwise.devices import GLOO
 from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
 from shardwise.transport.carrier import Ends, carrier
-from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, Issued, LoggedCall
+from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, LoggedCall
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.memory import Loan, OwnMemory, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
@@ -83,7 +84,10 @@ class GlooTransport(OwnMemory, Transport):
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
-        messages = self._messages(
+        messages = Messages(
+            self._ends,
+            self._waiter,
+            self.log,
             self.log.add(call.kind.value, call.outputs, call.label),
             lambda: sum(full.nbytes for full in fulls),
         )
@@ -121,7 +125,10 @@ class GlooTransport(OwnMemory, Transport):
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
-        messages = self._messages(
+        messages = Messages(
+            self._ends,
+            self._waiter,
+            self.log,
             self.log.add(call.kind.value, call.outputs, call.label),
             lambda: scattered_bytes(fulls, shards, self.world_size),
         )
@@ -184,18 +191,6 @@ class GlooTransport(OwnMemory, Transport):
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.start(call)
 
-    def _messages(self, call: LoggedCall, nbytes: Callable[[], int]) -> Messages:
-        # The tag follows from the call, so that messages of ranks that have diverged never meet:
-        # gloo ends the process if a message is larger than the memory that waits for it. Messages
-        # with the same tag arrive in the order in which they were sent.
-        return Messages(
-            self._ends,
-            self._waiter,
-            call.text,
-            call.digest % MAX_TAG,
-            lambda launches: self.log.issue(call, launches, nbytes),
-        )
-
     def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
         """Make the work of a call, whose messages are received even if nobody waits for it.
 
@@ -231,6 +226,7 @@ def _wire(call: Call, bucket: Bucket) -> torch.dtype:
     return wire_dtype(call.inputs[i], call.outputs[i])
 
 
+@dataclass(eq=False)
 class Message:
     """One tensor on its way to or from one peer.
 
@@ -242,37 +238,39 @@ class Message:
         work: gloo's work; ``None`` before the message is posted and once it is over.
     """
 
-    def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        self.tensor = tensor
-        self.peer = peer
-        self.tag = tag
-        self.work: dist.Work | None = None
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+    work: dist.Work | None = None
 
 
 class Messages:
     """The point-to-point messages of one call.
 
+    Their tags follow from the call, so that messages of ranks that have diverged never meet: gloo
+    ends the process if a message is larger than the memory that waits for it.
+
     Args:
         ends: where messages leave and arrive.
         waiter: waits for works of that process group.
-        doing: what the call does, for errors.
-        first_tag: the tag of message number 0, the same on all ranks.
-        issue: reports that so many messages are sent.
+        log: where the call was logged.
+        call: what was logged.
+        nbytes: computes what the call sends, for reports.
     """
 
     def __init__(
         self,
         ends: Ends,
         waiter: Waiter,
-        doing: str,
-        first_tag: int,
-        issue: Callable[[int], Issued] = lambda launches: UNWATCHED,
+        log: CollectiveLog,
+        call: LoggedCall,
+        nbytes: Callable[[], int],
     ) -> None:
         self._ends = ends
         self._waiter = waiter
-        self._doing = doing
-        self._first_tag = first_tag
-        self._issue = issue
+        self._log = log
+        self._call = call
+        self._nbytes = nbytes
         self._issued = UNWATCHED
         self._sends: list[Message] = []
         self._receives: list[Message] = []
@@ -301,7 +299,7 @@ class Messages:
         """
         launches = sum(1 for message in self._sends if message.tensor.numel())
         if launches:
-            self._issued = self._issue(launches)
+            self._issued = self._log.issue(self._call, launches, self._nbytes)
         for post, messages in (
             (self._ends.send, self._sends),
             (self._ends.recv, self._receives),
@@ -311,7 +309,7 @@ class Messages:
                     try:
                         message.work = post([message.tensor], message.peer, message.tag)
                     except RuntimeError as error:
-                        raise self._waiter.explain(error, self._doing, message.peer) from error
+                        raise self._waiter.explain(error, self._call.text, message.peer) from error
 
     def wait(self, messages: Sequence[Message] | None = None) -> None:
         """Return once the messages (by default all) have arrived or left.
@@ -324,7 +322,7 @@ class Messages:
         waiting = [(each.work, each.peer) for each in every if each.work is not None]
         if waiting:
             with self._issued:
-                self._waiter.wait(waiting, self._doing)
+                self._waiter.wait(waiting, self._call.text)
         for each in every:
             each.work = None
         if messages is None:
@@ -353,4 +351,4 @@ class Messages:
         return [part for each in every for part in (each.tensor, each.work)]
 
     def _tag(self, number: int) -> int:
-        return (self._first_tag + number) % MAX_TAG
+        return (self._call.digest + number) % MAX_TAG
