@@ -26,6 +26,7 @@ from typing import Protocol
 
 import torch
 
+from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.wire import Wire
 
 
@@ -168,17 +169,19 @@ class Transport(ABC):
             waits does the work: waiting later hides nothing, so wait as soon as the call allows.
         """
 
-    @abstractmethod
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Reserve memory that an all-gather can gather into. It is not yet allocated.
+        """Reserve memory that an all-gather can gather into: by default, memory of this rank's own.
+
+        It is not yet allocated.
 
         Args:
             numels: the number of elements of each tensor, padding included.
             dtypes: the dtype of each tensor.
             device: the device of all tensors.
         """
+        return HeapBuffers(numels, dtypes, device)
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return what every rank gets of a shard: encoded and decoded, if the wire encodes.

@@ -47,8 +47,8 @@ from shardwise.transport.buckets import (
     unpack,
 )
 from shardwise.transport.carrier import Collective, carrier
-from shardwise.transport.collective_log import CollectiveLog, LoggedCall
-from shardwise.transport.memory import OwnMemory, reported
+from shardwise.transport.collective_log import CollectiveLog
+from shardwise.transport.memory import reported
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
 
@@ -56,7 +56,7 @@ from shardwise.transport.waiter import Launched, Waiter
 SMALL_BYTES = 16 * 1024
 
 
-class CollectivesTransport(OwnMemory, Transport):
+class CollectivesTransport(Transport):
     """Public ``torch.distributed`` collectives over one process group.
 
     Args:
@@ -101,8 +101,6 @@ class CollectivesTransport(OwnMemory, Transport):
         """Gather with one collective per bucket."""
         gather = all_gather_function()
         shards, fulls = call.inputs, call.outputs
-        logged = self.log.add(call.kind.value, call.outputs, call.label)
-        gathered = fulls
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
                 as_bytes(shard if shard.dtype == full.dtype else reported(shard.to(full.dtype)))
@@ -134,7 +132,7 @@ class CollectivesTransport(OwnMemory, Transport):
             if not self._backend.gathers_in_place:
                 mine = reported(mine.clone())
             calls.append(Collective.of(gather, as_sendable(flat), mine, group=self.group))
-        return self._start(logged, calls, finish, lambda: sum(full.nbytes for full in gathered))
+        return self._start(call, calls, finish, lambda: sum(full.nbytes for full in call.outputs))
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
@@ -151,10 +149,7 @@ class CollectivesTransport(OwnMemory, Transport):
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
         return self._start(
-            self.log.add(call.kind.value, call.outputs, call.label),
-            calls,
-            finish,
-            lambda: self.world_size * sum(shard.nbytes for shard in shards),
+            call, calls, finish, lambda: self.world_size * sum(shard.nbytes for shard in shards)
         )
 
     def _all_reduce(self, call: Call) -> Work:
@@ -169,12 +164,7 @@ class CollectivesTransport(OwnMemory, Transport):
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
-        return self._start(
-            self.log.add(call.kind.value, call.outputs, call.label),
-            calls,
-            finish,
-            lambda: sum(tensor.nbytes for tensor in tensors),
-        )
+        return self._start(call, calls, finish, lambda: sum(tensor.nbytes for tensor in tensors))
 
     def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         """Divide collectives of one kind into those that are launched at once."""
@@ -182,11 +172,12 @@ class CollectivesTransport(OwnMemory, Transport):
 
     def _start(
         self,
-        logged: LoggedCall,
+        call: Call,
         calls: Sequence[Collective],
         finish: Callable[[], None],
         nbytes: Callable[[], int],
     ) -> Work:
+        logged = self.log.add(call.kind.value, call.outputs, call.label)
         doing = logged.text
         if not calls:
             return FinishedWork()

@@ -25,7 +25,6 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill
-from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Runner, Turn
 from shardwise.transport.waiter import Launched
@@ -106,7 +105,7 @@ class CustomTransport(Transport):
     ) -> FullBuffers:
         """Reserve memory to gather into: plain memory if the all-gather is custom."""
         if self._gather is not None:
-            return HeapBuffers(numels, dtypes, device)
+            return super().full_buffers(numels, dtypes, device)
         return self._inner.full_buffers(numels, dtypes, device)
 
     def _all_gather(self, call: Call) -> Work:

@@ -29,7 +29,7 @@ from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, u
 from shardwise.transport.carrier import Ends, carrier
 from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, LoggedCall
 from shardwise.transport.collectives import CollectivesTransport
-from shardwise.transport.memory import Loan, OwnMemory, Scratch, reported
+from shardwise.transport.memory import Loan, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
 from shardwise.transport.sums import add_in_order, scattered_bytes, wire_dtype
 from shardwise.transport.waiter import Waiter
@@ -42,7 +42,7 @@ SMALL_ALL_REDUCE_BYTES = 2 * 1024 * 1024
 MAX_TAG = PROBE_TAG
 
 
-class GlooTransport(OwnMemory, Transport):
+class GlooTransport(Transport):
     """Messages between the ranks of one gloo process group, for CPU tensors.
 
     Args:

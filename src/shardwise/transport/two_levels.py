@@ -26,7 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.transport.base import Call, FullBuffers, Transport, Work
+from shardwise.transport.base import Call, Transport, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.encoded import ENCODABLE, EncodedTransport
 from shardwise.transport.memory import Blocks
@@ -75,12 +75,6 @@ class TwoLevelTransport(Transport):
     def overlaps_compute(self) -> bool:
         """Decide as the transport between hosts does."""
         return self.across.overlaps_compute()
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Reserve memory of this rank's own: what gathers into it is another thread."""
-        return self.across.full_buffers(numels, dtypes, device)
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that; inside a host, decoded values travel."""
