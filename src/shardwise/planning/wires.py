@@ -19,16 +19,12 @@ from shardwise.devices import Backend
 from shardwise.observe import Memory
 from shardwise.transport.base import FinishedWork, Transport
 from shardwise.transport.carrier import Carrier, Collective, Ends, carried_by
-from shardwise.transport.collective_log import CollectiveLog
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Turn
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window
-from shardwise.transport.shm.full_params import Pool, ReferenceCounts
 from shardwise.transport.shm.handshake import Connections
-from shardwise.transport.shm.staging import Staging
-from shardwise.transport.shm.sync import SequenceNumbers, Sync
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
 
@@ -62,7 +58,15 @@ class _RehearsedCarrier(Carrier):
         return self._backend
 
     def share_memory(self, peers: Peers) -> Transport | str:
-        return _simulated_shm(peers, self._ranks_per_host)
+        hosts = {rank // self._ranks_per_host for rank in peers.members}
+        if len(hosts) > 1:
+            each = f"with {self._ranks_per_host} ranks on each"
+            return f"its ranks are on {len(hosts)} hosts, {each}"
+        if not futex.is_available():
+            return "shared memory is for Linux on x86-64"
+        # The others are always as far as this rank.
+        written, connections = range(peers.size), Connections({}, Arena.create())
+        return ShmTransport(peers, connections, _SimulatedArena, written, pagemap=None)
 
     def announce(self, peers: Peers, wire: str) -> None:
         pass
@@ -141,28 +145,6 @@ def _copy_of_gloo(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_of_a_thread(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
-
-
-def _hosts_of(peers: Peers, ranks_per_host: int) -> set[int]:
-    return {rank // ranks_per_host for rank in peers.members}
-
-
-def _simulated_shm(peers: Peers, ranks_per_host: int) -> Transport | str:
-    """Make the transport of ranks that share a host, or say why they cannot share memory."""
-    hosts = _hosts_of(peers, ranks_per_host)
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts, with {ranks_per_host} ranks on each"
-    if not futex.is_available():
-        return "shared memory is for Linux on x86-64"
-    fd = Arena.create()
-    common, *own = _SimulatedArena.ranges(fd, 1 + peers.size)
-    log = CollectiveLog(peers, ShmTransport.name)
-    # The others are always as far as this rank.
-    numbers = SequenceNumbers(common, range(peers.size), peers.size)
-    sync = Sync(peers, Connections({}, fd), numbers, log)
-    pool = Pool(common, ReferenceCounts(common, peers.rank, peers.size), sync)
-    staging = Staging(own[peers.rank], sync)
-    return ShmTransport(log, sync, pool, staging, pagemap=None)
 
 
 class _SimulatedArena(Arena):

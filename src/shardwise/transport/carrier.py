@@ -21,6 +21,7 @@ from shardwise.transport import hosts
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Turn
+from shardwise.transport.shm.arena import Arena, PageMap
 from shardwise.transport.shm.handshake import SharedMemoryUnavailableError, shake_hands
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
@@ -76,7 +77,7 @@ class Carrier:
         one.
         """
         try:
-            return ShmTransport.over(peers, shake_hands(peers))
+            return ShmTransport(peers, shake_hands(peers), Arena, [peers.rank], PageMap())
         except SharedMemoryUnavailableError as error:
             return str(error)
 
