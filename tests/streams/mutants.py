@@ -106,7 +106,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "comm.allocate((sum(sizes),), dtype=dtype, device=device)": "custom",
     "transport/custom.py CustomTransport._reduce_one: queued.wait()": "custom",
     # Collectives of several steps.
-    "transport/runner.py SteppedWork.advance: self._under_way.wait()": "wires",
+    "transport/runner.py SteppedWork.reach: self._under_way.wait()": "wires",
     "transport/runner.py Runner.queue: devices.current_stream(device).record_event()": _QUEUED,
     "transport/runner.py Runner.queue: devices.current_stream(device).wait_event(done)": _QUEUED,
     "transport/runner.py Runner.queue: "

@@ -46,11 +46,12 @@ def test_steps_are_taken_at_the_wait_or_one_at_a_time() -> None:
     steps = Steps()
     work = SteppedWork(iter(steps))
     assert steps.seen == ["begin"]
-    work.advance()
-    assert steps.seen == ["begin", "wait 1", "go on"]
+    for _ in range(2):
+        work.reach(1)
+        assert steps.seen == ["begin", "wait 1", "go on"]
     for _ in range(2):
         work.wait()
-    work.advance()
+    work.reach(1)
     assert steps.seen == ALL
 
 
@@ -62,7 +63,7 @@ def test_a_work_that_failed_stays_failed(step: str) -> None:
         with pytest.raises(RuntimeError, match=step):
             work.wait()
         with pytest.raises(RuntimeError, match=step):
-            work.advance()
+            work.reach(1)
     assert steps.seen == ALL[: ALL.index(step) + 1], "nothing is done twice, or after it"
 
 

@@ -50,7 +50,6 @@ class Average:
     ) -> None:
         self._vector = vector.clone()
         self._run: SteppedWork | None = None
-        self._is_combined = False
         self._error = error
         # If a replica is lost, nothing was: the next exchange repeats this one.
         self._lost = None if error is None else error.clone()
@@ -85,9 +84,8 @@ class Average:
         Raises:
             PeerLostError: a peer is lost.
         """
-        if self._run is not None and not self._is_combined:
-            self._run.advance()
-            self._is_combined = True
+        if self._run is not None:
+            self._run.reach(1)
 
     def wait(self) -> torch.Tensor:
         """Wait for the result.

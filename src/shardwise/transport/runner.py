@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import queue
+import sys
 import threading
 import weakref
 from collections import deque
@@ -73,13 +74,15 @@ class SteppedWork:
     def __init__(self, steps: Iterator[Launched]) -> None:
         self._steps = steps
         self._under_way = next(steps, None)
+        self._over = 0
         self._failure: BaseException | None = None
 
-    def advance(self, end: Callable[[Any], None] | None = None) -> None:
-        """Go on to the next step, if there is one. A run that failed stays failed.
+    def reach(self, count: int, end: Callable[[Any], None] | None = None) -> None:
+        """Go on until some steps are over and the next has begun. What failed stays failed.
 
         Args:
-            end: waits for the step under way, if it is not to be waited for as usual.
+            count: of the steps; nothing is done if they are over.
+            end: waits for a step, if it is not to be waited for as usual.
 
         Raises:
             PeerLostError: a peer died, left, or did not answer in time.
@@ -87,21 +90,21 @@ class SteppedWork:
         """
         if self._failure is not None:
             raise self._failure
-        if self._under_way is not None:
-            try:
+        try:
+            while self._under_way is not None and self._over < count:
                 if end is None:
                     self._under_way.wait()
                 else:
                     end(self._under_way)
+                self._over += 1
                 self._under_way = next(self._steps, None)
-            except BaseException as error:
-                self._failure = error
-                raise
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def wait(self) -> None:
-        """Complete the collective; errors are those of :meth:`advance`."""
-        while self._under_way is not None:
-            self.advance()
+        """Complete the collective; errors are those of :meth:`reach`."""
+        self.reach(sys.maxsize)
 
 
 class Turn(enum.Enum):
@@ -174,8 +177,7 @@ class Runner:
         if devices.has_streams(device):
             return self.queue(steps, device)
         run = SteppedWork(steps)
-        for _ in range(first):
-            run.advance()
+        run.reach(first)
         return PendingWork(self.submit(run.wait).wait)
 
     def start_watched(
@@ -191,7 +193,7 @@ class Runner:
         if devices.has_streams(device):
             return self.queue(steps, device)
         run = SteppedWork(steps)
-        job = self.submit(lambda: run.advance(Exchange.land))
+        job = self.submit(lambda: run.reach(1, Exchange.land))
 
         def finish() -> None:
             watch(job)
