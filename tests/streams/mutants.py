@@ -257,8 +257,8 @@ UNSEEN = {
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
     "transport/runner.py Job.wait: self._is_done.wait()": _NO_STREAMS,
     "transport/runner.py Runner.start_watched: run.wait()": _NO_STREAMS,
-    "transport/encoded.py EncodedTransport._gather_rows: "
-    "shards[i].to(self._device, non_blocking=True)": _ORDERED,
+    "transport/encoded.py EncodedTransport._encode_shard: "
+    "shard.to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.inputs: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
     "sharding/init.py allocate: form.allocate(device)": _LOADED,

@@ -29,7 +29,7 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.buckets import as_rows
-from shardwise.transport.codecs import Noise, Room, decode, encode
+from shardwise.transport.codecs import Codec, Noise, Room, decode, encode
 from shardwise.transport.encoded_sums import EncodedSums, Encoding, RowLayout, Tally, chunks_of
 from shardwise.transport.formats import codec_of
 from shardwise.transport.memory import Blocks, reported
@@ -127,11 +127,7 @@ class EncodedTransport(Transport):
         gathered = as_rows(block, self.world_size)
         own = gathered[self.rank]
         for number, i in enumerate(encoded):
-            shard = shards[i].to(self._device, non_blocking=True)
-            layout.clear_unless_full(own, number, shard.numel())
-            piece = layout.piece(own, number)
-            encode(codec, shard, piece, self._room)
-            self._gathers.add(codec, piece, shard.numel())
+            self._encode_shard(codec, shards[i], layout, own, number)
         others = sorted(set(range(len(fulls))) - set(encoded))
         yield self.inner.all_gather(
             [*(shards[i] for i in others), own],
@@ -142,6 +138,15 @@ class EncodedTransport(Transport):
             for rank, chunk in enumerate(row):
                 decode(codec, layout.piece(gathered[rank], number), chunk, self._room)
         self._blocks.give_back(block)
+
+    def _encode_shard(
+        self, codec: Codec, shard: torch.Tensor, layout: RowLayout, row: torch.Tensor, number: int
+    ) -> None:
+        shard = shard.to(self._device, non_blocking=True)  # freed before the gather
+        layout.clear_unless_full(row, number, shard.numel())
+        piece = layout.piece(row, number)
+        encode(codec, shard, piece, self._room)
+        self._gathers.add(codec, piece, shard.numel())
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that."""
