@@ -1380,8 +1380,20 @@ def wires_written_offloaded(run: Run) -> None:
     _written_in_forward(run, offload_policy=PINNED, wire=wire, transport="c10d")
 
 
+@scenario(shape=(4,), per_host=2)
+def wires_over_hosts_written(run: Run) -> None:
+    """What was written is encoded while a stream encodes parameters of the next block."""
+    net = shard(run, wire=shardwise.Wire(gather="int8"), transport="c10d")
+    for block, following in itertools.pairwise(net.blocks):
+        block.set_modules_to_forward_prefetch([following])
+    _train_written(run, net)
+
+
 def _written_in_forward(run: Run, **options: Any) -> None:
-    net = shard(run, **options)
+    _train_written(run, shard(run, **options))
+
+
+def _train_written(run: Run, net: Any) -> None:
     for block in net.blocks:
         block.register_forward_pre_hook(_write_to_weight)
     train(run, net)
