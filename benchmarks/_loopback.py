@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.transport.all_to_all import AllToAll, Exchange
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
 from shardwise.transport.collective_log import LoggedCall
+from shardwise.transport.runner import Exchange
 
 
 @dataclass(frozen=True)

@@ -37,14 +37,9 @@ from shardwise.diloco.average import Average
 from shardwise.recipes.text.data import load_text
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Room, decode, encode
-from shardwise.transport.encoded_sums import (
-    EncodedScatter,
-    Encoding,
-    RowLayout,
-    Tally,
-    chunks_of,
-)
+from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
 from shardwise.transport.formats import codec_of
+from shardwise.transport.runner import SteppedWork
 from shardwise.transport.wire import WireFormat, Wires
 
 #: Synchronous trainings: hybrid sharding, whose gradients are all-reduced between hosts, and full.
@@ -156,26 +151,27 @@ class Hosts:
     ) -> torch.Tensor:
         encoding = Encoding(codec_of(WireFormat(self._wire.reduce)), self._wire.reduce, Tally())
         chunks = chunks_of(encoding, [gradients.shape[1]], self._ranks)
-        shape = (self._ranks, RowLayout(encoding.codec, chunks).nbytes)
-        scatters = [
-            EncodedScatter(
-                encoding,
-                side,
-                [gradient],
-                chunks,
-                self._room,
-                torch.empty(shape, dtype=torch.uint8),
-                torch.empty(shape, dtype=torch.uint8),
-                Label("the gradient"),
-                [error],
+        nbytes = EncodedSums.nbytes(encoding, chunks, self._ranks)
+        mean = torch.empty(gradients.shape[1])
+        parts = mean.split(chunks[0])
+        runs = [
+            SteppedWork(
+                EncodedSums(
+                    encoding,
+                    side,
+                    [gradient],
+                    chunks,
+                    Reduce.AVG,
+                    self._room,
+                    torch.empty(nbytes, dtype=torch.uint8),
+                    Label("the gradient"),
+                    [error],
+                ).scatter([parts[side.rank]] if side.rank < len(parts) else [])
             )
             for gradient, side, error in zip(gradients, sides, errors, strict=True)
         ]
-        mean = torch.empty(gradients.shape[1])
-        for scatter, part in zip(scatters, mean.split(chunks[0]), strict=True):
-            scatter.under_way.wait()
-            for tile in self._room.tiles(part.numel()):
-                scatter.add_up(0, tile, Reduce.AVG, self._room, out=part[tile])
+        for run in runs:
+            run.wait()
         return mean
 
 

@@ -17,7 +17,6 @@ variables of their own, and what one of them patches is patched for all.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -30,6 +29,7 @@ from torch.distributed import device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardwise.transport import select
+from shardwise.transport.carrier import Carrier, carried_by
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
 from tests.transport.fake import Box, FakeTransport, FakeWorld
@@ -60,8 +60,15 @@ def on_hosts(names: Sequence[str]) -> Iterator[None]:
         _hosts.clear()
 
 
-def _announced(peers: Peers) -> list[Announced]:
-    return [Announced(_hosts[rank] if _hosts else "host", "") for rank in peers.members]
+class _Threads(Carrier):
+    """What carries between threads, which know where the others are."""
+
+    def announce(self, peers: Peers, wire: str) -> None:
+        """Do nothing."""
+
+    def announced(self, peers: Peers) -> list[Announced]:
+        """Return the hosts of :func:`on_hosts`."""
+        return [Announced(_hosts[rank] if _hosts else "host", "") for rank in peers.members]
 
 
 def run_threads(fn: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
@@ -107,12 +114,9 @@ def _installed(world: FakeWorld) -> Iterator[None]:
     if not torch.cuda.is_available():
         _guard_devices()
     plugin = dist.Backend._BackendPlugin(_create, False)
-    factory = dataclasses.replace(
-        select._factory, announce=lambda peers, wire: None, announced=_announced
-    )
     try:
         with (
-            select.made_by(factory),
+            carried_by(_Threads()),
             patch.dict(select._CHOICES, chosen),
             patch.dict(dist.Backend._plugins, {_BACKEND.upper(): plugin}),
             patch.object(_threaded, "Collective", _Torchs),

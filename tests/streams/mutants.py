@@ -13,7 +13,6 @@ HOST_ONLY = {
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
     "transport/hosts.py": "ranks that meet in the store",
-    "transport/background.py": "a thread that sends messages between tensors of the host",
     "transport/shm": "memory that ranks of a host share",
     "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
@@ -34,8 +33,10 @@ HOST_ONLY = {
     "optim/sums.py": "works on the stream of the step, where its all-reduces run too",
 }
 
-#: By place: the scenario that reports a race, or an error, without it.
-SEEN = {
+_QUEUED = ("custom", "wires", "wires_over_hosts")
+
+#: By place: the scenarios of which each reports a race, or an error, without it.
+SEEN: dict[str, str | tuple[str, ...]] = {
     # The all-gather of a tensor subclass.
     "sharding/extension.py Extension.gathered: torch.empty(world_size * sent.numel(), "
     "dtype=sent.dtype, device=sent.device)": "subclass",
@@ -93,47 +94,35 @@ SEEN = {
     # Custom collectives.
     "transport/custom.py CustomTransport._all_gather: gather.allocate( "
     "(self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device )": "custom",
-    "transport/custom.py CustomTransport._all_gather: wait()": "custom",
+    "transport/custom.py CustomTransport._all_gather: queued.wait()": "custom",
     "transport/custom.py CustomTransport._reduce_scatter: work.wait()": "custom",
-    "transport/custom.py CustomTransport._beside: "
-    "self._stream.wait_stream(devices.current_stream(device))": "custom",
     "transport/custom.py CustomTransport._reduce_one: comm.allocate("
     "(self.world_size * sum(sizes),), dtype=dtype, device=device)": "custom",
     "transport/custom.py CustomTransport._reduce_one: "
     "comm.allocate((sum(sizes),), dtype=dtype, device=device)": "custom",
-    "transport/custom.py CustomTransport._reduce_one: wait()": "custom",
-    "transport/custom.py _wait_for: devices.current_stream(device).record_event()": "custom",
-    "transport/custom.py _wait_for: work.wait()": "custom_asynchronous",
-    "transport/custom.py _wait_for: devices.current_stream(device).wait_event(event)": "custom",
+    "transport/custom.py CustomTransport._reduce_one: queued.wait()": "custom",
+    # Collectives of several steps.
+    "transport/runner.py SteppedWork.reach: self._under_way.wait()": "wires",
+    "transport/runner.py Runner.queue: devices.current_stream(device).record_event()": _QUEUED,
+    "transport/runner.py Runner.queue: devices.current_stream(device).wait_event(done)": _QUEUED,
+    "transport/runner.py Runner.queue: "
+    "self._stream.wait_stream(devices.current_stream(device))": _QUEUED,
+    "transport/runner.py Runner.queue: step.wait()": (
+        "custom_asynchronous",
+        "wires",
+        "wires_over_hosts",
+    ),
     # Collectives of encoded values.
     "sharding/group_param.py GroupParam._as_gathered: "
     "gathered.to(shard.device)": "wires_written_offloaded",
     "transport/codecs.py Fp8Codec._to_float: "
     "numbers.view(torch.int8).to(torch.int16)": "wires_of_scalars",
     "transport/codecs.py Noise.__init__: torch.cat([table, table])": "wires_offload",
-    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
-    "devices.current_stream(self._device).record_event()": "wires",
-    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
-    "devices.current_stream(self._device).wait_event(done)": "wires",
-    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
-    "reduction.contributions.wait()": "wires",
-    "transport/encoded.py EncodedTransport._all_reduce_on_stream: reduction.sums.wait()": "wires",
-    "transport/encoded.py EncodedTransport._all_reduce_on_stream: "
-    "self._stream.wait_stream(devices.current_stream(self._device))": "wires",
     "transport/encoded.py EncodedTransport._errors_of: "
     "torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)": "wires",
-    "transport/encoded.py EncodedTransport._scatter: scatter.under_way.wait()": "wires",
-    "transport/encoded.py EncodedTransport._all_gather: work.wait()": "wires",
-    "transport/encoded.py _both: work.wait()": "wires_of_scalars",
+    "transport/encoded.py EncodedTransport._beside_others: work.wait()": "wires_of_scalars",
     "transport/memory.py Blocks.take: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
-    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
-    "devices.current_stream(self._device).record_event()": "wires_over_hosts",
-    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
-    "devices.current_stream(self._device).wait_event(done)": "wires_over_hosts",
-    "transport/two_levels.py TwoLevelTransport._run_on_stream: "
-    "self._stream.wait_stream(devices.current_stream(self._device))": "wires_over_hosts",
-    "transport/two_levels.py TwoLevelTransport._run_on_stream: step.wait()": "wires_over_hosts",
     # Works that are kept until they are waited for, and waits for them.
     "sharding/full_params.py FullParams.start: "
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
@@ -186,7 +175,7 @@ SEEN = {
     "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
-    "transport/custom.py CustomTransport._all_gather: shard.to(full.dtype)": "integers_custom",
+    "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
     # The step of Muon.
     "optim/adamw.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
     "optim/adamw.py AdamWStep.of: "
@@ -254,12 +243,10 @@ UNSEEN = {
     "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
     "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
-    "transport/encoded.py EncodedTransport._all_reduce_apart: reduction.sums.wait()": _NO_STREAMS,
-    "transport/two_levels.py TwoLevelTransport._run: next(steps).wait()": _NO_STREAMS,
-    "transport/two_levels.py TwoLevelTransport._run: step.wait()": _NO_STREAMS,
-    "transport/two_levels.py TwoLevelTransport._run: under_way.wait()": _NO_STREAMS,
-    "transport/encoded.py EncodedTransport._all_gather: "
-    "shards[i].to(self._device, non_blocking=True)": _ORDERED,
+    "transport/runner.py Job.wait: self._is_done.wait()": _NO_STREAMS,
+    "transport/runner.py Runner.start_watched: run.wait()": _NO_STREAMS,
+    "transport/encoded.py EncodedTransport._encode_shard: "
+    "shard.to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
     "sharding/summon.py full_value: local.to(device)": _ORDERED,
     "sharding/init.py allocate: form.allocate(device)": _LOADED,

@@ -6,7 +6,6 @@ A scenario is a function of a :class:`Run`. :data:`SCENARIOS` lists them by name
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import gc
 import itertools
@@ -41,6 +40,7 @@ from shardwise.diloco.settings import WireFormat
 from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
 from shardwise.optim.offloaded import entries, optimizer
 from shardwise.transport import select
+from shardwise.transport.carrier import Carrier, carried_by
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
@@ -122,7 +122,7 @@ def play(
         stack.enter_context(
             mock.patch.object(select, "c10d_transport", lambda group, device: NcclTransport(group))
         )
-        stack.enter_context(select.made_by(_factory(found.per_host)))
+        stack.enter_context(carried_by(_Hosts(found.per_host)))
         mesh = stack.enter_context(world(found.shape, found.rank))
         device = stack.enter_context(modeled(Device(found.pageable, on_race)))
         if taken_out is not None:
@@ -137,15 +137,20 @@ def play(
     return device
 
 
-def _factory(per_host: int) -> select.TransportFactory:
-    """Make transports as always, for ranks that know where the others are."""
+class _Hosts(Carrier):
+    """What carries as always, between ranks that know where the others are."""
 
-    def announced(peers: Peers) -> list[Announced]:
-        return [Announced(str(per_host and rank // per_host), "") for rank in peers.members]
+    def __init__(self, per_host: int) -> None:
+        self._per_host = per_host
 
-    return dataclasses.replace(
-        select._factory, announce=lambda peers, wire: None, announced=announced
-    )
+    def announce(self, peers: Peers, wire: str) -> None:
+        """Do nothing."""
+
+    def announced(self, peers: Peers) -> list[Announced]:
+        """Put as many ranks in a row on each host; 0: all on one."""
+        return [
+            Announced(str(self._per_host and rank // self._per_host), "") for rank in peers.members
+        ]
 
 
 @contextmanager
@@ -1375,8 +1380,20 @@ def wires_written_offloaded(run: Run) -> None:
     _written_in_forward(run, offload_policy=PINNED, wire=wire, transport="c10d")
 
 
+@scenario(shape=(4,), per_host=2)
+def wires_over_hosts_written(run: Run) -> None:
+    """What was written is encoded while a stream encodes parameters of the next block."""
+    net = shard(run, wire=shardwise.Wire(gather="int8"), transport="c10d")
+    for block, following in itertools.pairwise(net.blocks):
+        block.set_modules_to_forward_prefetch([following])
+    _train_written(run, net)
+
+
 def _written_in_forward(run: Run, **options: Any) -> None:
-    net = shard(run, **options)
+    _train_written(run, shard(run, **options))
+
+
+def _train_written(run: Run, net: Any) -> None:
     for block in net.blocks:
         block.register_forward_pre_hook(_write_to_weight)
     train(run, net)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import hosts, select
+from shardwise.transport import hosts
 from shardwise.transport.base import Reduce, Transport
+from shardwise.transport.carrier import Carrier, carried_by
 from shardwise.transport.codecs import Room, decode, encode
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.formats import codec_of
 from shardwise.transport.peers import Peers
-from shardwise.transport.select import encoded_transport
+from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.wire import Wire, WireFormat
 from tests.transport.conformance import TOLERANCE, Checks
 
@@ -27,7 +27,7 @@ ENCODED = (torch.float32, torch.bfloat16, torch.float16)
 def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
     """The transport of all ranks with a wire."""
     assert dist.group.WORLD is not None
-    found = encoded_transport(dist.group.WORLD, CPU, wire, requested)
+    found = compose(dist.group.WORLD, CPU, ChannelOptions(requested, wire))
     assert isinstance(found, EncodedTransport)
     return found
 
@@ -35,13 +35,21 @@ def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
 def on_host(rank: int, local: int) -> AbstractContextManager[None]:
     """Act as if processes were on hosts of so many: only on the same one do they share memory."""
 
-    def share_memory(peers: Peers) -> Transport | str:
-        if len({each // local for each in peers.members}) > 1:
-            return "its ranks are on several hosts"
-        return select._share_memory(peers)
-
     hosts._name = lambda: f"host {rank // local}"
-    return select.made_by(dataclasses.replace(select._factory, share_memory=share_memory))
+    return carried_by(_OnHost(local))
+
+
+class _OnHost(Carrier):
+    """What carries as always, but for memory that ranks of several hosts would share."""
+
+    def __init__(self, local: int) -> None:
+        self._local = local
+
+    def share_memory(self, peers: Peers) -> Transport | str:
+        """Refuse it to ranks of several hosts."""
+        if len({each // self._local for each in peers.members}) > 1:
+            return "its ranks are on several hosts"
+        return super().share_memory(peers)
 
 
 def through(values: torch.Tensor, name: str) -> torch.Tensor:

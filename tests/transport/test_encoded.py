@@ -18,7 +18,7 @@ from shardwise.transport.base import Call, Kind, Label, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.select import encoded_transport, select_transport
+from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.wire import PLAIN, Wire, WireError, Wires
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -290,14 +290,14 @@ def test_a_rank_computes_with_what_the_others_decode_and_keeps_its_shard() -> No
 def _chosen(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     for requested in ("auto", "shm"):
-        found = encoded_transport(group, CPU, INT8, requested)
+        found = compose(group, CPU, ChannelOptions(requested, INT8))
         assert found is select_transport(group, CPU, requested), "it does not leave the host"
-    assert encoded_transport(group, CPU, PLAIN.common, "c10d").name == "gloo"
-    one = encoded_transport(group, CPU, INT8, "c10d")
+    assert compose(group, CPU, ChannelOptions("c10d", PLAIN.common)).name == "gloo"
+    one = compose(group, CPU, ChannelOptions("c10d", INT8))
     assert isinstance(one, EncodedTransport)
-    assert one is encoded_transport(group, CPU, Wire(gather="int8", reduce="int8"), "c10d")
-    assert one is not encoded_transport(group, CPU, FEEDBACK, "c10d")
-    assert isinstance(encoded_transport(None, CPU, INT8, "c10d"), LocalTransport)
+    assert one is compose(group, CPU, ChannelOptions("c10d", Wire(gather="int8", reduce="int8")))
+    assert one is not compose(group, CPU, ChannelOptions("c10d", FEEDBACK))
+    assert isinstance(compose(None, CPU, ChannelOptions("c10d", INT8)), LocalTransport)
 
 
 def test_what_stays_on_the_host_is_not_encoded() -> None:
@@ -312,14 +312,14 @@ def _apart(rank: int, world_size: int) -> bool:
     handshake.futex.is_available = lambda: False  # type: ignore[assignment]
     if rank:
         hosts._name = lambda: "another"
-    return isinstance(encoded_transport(dist.group.WORLD, CPU, INT8), EncodedTransport)
+    return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
 
 
 def _together(rank: int, world_size: int) -> bool:
     from shardwise.transport.shm import handshake
 
     handshake.futex.is_available = lambda: False  # type: ignore[assignment]
-    return isinstance(encoded_transport(dist.group.WORLD, CPU, INT8), EncodedTransport)
+    return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
 
 
 def test_messages_are_encoded_where_they_leave_the_host() -> None:
@@ -350,7 +350,7 @@ def test_a_lost_peer_is_named() -> None:
 
 
 def _disagree(rank: int, world_size: int, wires: list[Wire], collective: str) -> str:
-    transport = encoded_transport(dist.group.WORLD, CPU, wires[rank], "c10d")
+    transport = compose(dist.group.WORLD, CPU, ChannelOptions("c10d", wires[rank]))
     tensor, full = torch.ones(5000), torch.empty(10000)
 
     def call() -> None:

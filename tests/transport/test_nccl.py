@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise._torch import c10d
 from shardwise.devices import GLOO
-from shardwise.transport import collectives
+from shardwise.transport import carrier, collectives
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from tests.harness import run_ranks
@@ -40,7 +40,7 @@ def _addresses(rank: int, world_size: int) -> None:
         launches.append(group)
         return together(group)
 
-    collectives.coalesced = counted
+    carrier.coalesced = counted
 
     shards = [torch.full((LARGE + n,), float(rank)) for n in range(3)]
     shards[2] = shards[2][:-5]  # uneven: the last rows ran out

@@ -14,7 +14,7 @@ from shardwise.transport.base import Call, Kind, Label, Reduce, Transport
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.hosts import ranks_per_host
-from shardwise.transport.select import encoded_transport
+from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.shm import futex
 from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
@@ -35,7 +35,7 @@ class Source:
 
 def over_world(wire: Wire, requested: str = "c10d") -> TwoLevelTransport:
     """The transport of all ranks, on several hosts."""
-    found = encoded_transport(dist.group.WORLD, CPU, wire, requested)
+    found = compose(dist.group.WORLD, CPU, ChannelOptions(requested, wire))
     assert isinstance(found, TwoLevelTransport)
     return found
 
@@ -74,7 +74,7 @@ def test_hosts_are_even_if_each_has_as_many_ranks_in_a_row(
 
 
 def _kind(rank: int, world_size: int) -> type[Transport]:
-    return type(encoded_transport(dist.group.WORLD, CPU, INT8, "c10d"))
+    return type(compose(dist.group.WORLD, CPU, ChannelOptions("c10d", INT8)))
 
 
 @pytest.mark.parametrize("names", ["abc", "aaaa", "aab", "abab"])
@@ -301,10 +301,10 @@ def _disagree(rank: int, world_size: int) -> str:
     with on_host(rank, 2):
         wire = PLAIN.common if rank == 2 else INT8
         if rank == 2:
-            encoded_transport(dist.group.WORLD, CPU, wire, "auto")
+            compose(dist.group.WORLD, CPU, ChannelOptions("auto", wire))
             return ""
         with pytest.raises(RanksDivergedError) as caught:
-            encoded_transport(dist.group.WORLD, CPU, wire, "auto")
+            compose(dist.group.WORLD, CPU, ChannelOptions("auto", wire))
     return str(caught.value)
 
 

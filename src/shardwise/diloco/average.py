@@ -1,7 +1,7 @@
 """The average of a vector over the ranks of a group, encoded on the wire, bitwise equal on all.
 
-It is an :class:`~shardwise.transport.encoded_sums.EncodedAllReduce` whose second step begins when
-the caller says so, between two of its training steps.
+It is the all-reduce of :class:`~shardwise.transport.encoded_sums.EncodedSums`, whose second step
+begins when the caller says so, between two of its training steps.
 
 What encoding loses is kept in units of a contribution: the average lacks the errors of all ranks,
 divided by their number. The chunk that a rank averages has errors of the average itself, which it
@@ -19,13 +19,9 @@ from shardwise.diloco.settings import WireFormat
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Room
-from shardwise.transport.encoded_sums import (
-    EncodedAllReduce,
-    Encoding,
-    Tally,
-    chunks_of,
-)
+from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
 from shardwise.transport.formats import codec_of
+from shardwise.transport.runner import SteppedWork
 
 
 class Average:
@@ -53,8 +49,7 @@ class Average:
         sections: Sequence[int] | None = None,
     ) -> None:
         self._vector = vector.clone()
-        self._reduction: EncodedAllReduce | None = None
-        self._is_combined = False
+        self._run: SteppedWork | None = None
         self._error = error
         # If a replica is lost, nothing was: the next exchange repeats this one.
         self._lost = None if error is None else error.clone()
@@ -63,25 +58,25 @@ class Average:
                 self._vector.add_(self._lost)
                 self._lost.zero_()
             return
+        encoding = Encoding(codec_of(wire), wire.value, Tally())
+        sizes = [vector.numel()] if sections is None else list(sections)
         self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
-        self._encoding = Encoding(codec_of(wire), wire.value, Tally())
-        self._room = Room(vector.device)
-        self._sizes = [vector.numel()] if sections is None else list(sections)
-        parts = torch.split(self._vector, self._sizes)
-        errors = () if self._lost is None else torch.split(self._lost, self._sizes)
+        self._sizes, self._chunks = sizes, chunks_of(encoding, sizes, self._ranks)
         for own in self._own_errors():
             own.div_(self._ranks)
-        nbytes = EncodedAllReduce.row_nbytes(self._encoding, self._sizes, self._ranks)
-        self._reduction = EncodedAllReduce(
-            self._encoding,
+        nbytes = EncodedSums.nbytes(encoding, self._chunks, self._ranks)
+        sums = EncodedSums(
+            encoding,
             all_to_all,
-            parts,
+            torch.split(self._vector, sizes),
+            self._chunks,
             Reduce.AVG,
-            self._room,
-            self._memory(2, self._ranks, nbytes),
+            Room(vector.device),
+            torch.empty(nbytes, dtype=torch.uint8, device=vector.device),
             Label(label),
-            errors,
+            () if self._lost is None else torch.split(self._lost, sizes),
         )
+        self._run = SteppedWork(sums.all_reduce())
 
     def advance(self) -> None:
         """Start the second half, after waiting for the first. A no-op if it has started.
@@ -89,11 +84,8 @@ class Average:
         Raises:
             PeerLostError: a peer is lost.
         """
-        if self._reduction is None or self._is_combined:
-            return
-        self._reduction.contributions.wait()
-        self._reduction.combine(self._room)
-        self._is_combined = True
+        if self._run is not None:
+            self._run.reach(1)
 
     def wait(self) -> torch.Tensor:
         """Wait for the result.
@@ -104,11 +96,9 @@ class Average:
         Raises:
             PeerLostError: a peer is lost.
         """
-        self.advance()
-        if self._reduction is not None:
-            self._reduction.sums.wait()
-            self._reduction.finish(self._room)
-            self._reduction = None
+        if self._run is not None:
+            self._run.wait()
+            self._run = None
             for own in self._own_errors():
                 own.mul_(self._ranks)
         if self._error is not None and self._lost is not None:
@@ -116,15 +106,11 @@ class Average:
             self._lost = None
         return self._vector
 
-    def _memory(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=torch.uint8, device=self._vector.device)
-
     def _own_errors(self) -> Iterator[torch.Tensor]:
         """Yield what was lost of the chunks that this rank averages."""
         if self._lost is None:
             return
-        chunks = chunks_of(self._encoding, self._sizes, self._ranks)
-        for part, chunk in zip(torch.split(self._lost, self._sizes), chunks, strict=True):
+        for part, chunk in zip(torch.split(self._lost, self._sizes), self._chunks, strict=True):
             yield part[self._rank * chunk : (self._rank + 1) * chunk]
 
 
@@ -137,4 +123,5 @@ def sent_nbytes(wire: WireFormat, sections: Sequence[int], ranks: int) -> int:
         ranks: of the group.
     """
     encoding = Encoding(codec_of(wire), wire.value, Tally())
-    return 2 * (ranks - 1) * EncodedAllReduce.row_nbytes(encoding, sections, ranks)
+    chunks = chunks_of(encoding, sections, ranks)
+    return EncodedSums.nbytes(encoding, chunks, ranks - 1)

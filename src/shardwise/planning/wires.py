@@ -1,18 +1,15 @@
 """Transports of a rank that is alone: they allocate and copy as always, and nobody receives.
 
-A rehearsal runs one rank of a world without other processes. Its transports are the runtime's own
-classes, so that their buckets, scratch memory and copies are those of a training. Only the calls
-that would reach a wire do nothing.
+A rehearsal runs one rank of a world without other processes. Its transports are the runtime's own,
+so that their buckets, scratch memory and copies are those of a training. Only what carries the
+bytes is another, which does nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,21 +17,14 @@ import torch.distributed as dist
 from shardwise import devices
 from shardwise.devices import Backend
 from shardwise.observe import Memory
-from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import AtTheWait, Background, Deferred, Foreground
-from shardwise.transport.base import FinishedWork, Label, Transport
-from shardwise.transport.collective_log import CollectiveLog
-from shardwise.transport.collectives import Collective, CollectivesTransport, NcclTransport
-from shardwise.transport.gloo import GlooTransport, Messages
+from shardwise.transport.base import FinishedWork, Transport
+from shardwise.transport.carrier import Carrier, Collective, Ends, carried_by
 from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
-from shardwise.transport.select import TransportFactory, made_by
+from shardwise.transport.runner import Turn
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window
-from shardwise.transport.shm.full_params import Pool, ReferenceCounts
 from shardwise.transport.shm.handshake import Connections
-from shardwise.transport.shm.staging import Staging
-from shardwise.transport.shm.sync import SequenceNumbers, Sync
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
 
@@ -51,64 +41,73 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
             :func:`shardwise.devices.backend_of`.
         ranks_per_host: so many consecutive ranks share a host.
     """
-
-    def backend_of(group: dist.ProcessGroup, device: torch.device) -> Backend:
-        return backend
-
-    def share_memory(peers: Peers) -> Transport | str:
-        return _simulated_shm(peers, ranks_per_host)
-
-    factory = TransportFactory(
-        backend=backend_of,
-        share_memory=share_memory,
-        gloo=SimulatedGloo,
-        nccl=SimulatedNccl,
-        collectives=SimulatedCollectives,
-        all_to_all=functools.partial(_simulated_all_to_all, backend),
-        background=_background,
-        follower=lambda exchange: AtTheWait(),
-        announce=lambda peers, wire: None,
-        announced=lambda peers: [
-            Announced(f"host {rank // ranks_per_host}", "") for rank in peers.members
-        ],
-    )
-    with made_by(factory), warnings.catch_warnings():
+    with carried_by(_RehearsedCarrier(backend, ranks_per_host)), warnings.catch_warnings():
         # Tensors without memory have no address, and nothing here needs one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
 
 
-def _background(exchange: AllToAll) -> Background:
-    return Foreground() if exchange.sends_messages else Deferred()
+class _RehearsedCarrier(Carrier):
+    """What carries nothing: messages and collectives are prepared, and reach nobody."""
 
+    def __init__(self, backend: Backend, ranks_per_host: int) -> None:
+        self._backend = backend
+        self._ranks_per_host = ranks_per_host
 
-class _Unsent(Messages):
-    """Messages that are prepared, and reach nobody."""
+    def backend(self, peers: Peers, device: torch.device) -> Backend:
+        return self._backend
 
-    def _post(self) -> None:
+    def share_memory(self, peers: Peers) -> Transport | str:
+        hosts = {rank // self._ranks_per_host for rank in peers.members}
+        if len(hosts) > 1:
+            each = f"with {self._ranks_per_host} ranks on each"
+            return f"its ranks are on {len(hosts)} hosts, {each}"
+        if not futex.is_available():
+            return "shared memory is for Linux on x86-64"
+        # The others are always as far as this rank.
+        written, connections = range(peers.size), Connections({}, Arena.create())
+        return ShmTransport(peers, connections, _SimulatedArena, written, pagemap=None)
+
+    def announce(self, peers: Peers, wire: str) -> None:
         pass
 
+    def announced(self, peers: Peers) -> Sequence[Announced]:
+        return [Announced(f"host {rank // self._ranks_per_host}", "") for rank in peers.members]
 
-class _Unlaunched:
-    """The part of a transport that launches nothing."""
+    def ends(self, group: dist.ProcessGroup) -> Ends:
+        return _LooseEnds()
 
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        return FinishedWork()
+    def watches(self, backend: Backend) -> bool:
+        return False  # no thread waits for messages: there are none
 
-
-class SimulatedCollectives(_Unlaunched, CollectivesTransport):
-    """Plain collectives that are prepared, and never launched."""
-
-    def __init__(self, group: dist.ProcessGroup, backend: Backend, *args: Any) -> None:
-        # No thread waits for messages: there are none.
-        super().__init__(group, dataclasses.replace(backend, sends_messages=False), *args)
-        self._backend_name = backend.name
-
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        if self._backend_name != devices.GLOO.name:
-            return super()._launch(together)
+    def launch(self, together: Sequence[Collective]) -> Launched:
+        if self._backend.name != devices.GLOO.name:
+            return FinishedWork()
         (call,) = together
         return _GlooWork(getattr(call.start, "args", ()))
+
+    def launch_together(self, group: dist.ProcessGroup, calls: Sequence[Collective]) -> Launched:
+        return FinishedWork()
+
+    def numbers(self, received: torch.Tensor, mine: int) -> list[int]:
+        """Let the others have the number of this rank."""
+        return [mine] * received.numel()
+
+    def turn(self, backend: Backend) -> Turn:
+        return Turn.CALL if backend.sends_messages else Turn.NEXT_CALL
+
+    def turn_over_hosts(self, backend: Backend) -> Turn:
+        return Turn.WAIT
+
+
+class _LooseEnds:
+    """Where messages are posted that nobody waits for."""
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> None:
+        pass
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> None:
+        pass
 
 
 class _GlooWork:
@@ -146,72 +145,6 @@ def _copy_of_gloo(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copy_of_a_thread(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
-
-
-class SimulatedNccl(_Unlaunched, NcclTransport):
-    """Collectives in place that are prepared, and never launched."""
-
-
-class SimulatedGloo(GlooTransport):
-    """Messages that are prepared, and never posted."""
-
-    @property
-    def _messages_type(self) -> type[Messages]:
-        return _Unsent
-
-    @property
-    def _collectives_type(self) -> type[CollectivesTransport]:
-        return SimulatedCollectives
-
-
-class SimulatedAllToAll(AllToAll):
-    """An all-to-all that is prepared, and never sent."""
-
-    @property
-    def _messages_type(self) -> type[Messages]:
-        return _Unsent
-
-    def _launch(self, *args: object) -> Launched:
-        return FinishedWork()
-
-    def _launch_gather(self, *args: object) -> Launched:
-        return FinishedWork()
-
-    def exchange_numbers(self, mine: int, label: Label) -> list[int]:
-        """Exchange them, and let the others have the number of this rank."""
-        super().exchange_numbers(mine, label)
-        return [mine] * self.world_size
-
-    def _values(self, numbers: torch.Tensor) -> list[int]:
-        return []
-
-
-def _simulated_all_to_all(
-    backend: Backend, group: dist.ProcessGroup, device: torch.device, log: CollectiveLog | None
-) -> AllToAll:
-    return SimulatedAllToAll(group, device, backend, log)
-
-
-def _hosts_of(peers: Peers, ranks_per_host: int) -> set[int]:
-    return {rank // ranks_per_host for rank in peers.members}
-
-
-def _simulated_shm(peers: Peers, ranks_per_host: int) -> Transport | str:
-    """Make the transport of ranks that share a host, or say why they cannot share memory."""
-    hosts = _hosts_of(peers, ranks_per_host)
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts, with {ranks_per_host} ranks on each"
-    if not futex.is_available():
-        return "shared memory is for Linux on x86-64"
-    fd = Arena.create()
-    common, *own = _SimulatedArena.ranges(fd, 1 + peers.size)
-    log = CollectiveLog(peers, ShmTransport.name)
-    # The others are always as far as this rank.
-    numbers = SequenceNumbers(common, range(peers.size), peers.size)
-    sync = Sync(peers, Connections({}, fd), numbers, log)
-    pool = Pool(common, ReferenceCounts(common, peers.rank, peers.size), sync)
-    staging = Staging(own[peers.rank], sync)
-    return ShmTransport(log, sync, pool, staging, pagemap=None)
 
 
 class _SimulatedArena(Arena):

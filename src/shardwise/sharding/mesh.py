@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,10 @@ from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.errors import MisuseError
 from shardwise.transport.base import Transport
-from shardwise.transport.custom import (
-    AllGather,
-    ReduceScatter,
-    with_custom,
-)
+from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, make_together, new_group
-from shardwise.transport.select import encoded_transport
+from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.wire import PLAIN, Wires
 
 
@@ -46,7 +42,7 @@ class DataMesh:
         replicate: the transport over the ranks with the same shard, or ``None`` if no dimension
             replicates.
         device: the device on which this rank computes.
-        requested: the transport that the user asked for by argument, if any.
+        options: what the transports of the sharding dimension consist of.
         outer: the mesh that has the ``dp_mesh_dims``, if those were given.
         dims: the ``dp_mesh_dims``, if they were given.
         scatter_group: the separate process group for reductions, if there is one.
@@ -58,7 +54,7 @@ class DataMesh:
     scatter: Transport
     replicate: Transport | None
     device: torch.device
-    requested: str | None = None
+    options: ChannelOptions = field(default=ChannelOptions(), compare=False)
     outer: DeviceMesh | None = None
     dims: DataParallelMeshDims | None = field(default=None, hash=False)
     scatter_group: dist.ProcessGroup | None = None
@@ -114,9 +110,10 @@ class DataMesh:
         for dim, name in enumerate(names):
             Peers(mesh.get_group(dim)).name_dimension(name)
 
+        options = [ChannelOptions(transport, wires.get(name)) for name in names]
+
         def over(dim: int) -> Transport:
-            wire = wires.get(names[dim])
-            return encoded_transport(mesh.get_group(dim), device, wire, transport)
+            return compose(mesh.get_group(dim), device, options[dim])
 
         shard = LocalTransport() if shard_dim is None else over(shard_dim)
         return cls(
@@ -125,9 +122,14 @@ class DataMesh:
             scatter=shard,
             replicate=over(0) if replicates else None,
             device=device,
-            requested=transport,
+            options=options[-1],
             wires=wires,
         )
+
+    @property
+    def requested(self) -> str | None:
+        """The transport that the user asked for by argument, if any."""
+        return self.options.transport
 
     @property
     def shards(self) -> bool:
@@ -179,11 +181,7 @@ class DataMesh:
             me = dist.get_rank()
             own = next(row for row in rows.tolist() if me in row)
             column = rows[:, own.index(me)].tolist()
-            made = Peers().once(_smaller_groups)
-            for ranks in (tuple(column), tuple(own)):
-                if ranks not in made:
-                    made[ranks] = new_group(ranks)
-            groups = [made[tuple(column)], made[tuple(own)]]
+            groups = [_group_for("smaller meshes", ranks) for ranks in (column, own)]
             # In reports, such gathers belong to the dimension that the ranks are a part of.
             Peers(groups[1]).name_dimension(_names_of(self.mesh)[-1])
             mesh = DeviceMesh.from_group(
@@ -193,25 +191,21 @@ class DataMesh:
 
     def with_scatter_group(self, group: dist.ProcessGroup | None) -> DataMesh:
         """The same mesh with reductions over ``group``, or (``None``) over the gathering group."""
-        carrier = self.shard_group if group is None else group
-        scatter = self.scatter.put_around(self._transport_over(carrier), carrier)
-        return dataclasses.replace(self, scatter=scatter, scatter_group=group)
+        return self._with_scatter(self.options, group)
+
+    def _with_scatter(self, options: ChannelOptions, group: dist.ProcessGroup | None) -> DataMesh:
+        reducing = dataclasses.replace(options, all_gather=None)
+        scatter = compose(group or self.shard_group, self.device, reducing)
+        return dataclasses.replace(self, scatter=scatter, scatter_group=group, options=options)
 
     def separate_group(self) -> dist.ProcessGroup:
         """Return the process group for reductions over the ranks of the sharding dimension.
 
         There is one for each set of ranks, since torch keeps groups until the end of the world.
         """
-        ranks = tuple(dist.get_process_group_ranks(self.shard_group))
-        made = Peers().once(_separate_groups)
-        if ranks not in made:
-            made[ranks] = new_group(ranks)
-            Peers(made[ranks]).name_dimension(_names_of(self.mesh)[-1])
-        return made[ranks]
-
-    def _transport_over(self, group: dist.ProcessGroup) -> Transport:
-        wire = self.wires.get(_names_of(self.mesh)[-1])
-        return encoded_transport(group, self.device, wire, self.requested)
+        group = _group_for("reductions", dist.get_process_group_ranks(self.shard_group))
+        Peers(group).name_dimension(_names_of(self.mesh)[-1])
+        return group
 
     @property
     def encoded(self) -> list[Transport]:
@@ -239,8 +233,10 @@ class DataMesh:
             MisuseError: a wire encodes what it would gather.
         """
         self._check_plain("an all-gather", "a custom one", "gather")
-        shard = with_custom(self.shard, self.shard_group, all_gather=comm)
-        return dataclasses.replace(self, shard=shard)
+        options = dataclasses.replace(self.options, all_gather=comm)
+        gathering = dataclasses.replace(options, reduce_scatter=None)
+        shard = compose(self.shard_group, self.device, gathering)
+        return dataclasses.replace(self, shard=shard, options=options)
 
     def with_reduce_scatter(self, comm: ReduceScatter) -> DataMesh:
         """The same mesh with a custom reduce-scatter.
@@ -249,9 +245,8 @@ class DataMesh:
             MisuseError: a wire encodes what it would reduce.
         """
         self._check_plain("a reduce-scatter", "a custom one", "reduce")
-        group = self.scatter_group or self.shard_group
-        scatter = with_custom(self.scatter, group, reduce_scatter=comm)
-        return dataclasses.replace(self, scatter=scatter)
+        options = dataclasses.replace(self.options, reduce_scatter=comm)
+        return self._with_scatter(options, self.scatter_group)
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -259,13 +254,17 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
 
 
-def _smaller_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Keep the process groups of meshes over fewer ranks, by their ranks."""
-    return {}
+def _group_for(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """Return the process group of some ranks for a purpose, the same one every time."""
+    made = Peers().once(_groups)
+    key = (purpose, *ranks)
+    if key not in made:
+        made[key] = new_group(ranks)
+    return made[key]
 
 
-def _separate_groups(world: Peers) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """Keep the process groups for reductions, by their ranks."""
+def _groups(world: Peers) -> dict[tuple[object, ...], dist.ProcessGroup]:
+    """Keep the process groups, by their purposes and ranks."""
     return {}
 
 

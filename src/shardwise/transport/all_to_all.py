@@ -17,36 +17,14 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import Backend
-from shardwise.transport.base import Label, PendingWork, Work
+from shardwise.transport.base import Label, Work
+from shardwise.transport.carrier import Collective, carrier
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.collectives import all_gather_function
-from shardwise.transport.gloo import MAX_TAG, Messages
+from shardwise.transport.gloo import Messages
 from shardwise.transport.peers import Peers
+from shardwise.transport.runner import Exchange
 from shardwise.transport.waiter import Launched, Waiter
-
-
-class Exchange(PendingWork):
-    """Rows under way.
-
-    Args:
-        finish: as in :class:`~shardwise.transport.base.PendingWork`.
-        land: waits for them without a look at the peers.
-    """
-
-    def __init__(self, finish: Callable[[], None], land: Callable[[], None]) -> None:
-        super().__init__(finish)
-        self._land: Callable[[], None] | None = land
-
-    def land(self) -> None:
-        """Wait in a thread besides that of the program, which watches the peers meanwhile.
-
-        Raises:
-            RuntimeError: a peer is lost, in the words of the backend.
-        """
-        if self._land is not None:
-            self._land()
-            self._land = None
 
 
 class AllToAll:
@@ -55,7 +33,6 @@ class AllToAll:
     Args:
         group: the process group.
         device: the device of the rows.
-        backend: the backend for it; by default that of the group.
         log: the log of a transport over the same ranks whose calls are in one order with these.
 
     Attributes:
@@ -72,16 +49,16 @@ class AllToAll:
         self,
         group: dist.ProcessGroup,
         device: torch.device,
-        backend: Backend | None = None,
         log: CollectiveLog | None = None,
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
         self.bytes_sent = 0
         self.group = group
+        self._ends = carrier().ends(group)
         self._device = device
         self._peers = Peers(group)
-        backend = self._peers.backend(device) if backend is None else backend
+        backend = carrier().backend(self._peers, device)
         self._log = CollectiveLog(self._peers, backend.name) if log is None else log
         self._counting = threading.Lock()
         self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
@@ -125,9 +102,8 @@ class AllToAll:
         call = self.log(received, label) if call is None else call
         if self._waiter is not None:
             return self._send(call, self._waiter, rows.unbind(), received.unbind())
-        return self._collect(
-            call, rows, rows.nbytes - rows[0].nbytes, lambda: self._launch(received, rows)
-        )
+        exchange = Collective.of(dist.all_to_all_single, received, rows, group=self.group)
+        return self._collect(call, rows, rows.nbytes - rows[0].nbytes, exchange)
 
     def share(
         self,
@@ -152,7 +128,8 @@ class AllToAll:
         if self._waiter is not None:
             return self._send(call, self._waiter, [row] * self.world_size, received.unbind())
         to_others = row.nbytes * (self.world_size - 1)
-        return self._collect(call, row, to_others, lambda: self._launch_gather(received, row))
+        gather = Collective.of(all_gather_function(), received.view(-1), row, group=self.group)
+        return self._collect(call, row, to_others, gather)
 
     def wait_for(self, job: Launched, doing: str) -> None:
         """Wait for what another thread does with these ranks, and watch them meanwhile.
@@ -197,9 +174,10 @@ class AllToAll:
         if self._waiter is not None:
             return self._send(call, self._waiter, rows, landing)
         to_others = sent.nbytes - rows[self.rank].nbytes
-        return self._collect(
-            call, sent, to_others, lambda: self._launch(received, sent, their_sizes, sizes)
+        exchange = Collective.of(
+            dist.all_to_all_single, received, sent, list(their_sizes), list(sizes), group=self.group
         )
+        return self._collect(call, sent, to_others, exchange)
 
     def exchange_numbers(self, mine: int, label: Label) -> list[int]:
         """Gather a number from every rank, and wait for them.
@@ -218,7 +196,7 @@ class AllToAll:
         received = torch.empty_like(sent)
         ones = [1] * self.world_size
         self.start_uneven(sent, ones, received, ones, label).wait()
-        return self._values(received)
+        return carrier().numbers(received, mine)
 
     def abandon(self) -> None:
         """Let the others notice that this rank will not finish what it has begun with them.
@@ -228,47 +206,18 @@ class AllToAll:
         if self._waiter is not None:
             self._peers.hang_up()
 
-    # A rehearsal sends nothing, and has others here.
-
-    def _values(self, numbers: torch.Tensor) -> list[int]:
-        return [int(number) for number in numbers.tolist()]
-
-    @property
-    def _messages_type(self) -> type[Messages]:
-        return Messages
-
-    def _launch(
-        self,
-        received: torch.Tensor,
-        rows: torch.Tensor,
-        their_sizes: Sequence[int] | None = None,
-        sizes: Sequence[int] | None = None,
-    ) -> Launched:
-        work: Launched = dist.all_to_all_single(
-            received,
-            rows,
-            None if their_sizes is None else list(their_sizes),
-            None if sizes is None else list(sizes),
-            group=self.group,
-            async_op=True,
-        )
-        return work
-
-    def _launch_gather(self, received: torch.Tensor, row: torch.Tensor) -> Launched:
-        return all_gather_function()(received.view(-1), row, group=self.group, async_op=True)
-
     def _count(self, nbytes: int) -> None:
         with self._counting:
             self.bytes_sent += nbytes
 
     def _collect(
-        self, call: LoggedCall, rows: torch.Tensor, nbytes: int, launch: Callable[[], Launched]
+        self, call: LoggedCall, rows: torch.Tensor, nbytes: int, collective: Collective
     ) -> Exchange:
         """Launch one collective; ``nbytes`` of ``rows`` are for others."""
         self._count(nbytes)
         issued = self._log.issue(call, 1, lambda: nbytes)
         with self._peers.collective(call.text):
-            work = launch()
+            work = carrier().launch([collective])
 
         def finish(rows: torch.Tensor = rows) -> None:  # holds the rows until they have left
             with issued, self._peers.collective(call.text):
@@ -287,13 +236,7 @@ class AllToAll:
         """Send every row as a message."""
         nbytes = sum(row.nbytes for row in rows) - rows[self.rank].nbytes
         self._count(nbytes)
-        messages = self._messages_type(
-            self.group,
-            waiter,
-            call.text,
-            call.digest % MAX_TAG,
-            lambda launches: self._log.issue(call, launches, lambda: nbytes),
-        )
+        messages = Messages(self._ends, waiter, self._log, call, lambda: nbytes)
         # Each rank begins with its next neighbor, so that not all write to rank 0 first.
         for step in range(1, self.world_size):
             peer = (self.rank + step) % self.world_size

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
+from shardwise.transport.memory import HeapBuffers
 from shardwise.transport.wire import Wire
 
 
@@ -174,17 +174,19 @@ class Transport(ABC):
             waits does the work: waiting later hides nothing, so wait as soon as the call allows.
         """
 
-    @abstractmethod
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
     ) -> FullBuffers:
-        """Reserve memory that an all-gather can gather into. It is not yet allocated.
+        """Reserve memory that an all-gather can gather into: by default, memory of this rank's own.
+
+        It is not yet allocated.
 
         Args:
             numels: the number of elements of each tensor, padding included.
             dtypes: the dtype of each tensor.
             device: the device of all tensors.
         """
+        return HeapBuffers(numels, dtypes, device)
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return what every rank gets of a shard: encoded and decoded, if the wire encodes.
@@ -200,10 +202,6 @@ class Transport(ABC):
 
     def trim(self) -> None:  # noqa: B027 - most keep nothing
         """Give back what is kept for the next reductions, once no rank reads it any more."""
-
-    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> Transport:
-        """Return ``inner``, which serves another group, with what is ``replaced`` in this one."""
-        return inner
 
     def all_gather(
         self, shards: Sequence[torch.Tensor], fulls: Sequence[torch.Tensor], label: Label = NO_LABEL

@@ -29,6 +29,7 @@ from shardwise._torch import fake
 from shardwise.devices import CPU
 from shardwise.transport.memory import reported
 from shardwise.transport.mixing import mix
+from shardwise.transport.runner import is_beside
 
 #: Elements that share one scale.
 BLOCK = 256
@@ -53,7 +54,9 @@ class Piece:
 
 
 class Room:
-    """Memory to work in, of one thread: tiles of fp32, which the next encoding overwrites.
+    """Memory to work in: tiles of fp32, which the next encoding overwrites.
+
+    What goes on beside the program has tiles of its own.
 
     Args:
         device: where values are encoded and decoded.
@@ -61,18 +64,19 @@ class Room:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tiles: dict[int, torch.Tensor] = {}
+        self._tiles: dict[tuple[int, bool], torch.Tensor] = {}
         # Tensors without values cost the same however large they are.
         is_host = device.type == CPU.type and fake.has_values(torch.empty(0))
         self.tile = _HOST_TILE if is_host else _DEVICE_TILE
 
     def take(self, which: int, numel: int) -> torch.Tensor:
         """Return fp32 memory for at most a tile. Different numbers are in different memory."""
-        found = self._tiles.get(which)
+        key = which, is_beside()
+        found = self._tiles.get(key)
         if found is None or found.numel() < numel:
             size = min(self.tile, -(-numel // 4096) * 4096)
             found = torch.empty(size, dtype=torch.float32, device=self._device)
-            self._tiles[which] = reported(found)
+            self._tiles[key] = reported(found)
         return found[:numel]
 
     def tiles(self, numel: int) -> Iterator[slice]:
@@ -340,7 +344,7 @@ def encode(
         codec: how.
         values: 1-D, of a floating dtype.
         piece: where they go.
-        room: memory of the calling thread to work in.
+        room: memory to work in.
         start: the element of the piece at which they begin, a multiple of a block.
         error: fp32, as long as the values: what was lost before. It is added to them, and becomes
             what is lost now: nothing where the result is not finite.
@@ -381,7 +385,7 @@ def decode(codec: Codec, piece: Piece, out: torch.Tensor, room: Room, *, start: 
         codec: how they were encoded.
         piece: where they are.
         out: 1-D, contiguous.
-        room: memory of the calling thread to work in.
+        room: memory to work in.
         start: the element of the piece at which they begin, a multiple of a block.
     """
     for tile in room.tiles(out.numel()):

@@ -26,14 +26,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise import devices
-from shardwise._torch.c10d import coalesced
 from shardwise.devices import Backend
 from shardwise.transport.base import Call, FinishedWork, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import (
@@ -49,8 +46,9 @@ from shardwise.transport.buckets import (
     pack,
     unpack,
 )
-from shardwise.transport.collective_log import CollectiveLog, LoggedCall
-from shardwise.transport.memory import OwnMemory, reported
+from shardwise.transport.carrier import Collective, carrier
+from shardwise.transport.collective_log import CollectiveLog
+from shardwise.transport.memory import reported
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched, Waiter
 
@@ -58,28 +56,7 @@ from shardwise.transport.waiter import Launched, Waiter
 SMALL_BYTES = 16 * 1024
 
 
-@dataclass(frozen=True)
-class Collective:
-    """A collective that is ready to start.
-
-    Attributes:
-        tensor: what it writes to. The function's own arguments do not say: a tool may have replaced
-            it by a ``functools.partial`` that puts other arguments first.
-        start: starts it; only its ``async_op`` is missing.
-    """
-
-    tensor: torch.Tensor
-    start: Callable[..., dist.Work]
-
-    @classmethod
-    def of(
-        cls, function: Callable[..., dist.Work], tensor: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Collective:
-        """Prepare ``function(tensor, *args, **kwargs)``."""
-        return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
-
-
-class CollectivesTransport(OwnMemory, Transport):
+class CollectivesTransport(Transport):
     """Public ``torch.distributed`` collectives over one process group.
 
     Args:
@@ -111,7 +88,10 @@ class CollectivesTransport(OwnMemory, Transport):
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
         self.log = CollectiveLog(self._peers, self.name) if log is None else log
-        self._waiter = Waiter(self._peers, self.log.compare) if backend.sends_messages else None
+        watches = carrier().watches(backend)
+        self._waiter = Waiter(self._peers, self.log.compare) if watches else None
+        #: Launches collectives that are launched at once.
+        self._launch: Callable[[Sequence[Collective]], Launched] = carrier().launch
 
     def overlaps_compute(self) -> bool:
         """Return whether the backend moves bytes by itself."""
@@ -121,8 +101,6 @@ class CollectivesTransport(OwnMemory, Transport):
         """Gather with one collective per bucket."""
         gather = all_gather_function()
         shards, fulls = call.inputs, call.outputs
-        logged = self.log.add(call.kind.value, call.outputs, call.label)
-        gathered = fulls
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
             shards = [
                 as_bytes(shard if shard.dtype == full.dtype else reported(shard.to(full.dtype)))
@@ -154,7 +132,7 @@ class CollectivesTransport(OwnMemory, Transport):
             if not self._backend.gathers_in_place:
                 mine = reported(mine.clone())
             calls.append(Collective.of(gather, as_sendable(flat), mine, group=self.group))
-        return self._start(logged, calls, finish, lambda: sum(full.nbytes for full in gathered))
+        return self._start(call, calls, finish, lambda: sum(full.nbytes for full in call.outputs))
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
@@ -171,10 +149,7 @@ class CollectivesTransport(OwnMemory, Transport):
             calls.append(Collective.of(scatter, out, all_chunks, op=self._op(op), group=self.group))
         finish = functools.partial(self._deliver, sums, shards, op)
         return self._start(
-            self.log.add(call.kind.value, call.outputs, call.label),
-            calls,
-            finish,
-            lambda: self.world_size * sum(shard.nbytes for shard in shards),
+            call, calls, finish, lambda: self.world_size * sum(shard.nbytes for shard in shards)
         )
 
     def _all_reduce(self, call: Call) -> Work:
@@ -189,29 +164,20 @@ class CollectivesTransport(OwnMemory, Transport):
             for _, summed in sums
         ]
         finish = functools.partial(self._deliver, sums, tensors, op)
-        return self._start(
-            self.log.add(call.kind.value, call.outputs, call.label),
-            calls,
-            finish,
-            lambda: sum(tensor.nbytes for tensor in tensors),
-        )
+        return self._start(call, calls, finish, lambda: sum(tensor.nbytes for tensor in tensors))
 
     def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         """Divide collectives of one kind into those that are launched at once."""
         return [[call] for call in calls]
 
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        """Launch collectives that are launched at once."""
-        (call,) = together
-        return call.start(async_op=True)
-
     def _start(
         self,
-        logged: LoggedCall,
+        call: Call,
         calls: Sequence[Collective],
         finish: Callable[[], None],
         nbytes: Callable[[], int],
     ) -> Work:
+        logged = self.log.add(call.kind.value, call.outputs, call.label)
         doing = logged.text
         if not calls:
             return FinishedWork()
@@ -291,15 +257,10 @@ class NcclTransport(CollectivesTransport):
     def __init__(self, group: dist.ProcessGroup, backend: Backend = devices.NCCL) -> None:
         self.name = backend.name
         super().__init__(group, backend, SMALL_BYTES)
+        self._launch = functools.partial(carrier().launch_together, group)
 
     def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
         by_dtype: dict[torch.dtype, list[Collective]] = {}
         for call in calls:
             by_dtype.setdefault(call.tensor.dtype, []).append(call)
         return list(by_dtype.values())
-
-    def _launch(self, together: Sequence[Collective]) -> Launched:
-        with coalesced(self.group) as work:
-            for call in together:
-                call.start(async_op=False)
-        return work

@@ -7,8 +7,7 @@ torch calls it: by keywords, and synchronously. What overlaps is the stream that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -25,14 +24,10 @@ from shardwise.transport.base import (
     Transport,
     Work,
 )
-from shardwise.transport.buckets import (
-    as_bytes,
-    as_rows,
-    copy_chunks,
-    fill,
-)
-from shardwise.transport.memory import HeapBuffers
+from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill
 from shardwise.transport.peers import Peers
+from shardwise.transport.runner import Runner, Turn
+from shardwise.transport.waiter import Launched
 
 
 class Comm(Protocol):
@@ -98,7 +93,7 @@ class CustomTransport(Transport):
         self._scatter = reduce_scatter
         provided = {Kind.ALL_GATHER: all_gather, Kind.REDUCE_SCATTER: reduce_scatter}
         self.replaced = frozenset(kind for kind, comm in provided.items() if comm is not None)
-        self._stream: torch.Stream | None = None
+        self._runner = Runner(Turn.WAIT)
         self._backend: devices.Backend | None = None
 
     def overlaps_compute(self) -> bool:
@@ -110,7 +105,7 @@ class CustomTransport(Transport):
     ) -> FullBuffers:
         """Reserve memory to gather into: plain memory if the all-gather is custom."""
         if self._gather is not None:
-            return HeapBuffers(numels, dtypes, device)
+            return super().full_buffers(numels, dtypes, device)
         return self._inner.full_buffers(numels, dtypes, device)
 
     def _all_gather(self, call: Call) -> Work:
@@ -120,32 +115,33 @@ class CustomTransport(Transport):
             return self._inner.start(call)
         if not fulls:
             return FinishedWork()
+        is_mixed = len({full.dtype for full in fulls}) > 1
+        if is_mixed:
+            dtypes = [full.dtype for full in fulls]
+            fulls = [as_bytes(full) for full in fulls]
         device = fulls[0].device
-        with self._beside(device):
-            if len({full.dtype for full in fulls}) > 1:
-                shards = [
-                    as_bytes(shard.to(full.dtype))
-                    for shard, full in zip(shards, fulls, strict=True)
-                ]
-                fulls = [as_bytes(full) for full in fulls]
-            rows = [as_rows(full, self.world_size) for full in fulls]
-            sizes = [row.shape[1] for row in rows]
+        rows = [as_rows(full, self.world_size) for full in fulls]
+        sizes = [row.shape[1] for row in rows]
+
+        def start() -> tuple[torch.Tensor, dist.Work | None]:
             output = gather.allocate(
                 (self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device
             )
             flat = as_rows(output, self.world_size)
-            for chunk, shard in zip(torch.split(flat[self.rank], sizes), shards, strict=True):
-                fill(chunk, shard)
+            for i, chunk in enumerate(torch.split(flat[self.rank], sizes)):
+                fill(chunk, as_bytes(shards[i].to(dtypes[i])) if is_mixed else shards[i])
             work = gather(
                 output_tensor=output,
                 input_tensor=flat[self.rank],
                 group=self._group,
                 async_op=False,
             )
-            wait = _wait_for(work, device)
+            return flat, work
+
+        queued, flat = self._beside(device, start)
 
         def finish() -> None:
-            wait()
+            queued.wait()
             for row, column in zip(rows, torch.split(flat, sizes, dim=1), strict=True):
                 row.copy_(column)
 
@@ -174,22 +170,26 @@ class CustomTransport(Transport):
         """Reduce as the inner transport does."""
         return self._inner.start(call)
 
-    def put_around(self, inner: Transport, group: dist.ProcessGroup) -> CustomTransport:
-        """Return the same custom collectives over another group, whose transport is ``inner``."""
-        return CustomTransport(inner, group, self._gather, self._scatter)
+    def _beside(
+        self, device: torch.device, start: Callable[[], tuple[torch.Tensor, dist.Work | None]]
+    ) -> tuple[Work, torch.Tensor]:
+        """Start a custom collective on a stream beside the computing one, if there are any.
 
-    def _beside(self, device: torch.device) -> AbstractContextManager[object]:
-        """Enter the stream to pack and call on: one beside the computing stream, if there are any.
+        Args:
+            device: of its buffers.
+            start: allocates and fills them; returns what it writes to, and its work.
 
-        The buffers belong to that stream. Before it allocates the next ones in their memory, it
-        waits for all that the computing stream has read of them.
+        Returns:
+            What to wait for, and then to read.
         """
-        if not devices.has_streams(device):
-            return nullcontext()
-        if self._stream is None:
-            self._stream = devices.new_stream(device)
-        self._stream.wait_stream(devices.current_stream(device))
-        return self._stream
+        written: list[torch.Tensor] = []
+
+        def steps() -> Iterator[Launched]:
+            result, work = start()
+            written.append(result)
+            yield FinishedWork() if work is None else work
+
+        return self._runner.queue(steps(), device), written[0]
 
     def _reduce_one(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
@@ -200,7 +200,8 @@ class CustomTransport(Transport):
         if self._backend is None:
             self._backend = Peers(self._group).backend(device)
         averages = op is Reduce.AVG and self._backend.averages
-        with self._beside(device):
+
+        def start() -> tuple[torch.Tensor, dist.Work | None]:
             source = comm.allocate((self.world_size * sum(sizes),), dtype=dtype, device=device)
             result = comm.allocate((sum(sizes),), dtype=dtype, device=device)
             columns = torch.split(as_rows(source, self.world_size), sizes, dim=1)
@@ -213,36 +214,15 @@ class CustomTransport(Transport):
                 op=dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
                 async_op=False,
             )
-            wait = _wait_for(work, device)
+            return result, work
+
+        queued, result = self._beside(device, start)
 
         def finish() -> None:
-            wait()
+            queued.wait()
             if op is Reduce.AVG and not averages:
                 result.div_(self.world_size)
             for shard, part in zip(shards, torch.split(result, sizes), strict=True):
                 shard.copy_(part)
 
         return PendingWork(finish)
-
-
-def _wait_for(work: dist.Work | None, device: torch.device) -> Callable[[], object]:
-    """Return a function that makes the stream that computes then wait for the collective."""
-    if not devices.has_streams(device):
-        return (lambda: None) if work is None else work.wait
-    if work is not None:
-        work.wait()  # on the stream beside computing
-    event = devices.current_stream(device).record_event()
-    return lambda: devices.current_stream(device).wait_event(event)
-
-
-def with_custom(
-    transport: Transport,
-    group: dist.ProcessGroup,
-    *,
-    all_gather: AllGather | None = None,
-    reduce_scatter: ReduceScatter | None = None,
-) -> Transport:
-    """Replace collectives of ``transport`` by custom ones, unless there is only one rank."""
-    if transport.world_size == 1:
-        return transport
-    return CustomTransport(transport, group, all_gather, reduce_scatter)

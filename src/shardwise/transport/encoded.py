@@ -6,9 +6,7 @@ of them, its own too: all compute with the same bits. Reductions are those of
 transport.
 
 Nothing of it waits before the caller does. The second step of an all-reduce has to follow the first
-by itself, or it would only begin at the end of backward. So where ranks send messages, a thread
-adds up and sends; on a device with streams, the whole all-reduce is queued on a stream of its own.
-Elsewhere, it begins with the next call (:mod:`shardwise.transport.background`).
+by itself, or it would only begin at the end of backward: a :class:`Runner` takes it.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ from __future__ import annotations
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from shardwise import devices
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Background, in_job
 from shardwise.transport.base import (
     Call,
     FullBuffers,
@@ -33,16 +29,11 @@ from shardwise.transport.base import (
     Work,
 )
 from shardwise.transport.buckets import as_rows
-from shardwise.transport.codecs import Noise, Room, decode, encode
-from shardwise.transport.encoded_sums import (
-    EncodedAllReduce,
-    EncodedScatter,
-    Encoding,
-    RowLayout,
-    Tally,
-)
+from shardwise.transport.codecs import Codec, Noise, Room, decode, encode
+from shardwise.transport.encoded_sums import EncodedSums, Encoding, RowLayout, Tally, chunks_of
 from shardwise.transport.formats import codec_of
 from shardwise.transport.memory import Blocks, reported
+from shardwise.transport.runner import Exchange, Job, Runner, SteppedWork
 from shardwise.transport.sums import wire_dtype
 from shardwise.transport.wire import Wire, WireFormat
 
@@ -59,12 +50,12 @@ class EncodedTransport(Transport):
         all_to_all: moves encoded gradients, between the same ranks.
         wire: the formats.
         device: of all tensors.
-        background: does what follows the first step of an all-reduce, unless a stream does.
+        runner: begins the second step of an all-reduce.
 
     Attributes:
         inner: as given.
         wire: as given.
-        background: as given.
+        runner: as given.
     """
 
     def __init__(
@@ -73,7 +64,7 @@ class EncodedTransport(Transport):
         all_to_all: AllToAll,
         wire: Wire,
         device: torch.device,
-        background: Background,
+        runner: Runner,
     ) -> None:
         self.name = inner.name
         self.rank = inner.rank
@@ -82,7 +73,7 @@ class EncodedTransport(Transport):
         self.wire = wire
         self._all_to_all = all_to_all
         self._device = device
-        self.background = background
+        self.runner = runner
         # Streams and threads count apart.
         self._tallies = gathers, scatters, sums = Tally(), Tally(), Tally()
         self._gathers = gathers
@@ -91,22 +82,15 @@ class EncodedTransport(Transport):
         noise = Noise(wire.seed, device) if wire.rounding == "stochastic" else None
         self._encoding = Encoding(codec_of(self._reduce), wire.reduce, scatters, noise)
         self._all_reduces = replace(self._encoding, tally=sums)
-        self._rooms = Room(device), Room(device)
+        self._room = Room(device)
         self._blocks = Blocks(device)
-        self._stream: torch.Stream | None = None
         self._errors: weakref.WeakKeyDictionary[object, torch.Tensor] = weakref.WeakKeyDictionary()
         self._calls: Counter[str] = Counter()
-        self._labels: dict[tuple[Label, str], Label] = {}
 
     @property
     def overflows(self) -> int:
         """The blocks that this rank has encoded and that decode to no finite numbers."""
         return sum(tally.total for tally in self._tallies)
-
-    @property
-    def _room(self) -> Room:
-        """Memory to work in: that of the background, or that of the program."""
-        return self._rooms[in_job()]
 
     @property
     def bytes_sent(self) -> int:
@@ -124,14 +108,18 @@ class EncodedTransport(Transport):
         return self.inner.full_buffers(numels, dtypes, device)
 
     def _all_gather(self, call: Call) -> Work:
-        """Encode the shards as one row per rank, and gather it with what is not encoded."""
-        shards, fulls = call.inputs, call.outputs
-        self.background.catch_up()
+        """Gather encoded shards together with what is not encoded."""
+        self.runner.catch_up()
         encoded = [
-            i for i, full in enumerate(fulls) if full.numel() and _shrinks(self._gather, full.dtype)
+            i
+            for i, full in enumerate(call.outputs)
+            if full.numel() and _shrinks(self._gather, full.dtype)
         ]
-        if not encoded:
-            return self.inner.start(call)
+        return SteppedWork(self._gather_rows(call, encoded)) if encoded else self.inner.start(call)
+
+    def _gather_rows(self, call: Call, encoded: Sequence[int]) -> Iterator[Work]:
+        """Encode shards as one row per rank, and gather it."""
+        shards, fulls = call.inputs, call.outputs
         codec = codec_of(self._gather)
         rows = [as_rows(fulls[i], self.world_size) for i in encoded]
         layout = RowLayout(codec, [row.shape[1] for row in rows])
@@ -139,26 +127,26 @@ class EncodedTransport(Transport):
         gathered = as_rows(block, self.world_size)
         own = gathered[self.rank]
         for number, i in enumerate(encoded):
-            shard = shards[i].to(self._device, non_blocking=True)
-            layout.clear_unless_full(own, number, shard.numel())
-            piece = layout.piece(own, number)
-            encode(codec, shard, piece, self._room)
-            self._gathers.add(codec, piece, shard.numel())
+            self._encode_shard(codec, shards[i], layout, own, number)
         others = sorted(set(range(len(fulls))) - set(encoded))
-        work = self.inner.all_gather(
+        yield self.inner.all_gather(
             [*(shards[i] for i in others), own],
             [*(fulls[i] for i in others), block],
-            self._label(call.label, self.wire.gather),
+            replace(call.label, wire=self.wire.gather),
         )
+        for number, row in enumerate(rows):
+            for rank, chunk in enumerate(row):
+                decode(codec, layout.piece(gathered[rank], number), chunk, self._room)
+        self._blocks.give_back(block)
 
-        def finish() -> None:
-            work.wait()
-            for number, row in enumerate(rows):
-                for rank, chunk in enumerate(row):
-                    decode(codec, layout.piece(gathered[rank], number), chunk, self._room)
-            self._blocks.give_back(block)
-
-        return PendingWork(finish)
+    def _encode_shard(
+        self, codec: Codec, shard: torch.Tensor, layout: RowLayout, row: torch.Tensor, number: int
+    ) -> None:
+        shard = shard.to(self._device, non_blocking=True)  # freed before the gather
+        layout.clear_unless_full(row, number, shard.numel())
+        piece = layout.piece(row, number)
+        encode(codec, shard, piece, self._room)
+        self._gathers.add(codec, piece, shard.numel())
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that."""
@@ -174,7 +162,7 @@ class EncodedTransport(Transport):
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Send every rank its encoded chunks; decode and add what arrives."""
-        self.background.catch_up()
+        self.runner.catch_up()
         fulls, shards = call.inputs, call.outputs
         encoded = [
             i
@@ -182,120 +170,71 @@ class EncodedTransport(Transport):
             if shard.numel()
             and _shrinks(self._reduce, wire_dtype(full, shard), full.dtype, shard.dtype)
         ]
-        others = sorted(set(range(len(fulls))) - set(encoded))
-        works: list[Work] = []
-        if others:
-            works.append(self.inner.start(call.only(others)))
-        if encoded:
-            works.append(self._scatter(call.only(encoded)))
-        return _both(works)
+        return self._beside_others(call, encoded, lambda chosen: SteppedWork(self._scatter(chosen)))
 
     def _all_reduce(self, call: Call) -> Work:
         """Reduce-scatter, and then gather sums that are encoded once more."""
-        self.background.catch_up()
-        tensors = call.outputs
+        self.runner.catch_up()
         encoded = [
             i
-            for i, each in enumerate(tensors)
+            for i, each in enumerate(call.outputs)
             if each.numel() and _shrinks(self._reduce, each.dtype)
         ]
-        others = sorted(set(range(len(tensors))) - set(encoded))
-        works: list[Work] = []
-        if others:
-            works.append(self.inner.start(call.only(others)))
-        if encoded:
-            chosen = call.only(encoded)
-            if devices.has_streams(self._device):
-                works.append(self._all_reduce_on_stream(chosen))
-            else:
-                works.append(self._all_reduce_apart(chosen))
-        return _both(works)
 
-    def _scatter(self, call: Call) -> Work:
-        fulls, shards, label = call.inputs, call.outputs, call.label
-        chunks = [shard.numel() for shard in shards]
-        row = RowLayout(self._encoding.codec, chunks).nbytes
-        block = self._blocks.take(2 * self.world_size * row)
-        rows, received = block.view(2, self.world_size, row)
-        scatter = EncodedScatter(
-            self._encoding,
-            self._all_to_all,
-            fulls,
-            chunks,
-            self._room,
-            rows,
-            received,
-            self._label(label, self.wire.reduce),
-            self._errors_of(call.of, fulls, label),
-            self._place(label),
-        )
-
-        def finish() -> None:
-            scatter.under_way.wait()
-            for i, shard in enumerate(shards):
-                for tile in self._room.tiles(scatter.length(i)):
-                    part = shard[tile]
-                    if part.dtype == torch.float32:
-                        scatter.add_up(i, tile, call.op, self._room, out=part)
-                    else:
-                        part.copy_(scatter.add_up(i, tile, call.op, self._room))
-            self._blocks.give_back(block)
-
-        return PendingWork(finish)
-
-    def _all_reduce_apart(self, call: Call) -> Work:
-        block = self._block_for(call.outputs)
-        reduction = self._start(call, block, self._room)
-
-        def follow() -> None:
-            reduction.contributions.land()
-            reduction.combine(self._room)
-
-        job = self.background.submit(follow)
-
-        def finish() -> None:
+        def watch(job: Job) -> None:
             self._all_to_all.wait_for(job, f"the all-reduce of {call.label.name}")
-            reduction.sums.wait()
-            reduction.finish(self._room)
-            self._blocks.give_back(block)
+
+        return self._beside_others(
+            call,
+            encoded,
+            lambda chosen: self.runner.start_watched(self._sum(chosen), self._device, watch),
+        )
+
+    def _beside_others(
+        self, call: Call, encoded: Sequence[int], start: Callable[[Call], Work]
+    ) -> Work:
+        """Start what is encoded of a reduction, and what is not."""
+        others = sorted(set(range(len(call.outputs))) - set(encoded))
+        works = [self.inner.start(call.only(others))] if others else []
+        if encoded:
+            works.append(start(call.only(encoded)))
+        if len(works) == 1:
+            return works[0]
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
 
         return PendingWork(finish)
 
-    def _all_reduce_on_stream(self, call: Call) -> Work:
-        """Queue both steps on a stream beside the one that computes."""
-        if self._stream is None:
-            self._stream = devices.new_stream(self._device)
-        self._stream.wait_stream(devices.current_stream(self._device))
-        room = self._rooms[True]
-        with self._stream:
-            block = self._block_for(call.outputs)
-            reduction = self._start(call, block, room)
-            reduction.contributions.wait()
-            reduction.combine(room)
-            reduction.sums.wait()
-            reduction.finish(room)
-            done = devices.current_stream(self._device).record_event()
-        return PendingWork(lambda: devices.current_stream(self._device).wait_event(done))
+    def _scatter(self, call: Call) -> Iterator[Exchange]:
+        chunks = [shard.numel() for shard in call.outputs]
+        block = self._blocks.take(EncodedSums.nbytes(self._encoding, chunks, self.world_size))
+        yield from self._sums(self._encoding, call, chunks, block).scatter(call.outputs)
+        self._blocks.give_back(block)
 
-    def _start(self, call: Call, block: torch.Tensor, room: Room) -> EncodedAllReduce:
-        """Send the contributions to an all-reduce."""
-        tensors, label = call.outputs, call.label
-        return EncodedAllReduce(
-            self._all_reduces,
+    def _sum(self, call: Call) -> Iterator[Exchange]:
+        encoding = self._all_reduces
+        chunks = chunks_of(encoding, [each.numel() for each in call.outputs], self.world_size)
+        block = self._blocks.take(EncodedSums.nbytes(encoding, chunks, self.world_size))
+        yield from self._sums(encoding, call, chunks, block).all_reduce()
+        self._blocks.give_back(block)
+
+    def _sums(
+        self, encoding: Encoding, call: Call, chunks: Sequence[int], block: torch.Tensor
+    ) -> EncodedSums:
+        return EncodedSums(
+            encoding,
             self._all_to_all,
-            tensors,
+            call.inputs,
+            chunks,
             call.op,
-            room,
-            block.view(2, self.world_size, block.numel() // (2 * self.world_size)),
-            label,
-            self._errors_of(call.of, tensors, label),
-            self._place(label),
+            self._room,
+            block,
+            call.label,
+            self._errors_of(call.of, call.inputs, call.label),
+            self._place(call.label),
         )
-
-    def _block_for(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        numels = [tensor.numel() for tensor in tensors]
-        row = EncodedAllReduce.row_nbytes(self._all_reduces, numels, self.world_size)
-        return self._blocks.take(2 * self.world_size * row)
 
     def _errors_of(
         self, sources: Sequence[object], tensors: Sequence[torch.Tensor], label: Label
@@ -318,25 +257,7 @@ class EncodedTransport(Transport):
         self._calls[label.name] += 1
         return (self.rank, zlib.crc32(label.name.encode()), self._calls[label.name])
 
-    def _label(self, label: Label, wire: str) -> Label:
-        made = self._labels.get((label, wire))
-        if made is None:
-            made = self._labels[label, wire] = replace(label, wire=wire)
-        return made
-
 
 def _shrinks(format_: WireFormat, native: torch.dtype, *others: torch.dtype) -> bool:
     """Whether a format makes values smaller that would be sent in a native dtype otherwise."""
     return ENCODABLE.issuperset((native, *others)) and _ITEM_BYTES[format_] < native.itemsize
-
-
-def _both(works: Sequence[Work]) -> Work:
-    """Make one work of those of a call."""
-    if len(works) == 1:
-        return works[0]
-
-    def finish() -> None:
-        for work in works:
-            work.wait()
-
-    return PendingWork(finish)

@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise._torch import fake
 from shardwise.devices import CPU
-from shardwise.transport.all_to_all import AllToAll, Exchange
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Codec, Noise, Piece, Room, decode, encode
+from shardwise.transport.runner import Exchange
 from shardwise.transport.sums import exact_factor
 
 _log = logging.getLogger(__name__)
@@ -115,215 +116,150 @@ class Encoding:
     noise: Noise | None = None
 
 
-class EncodedScatter:
-    """The first step: contributions that are encoded and sent by the constructor.
-
-    Args:
-        encoding: how they are encoded.
-        all_to_all: moves rows between the ranks.
-        tensors: 1-D, of floating dtypes; not written to until the sums are complete.
-        chunks: elements that each rank adds up of each tensor; the tail of a tensor may be missing.
-        room: memory of this thread to work in.
-        rows: uint8, ``(ranks, bytes)``, contiguous: the bytes of a :class:`RowLayout`.
-        received: the same.
-        label: names the tensors in errors; equal on all ranks.
-        errors: by tensor, fp32 and as long as it is, or ``None``: what was lost before.
-        place: tells the random numbers of this reduction from those of others.
+@dataclass(eq=False)
+class EncodedSums:
+    """The sums of tensors over ranks, of which every rank adds up its chunks.
 
     Attributes:
-        under_way: what was sent.
+        encoding: how values are encoded.
+        all_to_all: moves rows between the ranks.
+        tensors: 1-D, of floating dtypes; not written to before the sums are complete.
+        chunks: elements that each rank adds up of each tensor; the tail of a tensor may be missing.
+        op: the reduction.
+        room: memory to work in.
+        memory: uint8, 1-D, contiguous, of :meth:`nbytes`.
+        label: names the tensors in errors; equal on all ranks.
+        errors: by tensor, fp32 and as long as it is: what was lost before; if any is kept.
+        place: tells the random numbers of this reduction from those of others.
     """
 
-    def __init__(
-        self,
-        encoding: Encoding,
-        all_to_all: AllToAll,
-        tensors: Sequence[torch.Tensor],
-        chunks: Sequence[int],
-        room: Room,
-        rows: torch.Tensor,
-        received: torch.Tensor,
-        label: Label,
-        errors: Sequence[torch.Tensor | None] = (),
-        place: Sequence[int] = (),
-    ) -> None:
-        self._encoding = encoding
-        self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
-        self._tensors = tensors
-        self._chunks = chunks
-        self._layout = RowLayout(encoding.codec, chunks)
-        self._received = received
-        for rank in range(self._ranks):
+    encoding: Encoding
+    all_to_all: AllToAll
+    tensors: Sequence[torch.Tensor]
+    chunks: Sequence[int]
+    op: Reduce
+    room: Room
+    memory: torch.Tensor
+    label: Label
+    errors: Sequence[torch.Tensor | None] = ()
+    place: Sequence[int] = ()
+
+    def __post_init__(self) -> None:
+        self._rank, self._ranks = self.all_to_all.rank, self.all_to_all.world_size
+        self.errors = self.errors or [None] * len(self.tensors)
+        self._layout = RowLayout(self.encoding.codec, self.chunks)
+        self._rows, self._received = self.memory.view(2, self._ranks, self._layout.nbytes)
+
+    @staticmethod
+    def nbytes(encoding: Encoding, chunks: Sequence[int], ranks: int) -> int:
+        """Return the bytes of memory for chunks of so many elements."""
+        return 2 * ranks * RowLayout(encoding.codec, chunks).nbytes
+
+    def scatter(self, shards: Sequence[torch.Tensor]) -> Iterator[Exchange]:
+        """Add up this rank's chunks in ``shards``, 1-D, of floating dtypes."""
+        yield self._contribute(self.encoding.wire)
+        for i, shard in enumerate(shards):
+            for tile in self.room.tiles(self._own(i).numel()):
+                part = shard[tile]
+                if part.dtype == torch.float32:
+                    self._add_up(i, tile, out=part)
+                else:
+                    part.copy_(self._add_up(i, tile))
+
+    def all_reduce(self) -> Iterator[Exchange]:
+        """Add up the tensors in place; keep in the errors of its chunks what the sums lose."""
+        first = self._contribute(f"{self.encoding.wire}, contributions")
+        # The row that this rank sends to itself is not used. It becomes that of its sums, while
+        # what has been sent makes room for those of all ranks.
+        sums, all_sums = self._received[self._rank], self._rows
+        label = replace(self.label, wire=f"{self.encoding.wire}, sums")
+        # Logged in the order of the calls of this thread, whoever starts it and when.
+        call = self.all_to_all.log(all_sums, label)
+        yield first
+        for i in range(len(self.tensors)):
+            self._encode_sum(i, sums)
+        yield self.all_to_all.share(sums, all_sums, label, call)
+        for i, (tensor, chunk) in enumerate(zip(self.tensors, self.chunks, strict=True)):
+            for rank, part in enumerate(torch.split(tensor, max(chunk, 1))):
+                if part.numel():
+                    piece = self._layout.piece(all_sums[rank], i)
+                    decode(self.encoding.codec, piece, part, self.room)
+
+    def _contribute(self, wire: str) -> Exchange:
+        """Encode what this rank has of the chunks of others, and send it."""
+        encoding = self.encoding
+        for rank, row in enumerate(self._rows):
             if rank == self._rank:
-                rows[rank].zero_()  # nobody reads it
+                row.zero_()  # nobody reads it
                 continue
-            for i, tensor in enumerate(tensors):
-                part = self._part_of(tensor, i, rank)
-                error = errors[i] if errors else None
-                self._layout.clear_unless_full(rows[rank], i, part.numel())
-                piece = self._layout.piece(rows[rank], i)
+            for i, tensor in enumerate(self.tensors):
+                part, error = self._part_of(tensor, i, rank), self.errors[i]
+                self._layout.clear_unless_full(row, i, part.numel())
+                piece = self._layout.piece(row, i)
                 encode(
                     encoding.codec,
                     part,
                     piece,
-                    room,
+                    self.room,
                     error=None if error is None else self._part_of(error, i, rank),
                     noise=encoding.noise,
-                    place=(*place, rank, i),
+                    place=(*self.place, rank, i),
                 )
                 encoding.tally.add(encoding.codec, piece, part.numel())
-        self.under_way: Exchange = all_to_all.start(rows, received, label)
+        return self.all_to_all.start(self._rows, self._received, replace(self.label, wire=wire))
 
-    def length(self, i: int) -> int:
-        """Return the number of elements of tensor ``i`` that this rank adds up."""
-        return self._part_of(self._tensors[i], i, self._rank).numel()
+    def _encode_sum(self, i: int, row: torch.Tensor) -> None:
+        """Add up this rank's chunk of tensor ``i``, and encode the sum."""
+        encoding, length, error = self.encoding, self._own(i).numel(), self.errors[i]
+        self._layout.clear_unless_full(row, i, length)
+        piece = self._layout.piece(row, i)
+        for tile in self.room.tiles(length):
+            encode(
+                encoding.codec,
+                self._add_up(i, tile),
+                piece,
+                self.room,
+                start=tile.start,
+                error=None if error is None else self._part_of(error, i, self._rank)[tile],
+                noise=encoding.noise,
+                place=(*self.place, self._ranks, i),  # no rank: a sum is no contribution
+            )
+        encoding.tally.add(encoding.codec, piece, length)
 
-    def add_up(
-        self, i: int, tile: slice, op: Reduce, room: Room, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _add_up(self, i: int, tile: slice, out: torch.Tensor | None = None) -> torch.Tensor:
         """Add up some elements of this rank's chunk of tensor ``i``, once rows have arrived.
 
         Args:
             i: the tensor.
             tile: the elements, counted in the chunk; at most a tile of the room.
-            op: whether to divide by the number of ranks.
-            room: memory of this thread to work in.
             out: fp32, contiguous; by default a part of the room.
 
         Returns:
             The sums, fp32.
         """
         count = tile.stop - tile.start
-        total = room.take(2, count) if out is None else out
+        total = self.room.take(2, count) if out is None else out
         for rank in range(self._ranks):
-            part = total if rank == 0 else room.take(3, count)
+            part = total if rank == 0 else self.room.take(3, count)
             if rank == self._rank:
-                own = self._part_of(self._tensors[i], i, rank)[tile]
+                own = self._own(i)[tile]
                 part = part.copy_(own) if rank == 0 or own.dtype != total.dtype else own
             else:
                 piece = self._layout.piece(self._received[rank], i)
-                self._encoding.codec.read(piece, tile.start, part)
+                self.encoding.codec.read(piece, tile.start, part)
             if rank:
                 total.add_(part)
-        if op is not Reduce.AVG:
+        if self.op is not Reduce.AVG:
             return total
         factor = exact_factor(self._ranks, total.dtype)  # half of the time of a division
         return total.div_(self._ranks) if factor is None else total.mul_(factor)
 
+    def _own(self, i: int) -> torch.Tensor:
+        return self._part_of(self.tensors[i], i, self._rank)
+
     def _part_of(self, tensor: torch.Tensor, i: int, rank: int) -> torch.Tensor:
         """Return what a tensor has of a rank's chunk: less, or nothing, if its tail is missing."""
-        return tensor[rank * self._chunks[i] : (rank + 1) * self._chunks[i]]
-
-
-class EncodedAllReduce:
-    """Both steps. The constructor starts the first; :meth:`combine` and :meth:`finish` follow.
-
-    Each may run in a thread of its own, with a room of its own, after what came before.
-
-    Args:
-        encoding: how values are encoded.
-        all_to_all: moves rows between the ranks.
-        tensors: 1-D, of floating dtypes, reduced in place; not written to before :meth:`finish`.
-        op: the reduction.
-        room: as in :class:`EncodedScatter`.
-        memory: uint8, ``(2, ranks, bytes)``, contiguous; see :meth:`row_nbytes`.
-        label: as in :class:`EncodedScatter`; its name is that of the group.
-        errors: as in :class:`EncodedScatter`: of this rank's chunk, what the second step lost.
-        place: as in :class:`EncodedScatter`.
-    """
-
-    def __init__(
-        self,
-        encoding: Encoding,
-        all_to_all: AllToAll,
-        tensors: Sequence[torch.Tensor],
-        op: Reduce,
-        room: Room,
-        memory: torch.Tensor,
-        label: Label,
-        errors: Sequence[torch.Tensor | None] = (),
-        place: Sequence[int] = (),
-    ) -> None:
-        self._encoding = encoding
-        self._all_to_all = all_to_all
-        self._tensors = tensors
-        self._op = op
-        self._errors = errors
-        self._place = (*place, all_to_all.world_size)  # no rank: sums are no contribution
-        self._rank = all_to_all.rank
-        ranks = all_to_all.world_size
-        self._chunks = chunks_of(encoding, [tensor.numel() for tensor in tensors], ranks)
-        self._layout = RowLayout(encoding.codec, self._chunks)
-        rows, received = memory.unbind()
-        # The row that this rank sends to itself is not used. It becomes that of its sums, while
-        # what has been sent makes room for those of all ranks.
-        self._sums, self._all_sums = received[self._rank], rows
-        self._second_label = replace(label, wire=f"{encoding.wire}, sums")
-        self._first = EncodedScatter(
-            encoding,
-            all_to_all,
-            tensors,
-            self._chunks,
-            room,
-            rows,
-            received,
-            replace(label, wire=f"{encoding.wire}, contributions"),
-            errors,
-            place,
-        )
-        # Logged in the order of the calls of this thread, whoever starts it and when.
-        self._second_call = all_to_all.log(rows, self._second_label)
-        self._second: Exchange | None = None
-
-    @staticmethod
-    def row_nbytes(encoding: Encoding, numels: Sequence[int], ranks: int) -> int:
-        """Return the bytes of a row for tensors of so many elements."""
-        return RowLayout(encoding.codec, chunks_of(encoding, numels, ranks)).nbytes
-
-    @property
-    def contributions(self) -> Exchange:
-        """What the first step has sent; :meth:`combine` follows its end."""
-        return self._first.under_way
-
-    @property
-    def sums(self) -> Exchange:
-        """What the second step has sent; :meth:`finish` follows its end."""
-        assert self._second is not None
-        return self._second
-
-    def combine(self, room: Room) -> None:
-        """Add up what has arrived, and start the second step."""
-        codec = self._encoding.codec
-        for i, chunk in enumerate(self._chunks):
-            length = self._first.length(i)
-            self._layout.clear_unless_full(self._sums, i, length)
-            piece = self._layout.piece(self._sums, i)
-            error = self._errors[i] if self._errors else None
-            for tile in room.tiles(length):
-                total = self._first.add_up(i, tile, self._op, room)
-                first = self._rank * chunk + tile.start
-                encode(
-                    codec,
-                    total,
-                    piece,
-                    room,
-                    start=tile.start,
-                    error=None if error is None else error[first : first + total.numel()],
-                    noise=self._encoding.noise,
-                    place=(*self._place, i),
-                )
-            self._encoding.tally.add(codec, piece, length)
-        self._second = self._all_to_all.share(
-            self._sums, self._all_sums, self._second_label, self._second_call
-        )
-
-    def finish(self, room: Room) -> None:
-        """Decode the sums of all ranks into the tensors."""
-        for i, (tensor, chunk) in enumerate(zip(self._tensors, self._chunks, strict=True)):
-            for rank, part in enumerate(torch.split(tensor, max(chunk, 1))):
-                if part.numel():
-                    piece = self._layout.piece(self._all_sums[rank], i)
-                    decode(self._encoding.codec, piece, part, room)
+        return tensor[rank * self.chunks[i] : (rank + 1) * self.chunks[i]]
 
 
 def chunks_of(encoding: Encoding, numels: Sequence[int], ranks: int) -> list[int]:

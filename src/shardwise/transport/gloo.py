@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,10 @@ import torch.distributed as dist
 from shardwise.devices import GLOO
 from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
-from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, Issued, LoggedCall
+from shardwise.transport.carrier import Ends, carrier
+from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, LoggedCall
 from shardwise.transport.collectives import CollectivesTransport
-from shardwise.transport.memory import OwnMemory, Scratch, reported
+from shardwise.transport.memory import Loan, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
 from shardwise.transport.sums import add_in_order, scattered_bytes, wire_dtype
 from shardwise.transport.waiter import Waiter
@@ -40,7 +42,7 @@ SMALL_ALL_REDUCE_BYTES = 2 * 1024 * 1024
 MAX_TAG = PROBE_TAG
 
 
-class GlooTransport(OwnMemory, Transport):
+class GlooTransport(Transport):
     """Messages between the ranks of one gloo process group, for CPU tensors.
 
     Args:
@@ -55,7 +57,7 @@ class GlooTransport(OwnMemory, Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self._group = group
+        self._ends = carrier().ends(group)
         # Each rank starts with its next neighbor, so that not all of them write to rank 0 first.
         self._order = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         peers = Peers(group)
@@ -63,7 +65,7 @@ class GlooTransport(OwnMemory, Transport):
         self._waiter = Waiter(peers, self.log.compare)
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
-        self._collectives = self._collectives_type(group, GLOO, SMALL_ALL_REDUCE_BYTES, self.log)
+        self._collectives = CollectivesTransport(group, GLOO, SMALL_ALL_REDUCE_BYTES, self.log)
 
     def overlaps_compute(self) -> bool:
         """Return True: gloo's thread sends and receives messages by itself."""
@@ -82,7 +84,10 @@ class GlooTransport(OwnMemory, Transport):
             [full.dtype for full in fulls],
             SMALL_BYTES,
         )
-        messages = self._messages(
+        messages = Messages(
+            self._ends,
+            self._waiter,
+            self.log,
             self.log.add(call.kind.value, call.outputs, call.label),
             lambda: sum(full.nbytes for full in fulls),
         )
@@ -120,40 +125,71 @@ class GlooTransport(OwnMemory, Transport):
             [(full.dtype, shard.dtype) for full, shard in zip(fulls, shards, strict=True)],
             SMALL_BYTES,
         )
-        messages = self._messages(
+        messages = Messages(
+            self._ends,
+            self._waiter,
+            self.log,
             self.log.add(call.kind.value, call.outputs, call.label),
             lambda: scattered_bytes(fulls, shards, self.world_size),
         )
-        reduction = PostedReduceScatter(
-            self.rank, self._order, buckets, messages, self._scratch, fulls, shards, call.op
-        )
-        return self._pending(messages, reduction.finish)
+        loan = self._scratch.borrow()
+        sums = [
+            self._receive(call, number, bucket, messages, loan)
+            for number, bucket in enumerate(buckets)
+        ]
+        for number, bucket in enumerate(buckets):
+            self._contribute(call, number, bucket, messages, loan)
+        messages.start()
+        divisor, last = self.world_size if call.op is Reduce.AVG else None, len(buckets) - 1
+
+        def finish() -> None:
+            for number, (bucket, (out, arriving)) in enumerate(zip(buckets, sums, strict=True)):
+                # Every wait costs time, so the last one is also for what leaves.
+                messages.wait(arriving if number < last else None)
+                parts = {message.peer: message.tensor for message in arriving}
+                parts[self.rank] = pack([_piece(call, i, self.rank) for i in bucket.indices])
+                add_in_order(out, [parts[rank] for rank in sorted(parts)], divisor)
+                if bucket.packed:
+                    unpack(out, [self._result(call, i) for i in bucket.indices])
+            loan.end()
+
+        return self._pending(messages, finish)
+
+    def _receive(
+        self, call: Call, number: int, bucket: Bucket, messages: Messages, loan: Loan
+    ) -> tuple[torch.Tensor, list[Message]]:
+        """Prepare the receives of a bucket; return where its sum goes, and the messages."""
+        results = [self._result(call, i) for i in bucket.indices]
+        numel = sum(result.numel() for result in results)
+        out = loan.take(numel, results[0].dtype) if bucket.packed else results[0]
+        wire = _wire(call, bucket)
+        # The sum starts with rank 0's contribution (on rank 0 with rank 1's: a + b == b + a).
+        starts = 0 if self.rank else 1
+        arriving = []
+        for peer in self._order:
+            direct = peer == starts and wire == out.dtype
+            arriving.append(messages.recv(out if direct else loan.take(numel, wire), peer, number))
+        return out, arriving
+
+    def _contribute(
+        self, call: Call, number: int, bucket: Bucket, messages: Messages, loan: Loan
+    ) -> None:
+        """Prepare the sends of a bucket."""
+        wire = _wire(call, bucket)
+        for peer in self._order:
+            pieces = [_piece(call, i, peer) for i in bucket.indices]
+            leaving = pieces[0]
+            if bucket.packed or leaving.dtype != wire:
+                leaving = loan.take(sum(piece.numel() for piece in pieces), wire)
+                leaving.copy_(pack(pieces))
+            messages.send(leaving, peer, number)
+
+    def _result(self, call: Call, i: int) -> torch.Tensor:
+        return call.outputs[i][: _piece(call, i, self.rank).numel()]
 
     def _all_reduce(self, call: Call) -> Work:
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.start(call)
-
-    # A rehearsal sends nothing, and has other types here.
-
-    @property
-    def _messages_type(self) -> type[Messages]:
-        return Messages
-
-    @property
-    def _collectives_type(self) -> type[CollectivesTransport]:
-        return CollectivesTransport
-
-    def _messages(self, call: LoggedCall, nbytes: Callable[[], int]) -> Messages:
-        # The tag follows from the call, so that messages of ranks that have diverged never meet:
-        # gloo ends the process if a message is larger than the memory that waits for it. Messages
-        # with the same tag arrive in the order in which they were sent.
-        return self._messages_type(
-            self._group,
-            self._waiter,
-            call.text,
-            call.digest % MAX_TAG,
-            lambda launches: self.log.issue(call, launches, nbytes),
-        )
 
     def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
         """Make the work of a call, whose messages are received even if nobody waits for it.
@@ -179,101 +215,18 @@ class GlooTransport(OwnMemory, Transport):
         return work
 
 
-class PostedReduceScatter:
-    """One reduce-scatter under way: the constructor posts, and :meth:`finish` adds.
-
-    Args:
-        rank: this rank in the group.
-        peers: the other ranks, in the order in which to post.
-        buckets: the buckets of ``shards``.
-        messages: new, for ``len(buckets)`` messages to and from every peer.
-        scratch: lends the memory for what cannot arrive in the shards.
-        fulls: as in :class:`~shardwise.transport.base.Kind`.
-        shards: as there.
-        op: as there.
-    """
-
-    def __init__(
-        self,
-        rank: int,
-        peers: Sequence[int],
-        buckets: Sequence[Bucket],
-        messages: Messages,
-        scratch: Scratch,
-        fulls: Sequence[torch.Tensor],
-        shards: Sequence[torch.Tensor],
-        op: Reduce,
-    ) -> None:
-        self._rank = rank
-        self._peers = peers
-        self._buckets = buckets
-        self._messages = messages
-        self._loan = scratch.borrow()
-        self._fulls = fulls
-        self._shards = shards
-        self._divisor = len(peers) + 1 if op is Reduce.AVG else None
-        self._sums = [self._receive(number, bucket) for number, bucket in enumerate(buckets)]
-        for number, bucket in enumerate(buckets):
-            self._send(number, bucket)
-        messages.start()
-
-    def finish(self) -> None:
-        """Wait, and add what has arrived.
-
-        Raises:
-            PeerLostError: a peer died, or did not answer in time.
-            RanksDivergedError: a peer has called something else.
-        """
-        last = len(self._buckets) - 1
-        for number, bucket in enumerate(self._buckets):
-            out, messages = self._sums[number]
-            # Every wait costs time, so the last one is also for what leaves.
-            self._messages.wait(messages if number < last else None)
-            parts = {message.peer: message.tensor for message in messages}
-            parts[self._rank] = pack([self._piece(i, self._rank) for i in bucket.indices])
-            add_in_order(out, [parts[rank] for rank in sorted(parts)], self._divisor)
-            if bucket.packed:
-                unpack(out, [self._result(i) for i in bucket.indices])
-        self._loan.end()
-
-    def _receive(self, number: int, bucket: Bucket) -> tuple[torch.Tensor, list[Message]]:
-        """Prepare the receives of a bucket; return where its sum goes, and the messages."""
-        results = [self._result(i) for i in bucket.indices]
-        numel = sum(result.numel() for result in results)
-        out = self._loan.take(numel, results[0].dtype) if bucket.packed else results[0]
-        wire = self._wire(bucket)
-        # The sum starts with rank 0's contribution (on rank 0 with rank 1's: a + b == b + a).
-        starts = 0 if self._rank else 1
-        messages = []
-        for peer in self._peers:
-            direct = peer == starts and wire == out.dtype
-            landing = out if direct else self._loan.take(numel, wire)
-            messages.append(self._messages.recv(landing, peer, number))
-        return out, messages
-
-    def _send(self, number: int, bucket: Bucket) -> None:
-        wire = self._wire(bucket)
-        for peer in self._peers:
-            pieces = [self._piece(i, peer) for i in bucket.indices]
-            leaving = pieces[0]
-            if bucket.packed or leaving.dtype != wire:
-                leaving = self._loan.take(sum(piece.numel() for piece in pieces), wire)
-                leaving.copy_(pack(pieces))
-            self._messages.send(leaving, peer, number)
-
-    def _piece(self, i: int, rank: int) -> torch.Tensor:
-        """Return what a full holds of a rank's chunk: less, or nothing, if its tail is missing."""
-        chunk = self._shards[i].numel()
-        return self._fulls[i][rank * chunk : (rank + 1) * chunk]
-
-    def _result(self, i: int) -> torch.Tensor:
-        return self._shards[i][: self._piece(i, self._rank).numel()]
-
-    def _wire(self, bucket: Bucket) -> torch.dtype:
-        i = bucket.indices[0]
-        return wire_dtype(self._fulls[i], self._shards[i])
+def _piece(call: Call, i: int, rank: int) -> torch.Tensor:
+    """Return what a full holds of a rank's chunk: less, or nothing, if its tail is missing."""
+    chunk = call.outputs[i].numel()
+    return call.inputs[i][rank * chunk : (rank + 1) * chunk]
 
 
+def _wire(call: Call, bucket: Bucket) -> torch.dtype:
+    i = bucket.indices[0]
+    return wire_dtype(call.inputs[i], call.outputs[i])
+
+
+@dataclass(eq=False)
 class Message:
     """One tensor on its way to or from one peer.
 
@@ -285,37 +238,39 @@ class Message:
         work: gloo's work; ``None`` before the message is posted and once it is over.
     """
 
-    def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        self.tensor = tensor
-        self.peer = peer
-        self.tag = tag
-        self.work: dist.Work | None = None
+    tensor: torch.Tensor
+    peer: int
+    tag: int
+    work: dist.Work | None = None
 
 
 class Messages:
     """The point-to-point messages of one call.
 
+    Their tags follow from the call, so that messages of ranks that have diverged never meet: gloo
+    ends the process if a message is larger than the memory that waits for it.
+
     Args:
-        group: the process group.
-        waiter: waits for works of that group.
-        doing: what the call does, for errors.
-        first_tag: the tag of message number 0, the same on all ranks.
-        issue: reports that so many messages are sent.
+        ends: where messages leave and arrive.
+        waiter: waits for works of that process group.
+        log: where the call was logged.
+        call: what was logged.
+        nbytes: computes what the call sends, for reports.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        ends: Ends,
         waiter: Waiter,
-        doing: str,
-        first_tag: int,
-        issue: Callable[[int], Issued] = lambda launches: UNWATCHED,
+        log: CollectiveLog,
+        call: LoggedCall,
+        nbytes: Callable[[], int],
     ) -> None:
-        self._group = group
+        self._ends = ends
         self._waiter = waiter
-        self._doing = doing
-        self._first_tag = first_tag
-        self._issue = issue
+        self._log = log
+        self._call = call
+        self._nbytes = nbytes
         self._issued = UNWATCHED
         self._sends: list[Message] = []
         self._receives: list[Message] = []
@@ -344,20 +299,17 @@ class Messages:
         """
         launches = sum(1 for message in self._sends if message.tensor.numel())
         if launches:
-            self._issued = self._issue(launches)
-        self._post()
-
-    def _post(self) -> None:
+            self._issued = self._log.issue(self._call, launches, self._nbytes)
         for post, messages in (
-            (self._group.send, self._sends),
-            (self._group.recv, self._receives),
+            (self._ends.send, self._sends),
+            (self._ends.recv, self._receives),
         ):
             for message in messages:
                 if message.tensor.numel():
                     try:
                         message.work = post([message.tensor], message.peer, message.tag)
                     except RuntimeError as error:
-                        raise self._waiter.explain(error, self._doing, message.peer) from error
+                        raise self._waiter.explain(error, self._call.text, message.peer) from error
 
     def wait(self, messages: Sequence[Message] | None = None) -> None:
         """Return once the messages (by default all) have arrived or left.
@@ -370,7 +322,7 @@ class Messages:
         waiting = [(each.work, each.peer) for each in every if each.work is not None]
         if waiting:
             with self._issued:
-                self._waiter.wait(waiting, self._doing)
+                self._waiter.wait(waiting, self._call.text)
         for each in every:
             each.work = None
         if messages is None:
@@ -399,4 +351,4 @@ class Messages:
         return [part for each in every for part in (each.tensor, each.work)]
 
     def _tag(self, number: int) -> int:
-        return (self._first_tag + number) % MAX_TAG
+        return (self._call.digest + number) % MAX_TAG

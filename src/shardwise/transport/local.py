@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from shardwise.transport.base import Call, FinishedWork, Transport, Work
-from shardwise.transport.memory import OwnMemory
 
 
-class LocalTransport(OwnMemory, Transport):
+class LocalTransport(Transport):
     """Collectives over one rank. They need no process group and work on any device."""
 
     name = "local"

@@ -25,7 +25,6 @@ import torch
 from shardwise import devices, observe
 from shardwise.observe import Memory
 from shardwise.scratch.libc import DONT_NEED, HUGE_PAGE, libc
-from shardwise.transport.base import FullBuffers
 
 #: Smaller storages are not put on huge pages.
 LARGE_BYTES = 4 * 1024 * 1024
@@ -36,7 +35,8 @@ KEPT_BYTES = 32 * 1024 * 1024
 #: they are new to the system anyway whenever they are allocated.
 RETURNED_BYTES = 32 * 1024 * 1024
 
-_ALIGNMENT = 64
+#: Tensors in a block begin at multiples of so many bytes.
+ALIGNMENT = 64
 
 
 class HeapBuffers:
@@ -88,16 +88,6 @@ class HeapBuffers:
         """Keep the memory: messages that are under way may still be written to it."""
 
 
-class OwnMemory:
-    """The part of a transport that gathers into memory of each rank's own."""
-
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Reserve memory to gather into. It is not yet allocated."""
-        return HeapBuffers(numels, dtypes, device)
-
-
 def prefer_huge_pages(storage: torch.UntypedStorage) -> None:
     """Ask for huge pages under a newly allocated storage.
 
@@ -117,6 +107,19 @@ def reported(tensor: torch.Tensor, name: str = "") -> torch.Tensor:
     """Report that a transport has allocated a tensor, for itself or a group; return the tensor."""
     observe.memory_of(Memory.TRANSPORT, name, tensor)
     return tensor
+
+
+def pack_offsets(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
+    """Place tensors one after the other, aligned.
+
+    Returns:
+        Where each of them begins, and where the last one ends, in bytes.
+    """
+    offsets, end = [], 0
+    for numel, dtype in zip(numels, dtypes, strict=True):
+        offsets.append(end)
+        end += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+    return offsets, end
 
 
 def is_returned(tensor: torch.Tensor) -> bool:
@@ -178,7 +181,7 @@ class Loan:
         """Return a 1-D tensor with undefined contents, in new memory if the block is full."""
         start = self._taken
         end = start + numel * dtype.itemsize
-        self._taken = (end + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        self._taken = (end + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
         if end > self._block.numel():
             return reported(torch.empty(numel, dtype=dtype))
         return self._block[start:end].view(dtype)
@@ -225,10 +228,7 @@ class Blocks:
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype]
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return a block, and 1-D tensors in it with undefined contents."""
-        starts, end = [], 0
-        for numel, dtype in zip(numels, dtypes, strict=True):
-            starts.append(end)
-            end += -(-numel * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
+        starts, end = pack_offsets(numels, dtypes)
         block = self.take(end)
         return block, [
             block[start : start + numel * dtype.itemsize].view(dtype)

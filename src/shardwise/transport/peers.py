@@ -25,7 +25,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -430,10 +430,11 @@ class Pace:
 MEETING = Pace(1.0, 5.0, looks=3)
 
 
+@dataclass(eq=False)
 class PeerWatch:
     """Watches the peers that one wait depends on, and ends the wait if one of them is gone.
 
-    Args:
+    Attributes:
         peers: the ranks of the process group.
         doing: what is waited for, such as ``"the all-gather of 3 tensors"``.
         pace: how often to look.
@@ -447,28 +448,18 @@ class PeerWatch:
         warning_seconds: log a warning after a wait of so many seconds.
     """
 
-    def __init__(
-        self,
-        peers: Peers,
-        doing: str,
-        pace: Pace,
-        *,
-        find_gone: Callable[[Sequence[int]], list[int]],
-        timeout: float | None,
-        compare: Callable[[], object] | None = None,
-        give_up: Callable[[], object] | None = None,
-        blame: Callable[[], Sequence[int]] | None = None,
-        warning_seconds: float | None = None,
-    ) -> None:
-        self._peers = peers
-        self._doing = doing
-        self._pace = pace
-        self._find_gone = find_gone
-        self._timeout = timeout
-        self._compare = compare
-        self._give_up = give_up
-        self._blame = blame
-        self._warning_seconds = warning_seconds
+    peers: Peers
+    doing: str
+    pace: Pace
+    _: KW_ONLY
+    find_gone: Callable[[Sequence[int]], list[int]]
+    timeout: float | None
+    compare: Callable[[], object] | None = None
+    give_up: Callable[[], object] | None = None
+    blame: Callable[[], Sequence[int]] | None = None
+    warning_seconds: float | None = None
+
+    def __post_init__(self) -> None:
         self._found = 0
         self._began = self._looked = self._compared = time.monotonic()
 
@@ -492,8 +483,8 @@ class PeerWatch:
     def _until_due(self) -> float:
         """Seconds until the next look."""
         waited = self._looked - self._began
-        pause = min(self._pace.longest, max(self._pace.seconds, waited / 20))
-        return self._looked + (self._pace.seconds if self._found else pause) - time.monotonic()
+        pause = min(self.pace.longest, max(self.pace.seconds, waited / 20))
+        return self._looked + (self.pace.seconds if self._found else pause) - time.monotonic()
 
     def _look(self, missing: Callable[[], Sequence[int]]) -> None:
         self._looked = now = time.monotonic()
@@ -501,40 +492,40 @@ class PeerWatch:
             self._compared = now
             self._compare_ranks()
         needed = missing()
-        gone = self._find_gone(needed)
+        gone = self.find_gone(needed)
         if gone:
             needed = missing()  # again: one may have done its part just before it left
         is_lost = any(rank in needed for rank in gone)
         self._found = self._found + 1 if is_lost else 0
-        if self._found >= self._pace.looks:
+        if self._found >= self.pace.looks:
             self._compare_ranks()  # it may have left because it noticed first
-            self._fail(self._peers.lost(self._doing, gone))
+            self._fail(self.peers.lost(self.doing, gone))
         waited = now - self._began
-        if self._timeout is not None and waited > self._timeout:
-            blamed = needed if self._blame is None else self._blame()
-            self._fail(self._peers.lost(self._doing, blamed, Loss.SILENT))
-        if self._warning_seconds is not None and waited > self._warning_seconds:
-            self._warning_seconds = None
-            members = self._peers.members
+        if self.timeout is not None and waited > self.timeout:
+            blamed = needed if self.blame is None else self.blame()
+            self._fail(self.peers.lost(self.doing, blamed, Loss.SILENT))
+        if self.warning_seconds is not None and waited > self.warning_seconds:
+            self.warning_seconds = None
+            members = self.peers.members
             _log.warning(
                 "rank %s has waited %.0f s for ranks %s in %s; it waits for %.0f s more",
-                members[self._peers.rank],
+                members[self.peers.rank],
                 waited,
                 [members[rank] for rank in needed],
-                self._doing,
-                (self._timeout or 0.0) - waited,
+                self.doing,
+                (self.timeout or 0.0) - waited,
             )
 
     def _compare_ranks(self) -> None:
-        if self._compare is not None:
+        if self.compare is not None:
             try:
-                self._compare()
+                self.compare()
             except RanksDivergedError as error:
                 self._fail(error)
 
     def _fail(self, error: ShardwiseError) -> NoReturn:
-        if self._give_up is not None:
-            self._give_up()
+        if self.give_up is not None:
+            self.give_up()
         raise error
 
 

@@ -13,11 +13,10 @@ host.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -25,29 +24,20 @@ import torch.distributed as dist
 
 from shardwise.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.background import Background, Deferred
 from shardwise.transport.base import Transport
-from shardwise.transport.collective_log import CollectiveLog
+from shardwise.transport.carrier import carrier
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
+from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
-from shardwise.transport.hosts import (
-    Announced,
-    announce,
-    announced,
-    check_wires,
-    ranks_per_host,
-)
+from shardwise.transport.hosts import check_wires, ranks_per_host
 from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, new_group
-from shardwise.transport.shm.handshake import (
-    SharedMemoryUnavailableError,
-    address_limit,
-    shake_hands,
-)
+from shardwise.transport.runner import Runner
+from shardwise.transport.shm.handshake import address_limit
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.two_levels import TwoLevelTransport
-from shardwise.transport.wire import Wire
+from shardwise.transport.wire import PLAIN, Wire
 
 #: The environment variable that is read if no transport is requested by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -75,20 +65,36 @@ def select_transport(
     requested = _checked(requested)
     if group is None or group.size() == 1:
         return LocalTransport()
-    in_use = Peers(group).once(_in_use)
-    transport = in_use.get((device, requested))
+    in_use, key = Peers(group).once(_in_use), (device, requested, PLAIN.common)
+    transport = in_use.get(key)
     if transport is None:
-        transport = in_use[device, requested] = _CHOICES[requested](group, device)
+        transport = in_use[key] = _CHOICES[requested](group, device)
     return transport
 
 
-def encoded_transport(
+@dataclass(frozen=True)
+class ChannelOptions:
+    """What is chosen of the collectives between the ranks of a mesh dimension.
+
+    Attributes:
+        transport: what they are made on; see :func:`select_transport`.
+        wire: the formats of what leaves the host.
+        all_gather: the user's own.
+        reduce_scatter: the user's own.
+    """
+
+    transport: str | None = None
+    wire: Wire = PLAIN.common
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+
+
+def compose(
     group: dist.ProcessGroup | None,
     device: torch.device,
-    wire: Wire,
-    requested: str | None = None,
+    options: ChannelOptions,
 ) -> Transport:
-    """Return the transport of a mesh dimension that has a wire, the same one as long as in use.
+    """Return a transport of a mesh dimension: the same one as long as in use, unless it is custom.
 
     Bytes that do not leave the host are not encoded: nothing changes for ranks that share memory,
     or for devices of one host. If each host has as many ranks in a row, values cross between hosts
@@ -98,59 +104,61 @@ def encoded_transport(
     Args:
         group: as for :func:`select_transport`.
         device: as there.
-        wire: the formats on the wire.
-        requested: as there.
+        options: what it consists of.
 
     Raises:
         ValueError: as there.
         PeerLostError: a rank was lost while hosts were compared.
         RanksDivergedError: ranks that share hosts have different wires.
     """
-    inner = select_transport(group, device, requested)
-    if group is None or isinstance(inner, LocalTransport | ShmTransport):
-        return inner
-    peers, requested = Peers(group), _checked(requested)
-    _factory.announce(peers, str(wire))
+    made = select_transport(group, device, options.transport)
+    if group is None or made.world_size == 1:
+        return made
+    if not isinstance(made, ShmTransport):
+        made = _with_wire(made, group, device, options)
+    if options.all_gather is None and options.reduce_scatter is None:
+        return made
+    return CustomTransport(made, group, options.all_gather, options.reduce_scatter)
+
+
+def _with_wire(
+    plain: Transport, group: dist.ProcessGroup, device: torch.device, options: ChannelOptions
+) -> Transport:
+    peers, requested, wire = Peers(group), _checked(options.transport), options.wire
+    carrier().announce(peers, str(wire))
     if wire.is_plain:
-        return inner
-    hosts = [each.host for each in _factory.announced(peers)]
+        return plain
+    hosts = [each.host for each in carrier().announced(peers)]
     if requested == "auto" and len(set(hosts)) == 1:
-        return inner
-    in_use = peers.once(_encoded_in_use)
-    key = (device, requested, wire)
-    found = in_use.get(key)
+        return plain
+    in_use = peers.once(_in_use)
+    found = in_use.get((device, requested, wire))
     if found is None:
         if ranks_per_host(hosts) in (None, 1, len(hosts)):
-            found = _one_level(group, device, wire, inner, _factory.background)
+            runner = Runner(carrier().turn(carrier().backend(peers, device)))
+            found = _encoded(plain, group, device, wire, runner)
         else:
             found = _two_levels(peers, device, wire, requested)
-        in_use[key] = found
+        in_use[device, requested, wire] = found
     return found
 
 
-def _one_level(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    wire: Wire,
-    inner: Transport,
-    background: Callable[[AllToAll], Background],
+def _encoded(
+    plain: Transport, group: dist.ProcessGroup, device: torch.device, wire: Wire, runner: Runner
 ) -> EncodedTransport:
-    log = inner.log if isinstance(inner, GlooTransport | CollectivesTransport) else None
-    exchange = _factory.all_to_all(group, device, log)
-    return EncodedTransport(inner, exchange, wire, device, background(exchange))
+    log = plain.log if isinstance(plain, GlooTransport | CollectivesTransport) else None
+    return EncodedTransport(plain, AllToAll(group, device, log), wire, device, runner)
 
 
 def _two_levels(
     peers: Peers, device: torch.device, wire: Wire, requested: str
 ) -> TwoLevelTransport:
-    levels, followers = peers.once(_levels), peers.once(_followers)
-
-    def follower(exchange: AllToAll) -> Background:
-        return followers.setdefault(device, _factory.follower(exchange))
-
+    levels, runners = peers.once(_levels), peers.once(_runners)
+    turn = carrier().turn_over_hosts(carrier().backend(peers, device))
+    runner = runners.setdefault(device, Runner(turn))
     between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
     return TwoLevelTransport(
-        _one_level(levels.across, device, wire, between, follower),
+        _encoded(between, levels.across, device, wire, runner),
         select_transport(levels.gathers, device, requested),
         select_transport(levels.reductions, device, requested),
         device,
@@ -174,7 +182,7 @@ class Levels:
 
 def _levels(peers: Peers) -> Levels:
     """Make them, once in the life of a group: all of its ranks have to meet."""
-    said = _factory.announced(peers)
+    said = carrier().announced(peers)
     check_wires(peers, said)
     local = ranks_per_host([each.host for each in said])
     assert local is not None
@@ -187,8 +195,8 @@ def _levels(peers: Peers) -> Levels:
     return made
 
 
-def _followers(peers: Peers) -> dict[torch.device, Background]:
-    """Keep who follows up, by device: one for all wires, as they share what is inside a host."""
+def _runners(peers: Peers) -> dict[torch.device, Runner]:
+    """Keep what drives two levels, by device: one for all wires, as they share a host's groups."""
     return {}
 
 
@@ -215,10 +223,10 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """
     backend = backend_for(group, device)
     if backend.sends_messages:
-        return _factory.gloo(group)
+        return GlooTransport(group)
     if backend.coalesces and backend.gathers_in_place:
-        return _factory.nccl(group, backend)
-    return _factory.collectives(group, backend)
+        return NcclTransport(group, backend)
+    return CollectivesTransport(group, backend)
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
@@ -227,7 +235,7 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
     Raises:
         ValueError: the group has no backend for the device.
     """
-    return _factory.backend(group, device)
+    return carrier().backend(Peers(group), device)
 
 
 def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
@@ -243,18 +251,18 @@ def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
     in_use = Peers(group).once(_all_to_alls)
     found = in_use.get(device)
     if found is None:
-        found = in_use[device] = _factory.all_to_all(group, device, None)
+        found = in_use[device] = AllToAll(group, device)
     return found
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    return _factory.collectives(group, backend_for(group, device))
+    return CollectivesTransport(group, backend_for(group, device))
 
 
 def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if device.type != "cpu":
         raise ValueError(f"transport 'shm' is for CPU tensors, not for tensors on {device.type}")
-    found = Peers(group).once(_factory.share_memory)
+    found = Peers(group).once(carrier().share_memory)
     if isinstance(found, str):
         raise ValueError(f"transport 'shm' is not available here: {found}")
     return found
@@ -262,7 +270,7 @@ def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     if backend_for(group, device).sends_messages:
-        found = Peers(group).once(_factory.share_memory)
+        found = Peers(group).once(carrier().share_memory)
         if not isinstance(found, str):
             return found
         if address_limit() is not None:
@@ -274,95 +282,15 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return c10d_transport(group, device)
 
 
-def _share_memory(peers: Peers) -> ShmTransport | str:
-    """Make the transport of ranks that share memory, or say why they cannot.
-
-    All ranks have to meet at once, so this happens once in the life of a process group: not
-    whenever a transport is needed again, which depends on when each rank has let go of the last
-    one.
-    """
-    try:
-        return ShmTransport.over(peers, shake_hands(peers))
-    except SharedMemoryUnavailableError as error:
-        return str(error)
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> Backend:
-    return Peers(group).backend(device)
-
-
-def _all_to_all(
-    group: dist.ProcessGroup, device: torch.device, log: CollectiveLog | None
-) -> AllToAll:
-    return AllToAll(group, device, log=log)
-
-
-def _background(exchange: AllToAll) -> Background:
-    """Make a thread if its calls may come at any time; else, the next call does its work."""
-    return Background() if exchange.sends_messages else Deferred()
-
-
-@dataclass(frozen=True)
-class TransportFactory:
-    """What transports are made from. A rehearsal puts another one in place, for it is alone.
-
-    Attributes:
-        backend: finds the backend of a process group for a device.
-        share_memory: makes the transport of ranks that share memory, or says why they cannot.
-        gloo: makes the transport of a group that sends messages.
-        nccl: makes the transport of a group that gathers in place and coalesces.
-        collectives: makes the transport of any other group.
-        all_to_all: makes the all-to-all of any group, with the log of a transport if it has one.
-        background: makes what works while the program computes, beside an all-to-all.
-        follower: the same, for what follows waits for other hosts.
-        announce: tells the others on which host this rank is, and its wire.
-        announced: returns what the ranks of a group have told.
-    """
-
-    backend: Callable[[dist.ProcessGroup, torch.device], Backend] = _backend
-    share_memory: Callable[[Peers], Transport | str] = _share_memory
-    gloo: Callable[[dist.ProcessGroup], Transport] = GlooTransport
-    nccl: Callable[[dist.ProcessGroup, Backend], Transport] = NcclTransport
-    collectives: Callable[[dist.ProcessGroup, Backend], Transport] = CollectivesTransport
-    all_to_all: Callable[[dist.ProcessGroup, torch.device, CollectiveLog | None], AllToAll] = (
-        _all_to_all
-    )
-    background: Callable[[AllToAll], Background] = _background
-    follower: Callable[[AllToAll], Background] = _background
-    announce: Callable[[Peers, str], None] = announce
-    announced: Callable[[Peers], Sequence[Announced]] = announced
-
-
-_factory = TransportFactory()
-
-
-@contextlib.contextmanager
-def made_by(factory: TransportFactory) -> Iterator[None]:
-    """Make all transports of this process with another factory until the end of the block."""
-    global _factory
-    before, _factory = _factory, factory
-    try:
-        yield
-    finally:
-        _factory = before
-
-
-_InUse = weakref.WeakValueDictionary[tuple[torch.device, str], Transport]
+_InUse = weakref.WeakValueDictionary[tuple[torch.device, str, Wire], Transport]
 
 
 def _in_use(peers: Peers) -> _InUse:
-    """Keep the transports in use, by device and request.
+    """Keep the transports in use, by device, request and wire. This keeps none alive.
 
-    Parameter groups that are sharded over the same ranks share one: its message tags and its
-    scratch memory belong to the process group. This keeps no transport alive.
+    Parameter groups that are sharded over the same ranks share one: its message tags, its scratch
+    memory and what it lost belong to the process group.
     """
-    return weakref.WeakValueDictionary()
-
-
-def _encoded_in_use(
-    peers: Peers,
-) -> weakref.WeakValueDictionary[tuple[torch.device, str, Wire], Transport]:
-    """Keep the transports with wires in use: what they lost belongs to all that share one."""
     return weakref.WeakValueDictionary()
 
 

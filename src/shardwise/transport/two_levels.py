@@ -13,10 +13,10 @@ Without this, a rank sends its shard to every rank of another host, over one lin
 inside a host does to a full of all ranks, it does here to one part of it for each host: no value is
 moved to make the chunks of a host neighbors. Sums inside a host are made in fp32 at least.
 
-The first steps are taken in the call. What follows a wait for another host is a job of the
-background, or is queued on a stream: the program waits for its own host at most, and what a rank
-has called, it also completes, whether or not it waits. That needs two transports inside the host,
-each of which is used in one thread.
+The first steps are taken in the call. What follows a wait for another host is left to the runner of
+``across``: the program waits for its own host at most, and what a rank has called, it also
+completes, whether or not it waits. That needs two transports inside the host, each of which is used
+in one thread.
 """
 
 from __future__ import annotations
@@ -26,14 +26,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise import devices
-from shardwise.transport.base import (
-    Call,
-    FullBuffers,
-    PendingWork,
-    Transport,
-    Work,
-)
+from shardwise.transport.base import Call, Transport, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.encoded import ENCODABLE, EncodedTransport
 from shardwise.transport.memory import Blocks
@@ -72,9 +65,7 @@ class TwoLevelTransport(Transport):
         self._hosts = across.world_size
         self._local = gathers.world_size
         self._device = device
-        self._background = across.background
         self._blocks = Blocks(device)
-        self._stream: torch.Stream | None = None
 
     @property
     def overflows(self) -> int:
@@ -85,27 +76,21 @@ class TwoLevelTransport(Transport):
         """Decide as the transport between hosts does."""
         return self.across.overlaps_compute()
 
-    def full_buffers(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
-    ) -> FullBuffers:
-        """Reserve memory of this rank's own: what gathers into it is another thread."""
-        return self.across.full_buffers(numels, dtypes, device)
-
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that; inside a host, decoded values travel."""
         return self.across.as_gathered(shard, dtype)
 
     def _all_gather(self, call: Call) -> Work:
         """Gather the shards of this number, then those of all numbers."""
-        return self._run(self._gather(call), waits=0)
+        return self._start(self._gather(call), first=0)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Add up inside the host what hosts then exchange: error feedback is for these sums."""
-        return self._run(self._scatter(call), waits=1)
+        return self._start(self._scatter(call), first=1)
 
     def _all_reduce(self, call: Call) -> Work:
         """Add up a part of each tensor inside the host; hosts reduce it; the host shares it."""
-        return self._run(self._reduce(call), waits=1)
+        return self._start(self._reduce(call), first=1)
 
     # The steps of a collective, each of which follows the end of the one before.
 
@@ -177,34 +162,7 @@ class TwoLevelTransport(Transport):
         is_encoded = self.wire.reduce != "fp32" and result.dtype in ENCODABLE
         return torch.float32 if is_encoded else result.dtype
 
-    def _run(self, steps: Iterator[Work], waits: int) -> Work:
-        """Take the first steps of a collective, and leave the others to the background.
-
-        Args:
-            steps: yields the work of each step.
-            waits: how many of them wait for this host only, and are waited for now.
-        """
-        self._background.catch_up()
-        if devices.has_streams(self._device):
-            return self._run_on_stream(steps)
-        for _ in range(waits):
-            next(steps).wait()
-        under_way = next(steps)
-
-        def follow() -> None:
-            under_way.wait()
-            for step in steps:
-                step.wait()
-
-        return PendingWork(self._background.submit(follow).wait)
-
-    def _run_on_stream(self, steps: Iterator[Work]) -> Work:
-        """Queue all steps on a stream beside the one that computes."""
-        if self._stream is None:
-            self._stream = devices.new_stream(self._device)
-        self._stream.wait_stream(devices.current_stream(self._device))
-        with self._stream:
-            for step in steps:
-                step.wait()
-            done = devices.current_stream(self._device).record_event()
-        return PendingWork(lambda: devices.current_stream(self._device).wait_event(done))
+    def _start(self, steps: Iterator[Work], first: int) -> Work:
+        """Start a collective; its first steps wait for this host only."""
+        self.across.runner.catch_up()
+        return self.across.runner.start(steps, self._device, first)

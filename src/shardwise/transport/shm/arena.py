@@ -31,11 +31,10 @@ from shardwise.scratch.libc import (
     MAP_POPULATE,
     libc,
 )
+from shardwise.transport.memory import pack_offsets
 
 #: Length of the file in bytes. It takes no memory until it is written to.
 LENGTH = 2**62
-#: Tensors in a window begin at multiples of so many bytes.
-ALIGNMENT = 64
 
 _PAGE = mmap.PAGESIZE
 _PROT_NONE = 0
@@ -218,19 +217,6 @@ class Extents:
         self._ranges = [*apart, (first, last)]
         before, self.nbytes = self.nbytes, sum(end - start for start, end in self._ranges)
         return self.nbytes - before
-
-
-def pack_offsets(numels: Sequence[int], dtypes: Sequence[torch.dtype]) -> tuple[list[int], int]:
-    """Place tensors one after the other, aligned.
-
-    Returns:
-        Where each of them begins, and where the last one ends, in bytes.
-    """
-    offsets, end = [], 0
-    for numel, dtype in zip(numels, dtypes, strict=True):
-        offsets.append(end)
-        end += -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT
-    return offsets, end
 
 
 def whole_pages(nbytes: int) -> int:

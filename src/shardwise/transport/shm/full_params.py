@@ -40,13 +40,13 @@ import torch
 from shardwise._torch import dtensor
 from shardwise.observe import Memory
 from shardwise.transport.collective_log import LoggedCall
+from shardwise.transport.memory import pack_offsets
 from shardwise.transport.shm.arena import (
     Arena,
     Extents,
     PageMap,
     PrivatePages,
     Window,
-    pack_offsets,
     punch,
     whole_pages,
 )

@@ -23,11 +23,11 @@ import torch
 from shardwise.observe import Memory
 from shardwise.transport.base import PendingWork, Work
 from shardwise.transport.collective_log import LoggedCall
+from shardwise.transport.memory import pack_offsets
 from shardwise.transport.shm.arena import (
     Arena,
     Extents,
     Window,
-    pack_offsets,
     punch,
     whole_pages,
 )

@@ -38,10 +38,10 @@ class ShmTransport(Transport):
     """Collectives between the ranks of one process group that share memory.
 
     Args:
-        log: what this rank calls.
-        sync: by which ranks tell each other how far they have come.
-        pool: the memory of full parameters.
-        staging: this rank's buffers.
+        peers: the ranks of the group.
+        connections: to those ranks, from their handshake.
+        arena: the kind of memory that they share.
+        written: the ranks whose sequence numbers this process writes; see :class:`SequenceNumbers`.
         pagemap: as for :class:`SharedBuffers`.
     """
 
@@ -49,38 +49,25 @@ class ShmTransport(Transport):
 
     def __init__(
         self,
-        log: CollectiveLog,
-        sync: Sync,
-        pool: Pool,
-        staging: Staging,
+        peers: Peers,
+        connections: Connections,
+        arena: type[Arena],
+        written: Sequence[int],
         pagemap: PageMap | None,
     ) -> None:
-        self.rank = sync.rank
-        self.world_size = len(sync.others) + 1
-        self._log = log
-        self._sync = sync
-        self._pool = pool
-        self._staging = staging
+        self.rank = peers.rank
+        self.world_size = peers.size
+        self._log = CollectiveLog(peers, self.name)
+        common, *own = arena.ranges(connections.fd, 1 + peers.size)
+        numbers = SequenceNumbers(common, written, peers.size)
+        self._sync = Sync(peers, connections, numbers, self._log)
+        references = ReferenceCounts(common, peers.rank, peers.size)
+        self._pool = Pool(common, references, self._sync)
+        self._staging = Staging(own[peers.rank], self._sync)
         self._pagemap = pagemap
         self._buffers: weakref.WeakValueDictionary[tuple[int, int], SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
-
-    @classmethod
-    def over(cls, peers: Peers, connections: Connections) -> ShmTransport:
-        """Make the transport of a process group.
-
-        Args:
-            peers: the ranks of the group.
-            connections: to those ranks, from their handshake.
-        """
-        log = CollectiveLog(peers, cls.name)
-        common, *own = Arena.ranges(connections.fd, 1 + peers.size)
-        numbers = SequenceNumbers(common, [peers.rank], peers.size)
-        sync = Sync(peers, connections, numbers, log)
-        references = ReferenceCounts(common, peers.rank, peers.size)
-        pool = Pool(common, references, sync)
-        return cls(log, sync, pool, Staging(own[peers.rank], sync), PageMap())
 
     def overlaps_compute(self) -> bool:
         """Return False: the thread that waits does the work."""
