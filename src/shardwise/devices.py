@@ -261,7 +261,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 MOST_IN_HEAP = 32 * 1024 * 1024
 _NEVER = 2**31 - 1
 
-#: Whoever has set one of these wants something else.
+#: A user who has set one of these wants something else.
 MALLOC_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 
@@ -272,7 +272,7 @@ def keep_freed_memory() -> bool:
     the top of its heap to the kernel, which has to clear and map each page again for the next step.
     Measured on 2 ranks with 2 cores, a Llama with 5 million parameters, 1,024 tokens per rank and
     step: 16,000 page faults per step and 4 to 9 % of its CPU time, against 190 faults. A process
-    that trains reaches its peak in every step, so nobody gains from what it returns. glibc's own
+    that trains reaches its peak in every step, so returning memory gains nothing. glibc's own
     variables do the same for other programs (https://man7.org/linux/man-pages/man3/mallopt.3.html).
 
     Returns:
@@ -335,7 +335,7 @@ def peak_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated on a device, for all processes together.
 
-    On CPUs, what the kernel says is available; 0 where nobody says.
+    On CPUs, what the kernel says is available; 0 where that is unknown.
     """
     get = None if device.type == CPU.type else _function(device, "mem_get_info")
     if get is not None:
@@ -448,16 +448,16 @@ def versions() -> dict[str, str]:
 
 
 def _driver() -> str:
-    """Return the version of the driver; empty if there is none, or nobody tells.
+    """Return the version of the driver; empty if there is none, or it is unknown.
 
     CUDA and ROCm have no function for it that torch shows. The kernel's own files need no other
-    program or package, and nobody waits for them, as for ``nvidia-smi`` when a GPU hangs.
+    program or package, and need no wait, as ``nvidia-smi`` when a GPU hangs.
     """
     device = accelerator()
     if device is not None:
-        told = getattr(_properties(current(device.type)), "driver_version", "")  # XPU
-        if told:
-            return str(told)
+        version = getattr(_properties(current(device.type)), "driver_version", "")  # XPU
+        if version:
+            return str(version)
     path, written = _AMD if torch.version.hip else _NVIDIA
     try:
         match = written.search(path.read_text())
@@ -518,7 +518,7 @@ class Backend:
         averages: ``ReduceOp.AVG`` works; if not, a sum is divided.
         coalesces: many collectives of one kind can be launched as one.
         gathers_in_place: the input of an all-gather may be this rank's place in the output.
-        progresses: bytes move while nobody waits for them (asynchronous progress).
+        progresses: bytes move without a wait (asynchronous progress).
     """
 
     name: str

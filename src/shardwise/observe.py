@@ -1,4 +1,4 @@
-"""The seam to whoever watches the runtime: a timeline that records, a plan that rehearses.
+"""The seam to what watches the runtime: a timeline that records, a plan that rehearses.
 
 The runtime says here what it begins, ends, allocates and frees. One observer at a time listens. If
 none does, a call costs one comparison.
@@ -92,7 +92,7 @@ class Observer(Protocol):
     ) -> int:
         """Note that a collective is issued. Its :meth:`end` is the end of the wait for it.
 
-        A collective that nobody waits for, after an exception, say, has no end.
+        A collective that is not waited for, after an exception, say, has no end.
 
         Args:
             activity: ``ALL_GATHER``, ``REDUCE_SCATTER``, ``ALL_REDUCE`` or ``ALL_TO_ALL``.
@@ -136,7 +136,7 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 def check_unobserved() -> None:
-    """Check that nobody watches this process.
+    """Check that nothing watches this process.
 
     Raises:
         RuntimeError: someone does.
@@ -156,7 +156,7 @@ def begin(activity: Activity, name: str, dimension: str = "", nbytes: int = 0) -
     """Report that an activity begins; see :meth:`Observer.begin`.
 
     Returns:
-        A number for :func:`end`; 0 if nobody watches.
+        A number for :func:`end`; 0 if nothing watches.
     """
     observer = _observer  # read once: another thread may end the observation
     return 0 if observer is None else observer.begin(activity, name, dimension, nbytes)
@@ -166,7 +166,7 @@ def collective(activity: Activity, name: str, wire: Route, nbytes: int, launches
     """Report that a collective is issued; see :meth:`Observer.collective`.
 
     Returns:
-        A number for :func:`end`; 0 if nobody watches.
+        A number for :func:`end`; 0 if nothing watches.
     """
     observer = _observer
     if observer is None:
@@ -175,7 +175,7 @@ def collective(activity: Activity, name: str, wire: Route, nbytes: int, launches
 
 
 def end(number: int) -> None:
-    """Report that an activity has ended. 0 means one that nobody watched."""
+    """Report that an activity has ended. 0 means one that was not watched."""
     if number and (observer := _observer) is not None:
         observer.end(number)
 
@@ -247,7 +247,7 @@ class _During:
 
 
 class _Waiting(_During):
-    """The same of a wait, whose time counts even if nobody watches."""
+    """The same of a wait, whose time counts even if nothing watches."""
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()

@@ -1,7 +1,7 @@
 """Optimizers that say what the state of a parameter looks like before it has one, or where it is.
 
 The state of most optimizers has the shape of the parameter, is sharded as it is, and is in memory.
-Whoever loads the state of another one has to ask it.
+Code that loads the state of another one has to ask it.
 """
 
 from __future__ import annotations

@@ -313,7 +313,9 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
     assert "SCRIPT: found my_script.py with SHA-256 d4735e3a265e, expected my_script.py with" in err
     hosts[0].send_signal(signal.SIGTERM)
     _, err = hosts[0].communicate(timeout=WAIT)
-    assert err.count(f"warning: no token, so whoever reaches 127.0.0.1:{port} may take part") == 1
+    assert (
+        err.count(f"warning: no token, so anyone who reaches 127.0.0.1:{port} may take part") == 1
+    )
     assert hosts[0].returncode == 128 + signal.SIGTERM
 
 

@@ -120,7 +120,7 @@ class Trial:
 @contextmanager
 def trial(replicas: int, deadline: float = LONG) -> Iterator[Trial]:
     events: list[Event] = []
-    server = QuorumServer(replicas, deadline=deadline, token="token", told=events.append)
+    server = QuorumServer(replicas, deadline=deadline, token="token", report=events.append)
     with server, ThreadPoolExecutor(8) as pool:
         world = Trial(server, events, pool)
         try:

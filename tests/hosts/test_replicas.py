@@ -36,7 +36,7 @@ def record(event):
             file.write(json.dumps(sorted(event.attempt.members)) + "\\n")
 
 if number == 0:
-    server = QuorumServer(2, deadline=2.0, address=where[0], port=where[1], told=record)
+    server = QuorumServer(2, deadline=2.0, address=where[0], port=where[1], report=record)
     (folder / "rounds").touch()
 torch.manual_seed(number)
 model = nn.Linear(8, 8)

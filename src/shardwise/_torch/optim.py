@@ -6,7 +6,7 @@ import torch
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
-    """Let learning rate schedulers know that ``optimizer`` has stepped, though nobody called it.
+    """Let learning rate schedulers know that ``optimizer`` has stepped, without a call of its step.
 
     Otherwise they warn that it has to step before they do.
     """

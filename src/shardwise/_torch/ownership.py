@@ -11,9 +11,9 @@ import torch
 
 
 def is_only_reference(tensor: torch.Tensor) -> bool:
-    """Whether nobody but the calling function has a tensor, or another one with the same memory.
+    """Whether only the calling function has a tensor, or another one with the same memory.
 
-    Nobody in Python, nobody in C++, no view, no array of another library. The caller passes a local
+    No other reference in Python or C++, no view, no array of a library. The caller passes a local
     variable, and has the tensor nowhere else.
     """
     if type(tensor) is not torch.Tensor or tensor.requires_grad or not _counts():

@@ -243,7 +243,7 @@ class ReplayMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return None
         at = given.positions.get(id(result))
         if at is not None:
-            # If it is several of the arguments, nobody knows which of them is meant.
+            # If it is several of the arguments, it is unknown which of them is meant.
             is_one = sum(tensor is result for tensor in given.tensors) == 1
             return _Given(at) if is_one and id(result) in given.written else None
         if result.layout is not torch.strided:

@@ -129,31 +129,33 @@ class Options(Generic[C]):
         yield from _settings_of(self.default, (), None, self.without)
 
     def _parameters_of(self, setting: Setting) -> Iterator[Parameter]:
-        told = setting.option
+        option = setting.option
         name = setting.keys[-1]
-        text = self.help.get(name, told.help)
+        text = self.help.get(name, option.help)
         if "{choices}" in text:
             text = text.format(choices=", ".join(each.value for each in self.choices(setting)))
-        if told.flags:
-            for flag, (_, flag_help) in told.flags.items():
-                yield _parameter(flag, bool, told, flag_help, default=False)
-            for flag in told.former:
-                yield _parameter(flag, bool, told, text, default=False, hidden=True)
+        if option.flags:
+            for flag, (_, flag_help) in option.flags.items():
+                yield _parameter(flag, bool, option, flag_help, default=False)
+            for flag in option.former:
+                yield _parameter(flag, bool, option, text, default=False, hidden=True)
             return
-        if told.parts:
-            for (part, part_help), default in zip(told.parts.items(), setting.default, strict=True):
-                yield _parameter(part, float, told, part_help, default=default)
+        if option.parts:
+            for (part, part_help), default in zip(
+                option.parts.items(), setting.default, strict=True
+            ):
+                yield _parameter(part, float, option, part_help, default=default)
             return
         default = setting.default
         if name in self.by_model:
-            told, default = dataclasses.replace(told, shown=BY_MODEL), None
+            option, default = dataclasses.replace(option, shown=BY_MODEL), None
         first, *others = _names_of(setting)
         if setting.kind is bool:
             default = False  # of the flag
-        yield _parameter(first, setting.kind, told, text, default=default)
+        yield _parameter(first, setting.kind, option, text, default=default)
         for other in others:
-            yield _parameter(other, setting.kind, told, text, default=default, hidden=True)
-        if told.takes_arguments:
+            yield _parameter(other, setting.kind, option, text, default=default, hidden=True)
+        if option.takes_arguments:
             yield _arguments()
 
     def choices(self, setting: Setting) -> list[enum.Enum]:
@@ -253,30 +255,30 @@ def parameter_name(name: str) -> str:
 
 
 def _parameter(
-    name: str, kind: Any, told: Option, text: str, *, default: Any, hidden: bool = False
+    name: str, kind: Any, option: Option, text: str, *, default: Any, hidden: bool = False
 ) -> Parameter:
     parser: Any = None
     if kind is Path:
         parser = read_path
     elif kind is int:
         parser = read_integer
-    elif told.reads is Reads.NAME:
+    elif option.reads is Reads.NAME:
         parser = read_name
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
     complete = None
-    if told.completions:
+    if option.completions:
 
         def complete(incomplete: str) -> list[str]:
-            return [each for each in told.completions if each.startswith(incomplete)]
+            return [each for each in option.completions if each.startswith(incomplete)]
 
     info = typer.Option(
         name,
         help=text,
-        rich_help_panel=told.panel,
-        metavar=told.metavar or ("INTEGER" if kind is int else None),
-        show_default=told.shown or default is not None,
-        envvar=told.env,
+        rich_help_panel=option.panel,
+        metavar=option.metavar or ("INTEGER" if kind is int else None),
+        show_default=option.shown or default is not None,
+        envvar=option.env,
         parser=parser,
         hidden=hidden,
         autocompletion=complete,
@@ -307,17 +309,17 @@ def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any, usual: Any
 
     The parts of a setting that neither says are those of ``usual``.
     """
-    told = setting.option
-    if told.flags:
-        flags = {flag: value for flag, (value, _) in told.flags.items()}
-        flags |= dict.fromkeys(told.former, next(iter(flags.values())))
+    option = setting.option
+    if option.flags:
+        flags = {flag: value for flag, (value, _) in option.flags.items()}
+        flags |= dict.fromkeys(option.former, next(iter(flags.values())))
         chosen = [flag for flag in flags if given[parameter_name(flag)]]
         values = {flags[flag] for flag in chosen}
         if len(values) > 1:
             raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
         return values.pop() if values else filed
-    if told.parts:
-        parts = [given[parameter_name(part)] for part in told.parts]
+    if option.parts:
+        parts = [given[parameter_name(part)] for part in option.parts]
         if filed is not None:
             pairs = zip(parts, filed, strict=True)
             parts = [other if part is None else part for part, other in pairs]
@@ -338,7 +340,7 @@ def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any, usual: Any
         return setting.name.partition("/")[2] != name
     if get_origin(setting.kind) is not tuple:
         return value if said else filed
-    more = given[_ARGUMENTS] or () if told.takes_arguments else ()
+    more = given[_ARGUMENTS] or () if option.takes_arguments else ()
     if more and not value:
         expected = f"options; what stands behind {names[0]} belongs to it"
         raise OptionError(_ARGUMENTS, " ".join(more), expected)

@@ -108,7 +108,7 @@ def launch_lines(
         Option(help="Names of the hosts, separated by commas; they meet at the first one."),
     ] = None,
     slurm: Annotated[
-        int | None, Integer(metavar="NODES", help="Print a script for sbatch, for so many nodes.")
+        int | None, Integer(metavar="NODES", help="Print a script for sbatch, for this many nodes.")
     ] = None,
     nproc: Annotated[int, Integer(help="Processes on each host.")] = 1,
     rdzv_port: Annotated[int, Integer(help="Port where the hosts meet.")] = 29400,
@@ -142,7 +142,7 @@ def launch_lines(
     has_token = any(word.partition("=")[0] == TOKEN_FILE for word in layout.arguments)
     if len(names) > 1 and not torchrun and not has_token:
         typer.echo(
-            f"note: whoever reaches the port may join; {TOKEN_FILE} FILE after --, or {TOKEN} in "
+            f"note: any host may join at the port; {TOKEN_FILE} FILE after --, or {TOKEN} in "
             "the environment of all hosts, keeps others out",
             err=True,
         )

@@ -89,7 +89,7 @@ def _help_if_alone(context: typer.Context) -> None:
 def app() -> NoReturn:
     """Run the command line: a mistake of its user is one line on stderr and exit code 2.
 
-    Exit code 130: stopped by Ctrl-C. 141: whoever read what it prints has gone, as in ``| head``.
+    Exit code 130: stopped by Ctrl-C. 141: the reader of its output has gone, as in ``| head``.
     1: what it prints cannot be written, since the disk is full or standard output is closed.
     """
     _check_streams()
@@ -114,7 +114,7 @@ def app() -> NoReturn:
             raise  # about no file that the command line could have named
         _end(f"{error.filename}: {error.strerror}", 2)
     except SystemExit as ended:
-        # Typer and rich raise it for a pipe that nobody reads, with the exit code of an error.
+        # Typer and rich raise it for a pipe without a reader, with the exit code of an error.
         if isinstance(ended.__context__, BrokenPipeError):
             _end_unread()
         raise

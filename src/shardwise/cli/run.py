@@ -35,7 +35,7 @@ from shardwise.units import show
 
 @dataclass(frozen=True, kw_only=True)
 class HostsConfig:
-    """The hosts of a job, as each of them is told."""
+    """The hosts of a job, as each of them is given them."""
 
     nnodes: str | None = field(
         default=None,
@@ -87,7 +87,7 @@ class HostsConfig:
     )
 
     def nodes_within(self, timeout: float) -> Nodes | None:
-        """Return the hosts of the job, which come within so many seconds; see :meth:`Nodes.of`."""
+        """Return the hosts of the job, which come within ``seconds``; see :meth:`Nodes.of`."""
         return Nodes.of(
             self.nnodes,
             self.node_rank,
@@ -276,12 +276,14 @@ def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_rest
         held.callback(file.close)
         token = secrets.token_hex()
 
-        def told(event: Event) -> None:
+        def report(event: Event) -> None:
             file.happened(event)
             if event.attempt is not None:
                 launcher.made_round(tuple(event.attempt.members))
 
-        server = held.enter_context(QuorumServer(count, deadline=deadline, token=token, told=told))
+        server = held.enter_context(
+            QuorumServer(count, deadline=deadline, token=token, report=report)
+        )
         launcher = ReplicaLauncher(
             _command_of(job),
             ReplicaWorld(0, count, f"127.0.0.1:{server.port}", token, 0),
@@ -305,7 +307,7 @@ def meeting(nodes: Nodes) -> str:
     lines = [f"hosts      {who}; meeting at {nodes.where}"]
     if nodes.backend is JobBackend.OURS and not nodes.token:
         lines.append(
-            f"hosts      warning: no token, so whoever reaches {nodes.where} may take part; set "
+            f"hosts      warning: no token, so anyone who reaches {nodes.where} may take part; set "
             f"{TOKEN} or {TOKEN_FILE} on all hosts"
         )
     return "\n".join(lines)
@@ -321,7 +323,7 @@ def _say_starting(processes: int) -> None:
 
 
 def _world(hosts: int, processes: int) -> World:
-    """Return the world over so many hosts, as its first rank sees it."""
+    """Return the world over n hosts, as its first rank sees it."""
     return World(0, hosts * processes, 0, processes)
 
 

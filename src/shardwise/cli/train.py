@@ -176,9 +176,9 @@ class _Command:
                 place = names_place(error, file, given)
                 if place is None:
                     raise
-                told = UserError(f"{error} ({place})")
-                told.exit_code = error.exit_code
-                raise told from error
+                located = UserError(f"{error} ({place})")
+                located.exit_code = error.exit_code
+                raise located from error
 
         def start(given: Mapping[str, Any], file: ConfigFile) -> None:
             weights, model = given.get("from_"), given.get("model")

@@ -11,7 +11,7 @@ requests: a report may come twice, late, or not at all, and the next one makes u
 
 A round ends in two phases. Its members average what they have, and keep the result. Once all have
 reported it, the round is committed, and each member applies its result when it learns of that. If a
-member is lost before, the attempt is given up: nobody applies anything, and the others try again
+member is lost before, the attempt is given up: none applies anything, and the others try again
 without it. A replica that was left out takes the outer state of a later round from a member.
 
 No torch, no network, no clock here; see :mod:`shardwise.diloco.quorum_server` for these.
@@ -40,7 +40,7 @@ _MAX_RANKS = 4096
 class State(enum.Enum):
     """What a replica does."""
 
-    JOINING = "joining"  # it has just started, and waits to be told with what to begin
+    JOINING = "joining"  # it has just started, and waits to learn with what to begin
     TRAINING = "training"
     READY = "ready"  # it waits for the exchange of this round
     AVERAGED = "averaged"  # it has the result of an attempt, and waits for it to be committed
@@ -149,7 +149,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What is to be done, as all replicas are told.
+    """What is to be done, as all replicas get it.
 
     Attributes:
         version: outer steps that are committed; -1 until the replicas have come together.
@@ -213,7 +213,7 @@ class Event:
         kind: what.
         round: outer steps that are committed.
         replica: to whom; -1: to the members of a round.
-        source: the replica that sent the outer state; -1: nobody had to.
+        source: the replica that sent the outer state; -1: none had to.
         seconds: how long it took.
         live: replicas that take part.
         attempt: that was committed.
@@ -359,7 +359,7 @@ class Coordinator:
 
     @property
     def _is_headless(self) -> bool:
-        """Whether nobody is left who has the outer state of this round, so that it is chosen anew.
+        """Whether no one is left who has the outer state of this round, so that it is chosen anew.
 
         A member that is silent has it, and may come back: others wait for it as at the start.
         """
@@ -422,12 +422,14 @@ class Coordinator:
     ) -> bool:
         """Let a replica take part; return whether its settings allow that."""
         if report.settings != leader.settings:
-            told = (
+            reason = (
                 f"DiLoCo: replica {replica} has {report.settings}; replica {first} has "
                 f"{leader.settings}. All replicas need the same model, sharded in the same way, "
                 "and the same settings"
             )
-            self.plan = replace(self.plan, refused={**self.plan.refused, report.incarnation: told})
+            self.plan = replace(
+                self.plan, refused={**self.plan.refused, report.incarnation: reason}
+            )
             return False
         if alike:
             self._members[replica] = report.incarnation

@@ -288,8 +288,8 @@ class ReplicaSession:
             elif plan.called and plan.version == version:
                 wish = Wish.MEET
         if self._own is not None and self._own.size > 1:
-            told = torch.tensor([int(wish)], dtype=torch.int64)
-            numbers = self._own.gather_numbers(told, "the wishes of DiLoCo's quorum")
+            own_wish = torch.tensor([int(wish)], dtype=torch.int64)
+            numbers = self._own.gather_numbers(own_wish, "the wishes of DiLoCo's quorum")
             wish = Wish(int(numbers[0].item()))
         return wish
 
@@ -361,7 +361,7 @@ class ReplicaSession:
         return self.wait_for(find)[0]
 
     def _committed(self, attempt: Attempt) -> tuple[bool] | None:
-        """Look up whether an attempt has committed its round; ``None``: nobody can tell now."""
+        """Look up whether an attempt has committed its round; ``None``: unknown so far."""
         key, store = f"{COMMIT}{attempt.version + 1}", self._store
         if store is None:
             return None

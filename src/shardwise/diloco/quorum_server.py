@@ -1,6 +1,6 @@
 """The server at which replicas that come and go on their own meet.
 
-It holds what they report and what they are told, in a store of its own, and the addresses by which
+It holds what they report and what they get, in a store of its own, and the addresses by which
 members of an exchange find each other. Parameters do not pass through it.
 """
 
@@ -16,7 +16,7 @@ from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event,
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
-#: The keys: what replicas are told, which attempt committed a round, and what replicas report.
+#: The keys: what replicas get, which attempt committed a round, and what replicas report.
 PLAN = f"{SERVER}quorum"
 COMMIT = f"{SERVER}commit/"
 REPORT = "report/"
@@ -41,10 +41,10 @@ class QuorumServer:
             takes, and more than an exchange that fills the link.
         address: where to listen; by default on this host only.
         port: where to listen; 0: any that is free.
-        token: what replicas must hold; empty: whoever reaches the port may take part.
+        token: what replicas must hold; empty: any that reaches the port may take part.
         start_timeout: seconds that the first replica waits for the others, at the start and after
             all were lost.
-        told: called with everything that happens, by the server's thread.
+        report: called with everything that happens, by the server's thread.
 
     Attributes:
         port: where it listens.
@@ -63,7 +63,7 @@ class QuorumServer:
         port: int = 0,
         token: str = "",
         start_timeout: float = 60.0,
-        told: Callable[[Event], object] = lambda event: None,
+        report: Callable[[Event], object] = lambda event: None,
     ) -> None:
         if replicas < 1:
             raise ValueError(f"replicas: found {replicas}, expected 1 or more")
@@ -74,7 +74,7 @@ class QuorumServer:
         self.port = int(listener.getsockname()[1])
         first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER
         self._coordinator = Coordinator(replicas, deadline, start_timeout, first)
-        self._told = told
+        self._report = report
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
@@ -116,10 +116,10 @@ class QuorumServer:
         if self._coordinator.plan != before:
             self._store.put(PLAN, self._coordinator.plan.to_json().encode())
         for event in events:
-            self._told(event)
+            self._report(event)
 
     def _record(self, event: Event) -> None:
-        """Write down which attempt committed a round, before replicas are told that one did."""
+        """Write down which attempt committed a round, before replicas learn that one did."""
         if event.kind is EventKind.ROUND and event.attempt is not None:
             self._store.put(f"{COMMIT}{event.round}", str(event.attempt.number).encode())
             self._store.forget(f"{MEETING}{event.attempt.number - _MEETINGS_KEPT}/")

@@ -122,7 +122,7 @@ class Rounds:
         self.join()
         wish = self._quorum.wish(self.version)
         if wish is Wish.FETCH:
-            self._catch_up_if_told()
+            self._catch_up_if_asked()
         elif wish is Wish.MEET or self._steps >= self._every:
             self.meet(step)
 
@@ -226,7 +226,7 @@ class Rounds:
             state = [flat.to(_CPU, copy=True) for flat in (fragment.outer, fragment.momentum)]
             return fragment.rounds, state
 
-    def _catch_up_if_told(self) -> None:
+    def _catch_up_if_asked(self) -> None:
         quorum = self._quorum
         (fetch,) = quorum.wait_for(lambda plan: (quorum.fetch_for_me(plan),))
         if fetch is not None:

@@ -267,7 +267,7 @@ def check_names(hosts: Sequence[Facts], seen_at: Mapping[int, str]) -> list[Find
         seen = seen_at.get(at)
         if seen is not None and _plain(seen) not in map(_plain, own):
             text = f"{host.label} connects from {seen}, and its own address is {host.address}"
-            advice = "ranks are told its own; join the hosts without translation of addresses (NAT)"
+            advice = "ranks get its own; join the hosts without translation of addresses (NAT)"
             found.append(fail(NAMES, text, advice))
         if host.localhost:
             text = f"{host.label}: no port of localhost can be taken ({host.localhost})"

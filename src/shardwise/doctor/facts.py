@@ -85,7 +85,7 @@ class Facts:
     def from_json(values: Any) -> Facts | None:
         """Read what :meth:`to_json` returned; None if it is something else.
 
-        A host with another version of Shardwise may send other facts, and whoever can reach the
+        A host with another version of Shardwise may send other facts, and anyone who can reach the
         port may send anything.
         """
         try:

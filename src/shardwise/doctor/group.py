@@ -1,8 +1,8 @@
 """The group of hosts that run the doctor: each one's values reach all of them, through host 0.
 
 They meet as the hosts of a job do: host 0 serves a store, behind a token if there is one. Each host
-writes its values there under a name that only host 0 is told. Host 0 publishes them under keys that
-nobody else can write.
+writes its values there under a name that only host 0 gets. Host 0 publishes them under keys that
+no other host can write.
 
 Every host that connects is admitted, even one with a rank that another has: reporting that is the
 purpose. Without a token, it may be anybody. So the peers are not trusted. What they send enters

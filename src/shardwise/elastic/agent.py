@@ -180,7 +180,9 @@ class Agent(LocalElasticAgent):
         verdict = self._meeting.verdict
         if verdict is None or self._outcome is None:
             if self._outcome is not None and len(self._signals.noted) > 1:
-                return RunResult(WorkerState.FAILED)  # nobody wants to wait for the other hosts
+                return RunResult(
+                    WorkerState.FAILED
+                )  # there is no reason to wait for the other hosts
             return RunResult(WorkerState.HEALTHY)
         self._show_verdict(self._outcome)
         if verdict.next.begins_again and not self._signals.noted:
@@ -356,7 +358,7 @@ class _RankLogs(LogsSpecs):
         rendezvous: where the hosts meet.
 
     Attributes:
-        lost: who was lost in the generation before, and how; empty: nobody was.
+        lost: who was lost in the generation before, and how; empty: none was.
     """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:

@@ -1,7 +1,7 @@
 """How a rank joins the default process group, under any launcher.
 
     ours, torchrun     torch's agent serves the store, under torchrun one for all attempts of a job
-    Ray, the user      the process group is there already; whoever created it ends it
+    Ray, the user      the process group is there already; its creator ends it
     any other          MASTER_ADDR and MASTER_PORT, where rank 0 serves the store
 
 Nothing here imports torch before a rank connects.
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 def connected(world: World, backend: str, timeout: float | None = None) -> Iterator[None]:
     """Be a member of the default process group of ``torch.distributed`` during the context.
 
-    A process group that exists already is used, and left to whoever created it.
+    A process group that exists already is used, and left to its creator.
 
     Args:
         world: this rank.
@@ -97,21 +97,21 @@ def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
     import torch.distributed as dist
 
     if os.environ.get(_AGENT_STORE) != str(True):
-        with _told(world, "for the other ranks to connect"):
+        with _reported_wait(world, "for the other ranks to connect"):
             dist.init_process_group(
                 backend, rank=world.rank, world_size=world.size, timeout=timeout
             )
         return
     store = _store_of_agent(world, timeout)
     others = "for connections to the other ranks, which are there; is a firewall between them?"
-    with _told(world, others):
+    with _reported_wait(world, others):
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
 
 
 @contextlib.contextmanager
-def _told(world: World, what: str) -> Iterator[None]:
+def _reported_wait(world: World, what: str) -> Iterator[None]:
     """Log a warning if the block takes long."""
     from shardwise.transport import peers
 
@@ -185,7 +185,7 @@ def _wait(happens: Callable[[], bool], world: World, peer: int, deadline: float)
     """Wait until a rank has done its part."""
     from shardwise.errors import PeerLostError
 
-    with _told(world, f"for rank {peer} of {world.size} to connect"):
+    with _reported_wait(world, f"for rank {peer} of {world.size} to connect"):
         while not happens():
             if time.monotonic() > deadline:
                 raise PeerLostError(

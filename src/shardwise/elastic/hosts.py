@@ -17,7 +17,7 @@ from shardwise.elastic.world import launched_here
 
 TOKEN = "SHARDWISE_RDZV_TOKEN"  # environment variable
 TOKEN_FILE = "--rdzv-token-file"
-_TOKEN_SIZES = 16, 4096  # bytes; a shorter one can be guessed by whoever hears a handshake
+_TOKEN_SIZES = 16, 4096  # bytes; a shorter one can be guessed from a handshake
 
 #: Gives the program and arguments of the ranks of a generation, 0 for the first.
 Command = Callable[[int], Sequence[str]]
@@ -49,7 +49,7 @@ class Nodes:
         timeout: seconds to wait for all hosts, or for ``least`` of them.
         least: the smallest number of hosts that the job runs on, in an elastic job, which hosts may
             join and leave. None if exactly ``count`` hosts take part from start to end.
-        token: what all hosts must hold to take part. Empty if whoever reaches the port may.
+        token: what all hosts must hold to take part. Empty if any that reaches the port may.
         backend: what holds what the hosts share.
         job: tells the job from others in the same backend.
     """

@@ -5,7 +5,7 @@
 
 The program sees what ``python FILE ARGUMENTS`` would show it: ``__main__``, ``sys.argv`` and
 ``sys.path``, Python's own handling of Ctrl-C, ``atexit``. It needs no import of this package.
-Around it, the launcher is told why a rank ends at the moment when it does, so that the first of
+Around it, the launcher learns why a rank ends at the moment when it does, so that the first of
 several failures is known: an exception with its traceback, ``sys.exit`` with its code, or a signal.
 
 A program that handles signals by itself, or that calls

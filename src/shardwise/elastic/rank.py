@@ -168,7 +168,7 @@ def _end(code: int) -> NoReturn:
 
 
 def _write_files() -> None:
-    """Write what files that nobody has closed still hold, as Python does when it frees them."""
+    """Write what files that are still open hold, as Python does when it frees them."""
     kinds = ((type(found), found) for found in gc.get_objects())
     files = [(kind, found) for kind, found in kinds if issubclass(kind, io.IOBase)]
     # Text goes into binary files, such as compressed ones, and these into those of Python itself.

@@ -2,7 +2,7 @@
 
 The hosts share one value, the :class:`JobState`, in any of torch's rendezvous backends. Each of
 them, in a thread beside its agent, counts up a heartbeat once a second, reads the value, adds what
-has happened here, does what is due by the rules, and writes it back if nobody else has meanwhile
+has happened here, does what is due by the rules, and writes it back if no other host has meanwhile
 (compare and set). So every host comes to the same decisions, and none is special.
 
 Three things may hold the value:
@@ -638,7 +638,7 @@ class Rendezvous(RendezvousHandler):
         try:
             store = GuardedStore(*where, self.nodes.token, self._id, SILENCE)
         except OSError:
-            return  # lost as well; whoever follows it will say so here
+            return  # lost as well; its follower will report that
         try:
             self._compare(store)
         except BaseException:

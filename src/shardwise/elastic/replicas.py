@@ -57,7 +57,7 @@ class _World:
     ) -> None:
         self.replica = replica
         # The ranks find each other here; it serves this start alone. Given no socket, torch's would
-        # listen at all addresses of this host, for whoever comes.
+        # listen at all addresses of this host, for all that come.
         listener = listening(_HERE)
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             _HERE,

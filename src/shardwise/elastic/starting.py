@@ -32,7 +32,7 @@ def answer_to(report: Path) -> None:
     """Write where this process is, whenever the launcher asks, to a file beside its report.
 
     Raises:
-        OSError: there is no such file. Whoever asks now ends the process.
+        OSError: there is no such file. A request now would end the process.
     """
     stacks = _stacks_beside(report).open("a")
     faulthandler.register(_ASK, file=stacks, all_threads=False, chain=False)

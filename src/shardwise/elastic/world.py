@@ -33,7 +33,7 @@ WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
 # Set by a user who wants more ranks on a host than it can carry.
 MOST_RANKS = "SHARDWISE_MOST_RANKS"
-_PER_CORE = 16  # ranks; whoever tries out a job has more than cores, and they mostly wait
+_PER_CORE = 16  # ranks; a job on trial has more ranks than cores, and they mostly wait
 _PER_RANK = 2**28  # bytes, of a rank that has imported torch
 
 
@@ -159,7 +159,7 @@ def job_id() -> str | None:
 
     Our launcher hands one down, and so does a program that runs ranks in workers of its own. Under
     torchrun it is the process that starts the ranks, again after
-    one failed: run ids are names, and two jobs may have the same one. None if nobody restarts the
+    one failed: run ids are names, and two jobs may have the same one. None if nothing restarts the
     job, or if that process cannot be identified.
     """
     if launched_here():

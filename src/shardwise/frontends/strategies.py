@@ -94,7 +94,7 @@ class ShardingPlan:
         shape: number of ranks along each mesh dimension.
         names: names of the mesh dimensions.
         reshard_after_forward: free the full parameters between forward and backward; a number:
-            keep them cut over so many consecutive ranks meanwhile.
+            keep them cut over this many consecutive ranks meanwhile.
         apart: replicas train separately: ``fully_shard`` does not get their mesh dimension.
     """
 
@@ -168,7 +168,7 @@ def reshard_over(plan: ShardingPlan, asked: str, ranks_per_host: int) -> bool | 
         ``reshard_after_forward`` of ``fully_shard``.
 
     Raises:
-        MeshError: parameters cannot be kept over so many ranks.
+        MeshError: parameters cannot be kept over that number of ranks.
     """
     if not plan.reshard_after_forward:
         raise MeshError(

@@ -2,7 +2,7 @@
 
 A block is up to 256 consecutive elements of a row. A row is what the last dimensions of the tensor
 hold together: the last one, or as many as it takes to have 256 elements, but never the first. So
-blocks follow from the shape alone, and whoever cuts a tensor along dimensions before those of its
+blocks follow from the shape alone, and a cut of a tensor along dimensions before those of its
 rows leaves all blocks whole. ``fully_shard`` cuts along the first.
 
     shape             a row         blocks of a row

@@ -29,7 +29,7 @@ class ClipBy(enum.Enum):
 class NonFinite(enum.Enum):
     """What to do with a group whose gradients have a norm that is NaN or infinite.
 
-    ``STEP``: step with it, as an optimizer does that nobody guards.
+    ``STEP``: step with it, as an optimizer without a guard does.
 
     ``SKIP_GROUP``: drop the gradients of the group, which keeps its parameters and its states.
     Other groups step. One small all-reduce for each group, and a wait for its result.

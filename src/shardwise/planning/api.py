@@ -166,7 +166,7 @@ def plan(
         ranks_per_host: ranks that share a host; by default all of them, at most 8.
         device_file: a TOML file that describes device and links.
         available: bytes that a rank may use; by default the memory of the device.
-        batch: makes a batch of so many samples, for models that are not of transformers.
+        batch: makes a batch of n samples, for models that are not of transformers.
         step: computes the loss of a model on a batch.
 
     Returns:
@@ -404,7 +404,7 @@ def on_machine(settings: Settings, machine: Machine | None) -> Settings:
 
 
 def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
-    """Return the memory of a rank on a machine; ``None`` if nobody knows.
+    """Return the memory of a rank on a machine; ``None`` if unknown.
 
     Ranks on CPUs share what is free on this host.
     """
@@ -419,7 +419,7 @@ def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
 
 
 def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | None:
-    """Return what the allocator of a rank takes for its tensors; ``None`` if nobody knows."""
+    """Return what the allocator of a rank takes for its tensors; ``None`` if unknown."""
     if _allocates(machine):
         return reserved(log)
     if settings.device_type != devices.CPU.type or len(log.events) > MOST_EVENTS:
@@ -484,7 +484,7 @@ def _this_machine(device: str | None, link: str | None, ranks: int) -> Machine |
     except MachineError as error:
         if device is not None:
             raise
-        # Damaged, or measured under another torch: nobody has asked for it.
+        # Damaged, or measured under another torch, and not asked for.
         _log.warning("%s; the plan goes on without predicted times", error)
         return None
     if found is not None:

@@ -84,7 +84,7 @@ class Effort:
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRates:
-    """What so many processes at once can do, each with its part of the processors.
+    """What n processes at once can do, each with its part of the processors.
 
     Attributes:
         ranks: how many there were.
@@ -118,7 +118,7 @@ class Calibration:
     measured: tuple[MeasuredRates, ...]
 
     def machine(self, ranks_per_host: int, link: str | None = None) -> Machine:
-        """Return this machine, as so many ranks at once find it.
+        """Return this machine, as n ranks at once find it.
 
         Args:
             ranks_per_host: how many.
@@ -330,7 +330,7 @@ def cache_file() -> Path:
     """Return where the calibration of this machine is kept: in the user's cache folder.
 
     Raises:
-        MachineError: nobody says where that is.
+        MachineError: that place is not set.
     """
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:

@@ -3,7 +3,7 @@
 Three things run at once: the host, which issues what the log has, in its order; the device, which
 computes it; and the wire of each mesh dimension, which moves one collective after the other. A wait
 stalls the device until the wire is done with that collective; that time is *exposed*. Where the
-host itself computes (CPUs), the first two are one. Where nobody moves bytes but the thread that
+host itself computes (CPUs), the first two are one. Where no thread moves bytes but the one that
 waits (shared memory), the wire stands still until then.
 """
 
@@ -156,7 +156,7 @@ class _Replay:
                         self._issue(self._device.overheads.get(GROUP, 0.0))
                     self._mark(event.activity, event.group)
         for number in [number for number, start in self._starts.items() if start.ranks > 1]:
-            self._wait(number)  # whoever reads the results waits
+            self._wait(number)  # reading the results waits
         seconds = max(self._now, self._host)
         self._idle(seconds)
         self._close(seconds)

@@ -307,7 +307,7 @@ def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
     """Return a model with fewer repeated layers, on the meta device.
 
     Returns:
-        ``None`` if the layers are not in one list, or there are no more than so many.
+        ``None`` if the layers are not in one list, or there are too few of them.
     """
     blocks = list(blueprint.blocks)
     if len(blocks) <= layers:

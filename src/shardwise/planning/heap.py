@@ -41,10 +41,13 @@ _UNIT = 16  # sizes of chunks are multiples of it
 _SMALLEST = 32
 _ALIGNMENT = 64  # of tensors
 _TOP_PAD = 128 * 1024  # the heap grows by so much more than is asked for
-_CACHED, _CACHED_CHUNKS = 1040, 7  # the largest chunks that wait for a thread; so many of a size
+_CACHED, _CACHED_CHUNKS = (
+    1040,
+    7,
+)  # the largest chunks that wait for a thread; the count of one size
 _FAST = 128  # the largest chunks that wait until a large one is asked for
 _LARGE = 1024  # chunks that count as large then
-_JOINS = 64 * 1024  # a free chunk of so many bytes ends the wait, too
+_JOINS = 64 * 1024  # bytes; a free chunk of this size ends the wait, too
 
 
 class Heap:
@@ -179,7 +182,7 @@ class Heap:
 
 
 def _size_of(nbytes: int) -> int:
-    """Return the size of a chunk for so many bytes."""
+    """Return the size of a chunk for ``nbytes``."""
     return max(_SMALLEST, -(-(nbytes + _HEADER) // _UNIT) * _UNIT)
 
 

@@ -137,7 +137,7 @@ class Device:
         host_link: name of the link between devices of a host.
         execution: whether the host runs ahead of the device.
         curves: measured seconds, by family of operations and dtype; see
-            :mod:`shardwise.planning.costs`. Empty if nobody has measured it.
+            :mod:`shardwise.planning.costs`. Empty if it was not measured.
         overheads: measured in place of ``op_overhead``, by phase, and for each :data:`GROUP`.
     """
 
@@ -218,7 +218,7 @@ _DEVICES = (
     ("mi250x", "MI250X", 128.0, 3.2768e12, (383e12, 95.7e12), "infinity-fabric"),
 )
 #: Share of the peak that matrix products reach: fitted on one published row each, by
-#: benchmarks/plan_published.py. Nobody has fitted the others.
+#: benchmarks/plan_published.py. The others are not fitted.
 _FITTED = {"a100": 0.75, "h100-hbm2e": 0.48}
 _DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 

@@ -76,7 +76,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
     Raises:
         RuntimeError: this process is part of a world.
         RehearsalError: the model cannot be copied or sharded, or it or the user's code raises.
-        SettingsError: nobody says how to make a batch, or what is made is no loss.
+        SettingsError: no way to make a batch is given, or what is made is no loss.
         UntraceableError: a module computes with values.
     """
     world = settings.world
@@ -519,7 +519,7 @@ def _label(
     """Say what the memory is for that is there before the step.
 
     Args:
-        recorder: what is told.
+        recorder: receives the reports.
         model: the model.
         optimizer: its optimizer.
         batches: what it is trained on.

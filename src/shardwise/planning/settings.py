@@ -167,7 +167,7 @@ class Settings:
         products: dtype of matrix products.
         outer_states: fp32 copies of the trained shards that DiLoCo keeps.
         exchange: what DiLoCo's replicas exchange between steps.
-        batch: makes a microbatch of so many samples on the current default device; ``None``: made
+        batch: makes a microbatch of n samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
             model, else the mean of what the model returns.

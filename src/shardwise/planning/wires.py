@@ -1,4 +1,4 @@
-"""Transports of a rank that is alone: they allocate and copy as always, and nobody receives.
+"""Transports of a rank that is alone: they allocate and copy as always, and send nothing.
 
 A rehearsal runs one rank of a world without other processes. Its transports are the runtime's own,
 so that their buckets, scratch memory and copies are those of a training. Only what carries the
@@ -39,7 +39,7 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
     Args:
         backend: of the process groups that are planned for; see
             :func:`shardwise.devices.backend_of`.
-        ranks_per_host: so many consecutive ranks share a host.
+        ranks_per_host: the number of consecutive ranks that share a host.
     """
     with carried_by(_RehearsedCarrier(backend, ranks_per_host)), warnings.catch_warnings():
         # Tensors without memory have no address, and nothing here needs one.
@@ -150,7 +150,7 @@ def _copy_of_a_thread(tensor: torch.Tensor) -> torch.Tensor:
 class _SimulatedArena(Arena):
     """A range of a file, of which nothing is ever written: its windows have no memory.
 
-    What is reported as in use is allocated as a tensor, so that whoever counts tensors sees it.
+    What is reported as in use is allocated as a tensor, so that what counts tensors sees it.
     """
 
     def __init__(self, fd: int, first: int, last: int) -> None:

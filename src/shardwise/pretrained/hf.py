@@ -211,7 +211,7 @@ class Reversal:
         # As for loading: conversions are looked up by the names of classes.
         self._plain = build(plain_class(model), copy.deepcopy(model.config), torch.float32)
         used = getattr(model, "_weight_conversions", None)
-        if used is None:  # it was not loaded: whether files have a prefix, nobody knows
+        if used is None:  # it was not loaded: whether files have a prefix is unknown
             found = get_model_conversion_mapping(self._plain, add_legacy=False)
             used = [each for each in found if not isinstance(each, PrefixChange)]
         self._plain.__dict__["_weight_conversions"] = used

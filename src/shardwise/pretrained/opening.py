@@ -135,7 +135,7 @@ def read_settings(file: Path) -> dict[str, Any]:
 
 
 def check_settings(settings: Mapping[str, Any], where: object) -> None:
-    """Check the numbers of a configuration that nobody else checks.
+    """Check the numbers of a configuration that are not checked elsewhere.
 
     Raises:
         ModelSettingsError: there are fewer than 1 or more than 10,000 layers, or no positions.

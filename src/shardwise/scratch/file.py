@@ -5,9 +5,9 @@ writes are direct where the file system can (``O_DIRECT``): a page cache of stat
 once a step would only push out what is used more often. Threads issue them, in blocks, so that
 several are under way at a time.
 
-As memory, it is mapped in few large extents, since a process may have only so many maps (65,530)
+As memory, it is mapped in few large extents, since a process has a limit of maps (65,530)
 and descriptors, and each map of Python holds one. An extent takes no room on the disk. What is
-allocated in it does, at once, so that a full disk is noticed there, and not by a signal to whoever
+allocated in it does, at once, so that a full disk is noticed there, not by a signal to code that
 touches the memory.
 
 Libraries for direct I/O exist (DeepNVMe, KvikIO, TensorNVMe). They are built for CUDA, or on libaio
@@ -155,7 +155,7 @@ class ScratchFile:
     def free(self, offset: int, nbytes: int) -> None:
         """Give back what :meth:`allocate` returned.
 
-        It is used again once nobody holds a tensor of :meth:`map` there: that keeps its values, as
+        It is used again once no code holds a tensor of :meth:`map` there: that keeps its values, as
         in a state dict of before a load.
         """
         found = self._views.pop(offset, lambda: None)()
@@ -183,7 +183,7 @@ class ScratchFile:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory that is a part of the file, which is free again when nobody holds it.
+        """Return memory that is a part of the file, which is free again when it is no longer held.
 
         Args:
             nbytes: how much; any number.

@@ -419,7 +419,7 @@ def _post_input_in_transform(
 class _Once(torch.autograd.Function):
     """The identity of gradients, whose own gradient is refused.
 
-    Autograd would find parameters freed, or add gradients to full parameters that nobody reduces.
+    Autograd would find parameters freed, or add gradients to full parameters that are not reduced.
     """
 
     generate_vmap_rule = True

@@ -154,7 +154,7 @@ class DataMesh:
 
     @property
     def is_alone(self) -> bool:
-        """Whether this rank has nobody to reduce gradients with."""
+        """Whether this rank has no other to reduce gradients with."""
         return self.replicate is None and self.scatter.world_size == 1
 
     @property

@@ -101,7 +101,7 @@ class Root:
         order: the order of groups, for prefetching.
         read_order: the order in which they are gathered, for reading shards that are on a disk.
         ledger: the gradients that are not complete.
-        knows_what_is_averaged: whether the user was told of dimensions without an average.
+        knows_what_is_averaged: whether the user was warned of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
             on the current stream.
     """
@@ -133,7 +133,7 @@ class Root:
         """Begin an outermost forward.
 
         Raises:
-            RuntimeError: :meth:`finalize` has started reductions that nobody waited for.
+            RuntimeError: :meth:`finalize` has started reductions that were not waited for.
             StepInterruptedError: an exception has interrupted a step in backward.
         """
         if self.ledger.is_finalized:

@@ -136,7 +136,7 @@ class Pass:
         self.steps = steps
         self.is_in_transform = False
         # A node of the graph for each input that needs a gradient. It runs when that gradient is
-        # known, and the last of them when the backward of this pass ends. Whoever keeps the pass
+        # known, and the last of them when the backward of this pass ends. What keeps the pass
         # keeps these nodes, and all of the graph that leads to the inputs.
         self._nodes: list[torch.autograd.graph.Node] = []
         self._inputs: list[torch.Tensor] = []  # while forward runs

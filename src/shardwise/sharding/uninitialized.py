@@ -1,7 +1,7 @@
-"""Tensors that nobody initialized: marked when memory is made, found before a model runs.
+"""Tensors that were not initialized: marked when memory is made, found before a model runs.
 
 New memory is filled with one value: a NaN with a payload that no computation produces, or integers
-of one byte pattern. Whoever writes to a tensor, in whatever way, removes the mark. A tensor that
+of one byte pattern. Any write to a tensor removes the mark. A tensor that
 still has it when its model runs would be trained on as it is.
 """
 

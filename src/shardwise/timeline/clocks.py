@@ -47,7 +47,7 @@ class SharedClock:
 
     Attributes:
         first: what the clock of the first rank showed at the beginning.
-        last: what it showed at the end; the same as ``first`` if nobody asked any more.
+        last: what it showed at the end; the same as ``first`` if it was not asked again.
     """
 
     first: Reading
@@ -95,7 +95,7 @@ def own_clock(now: Callable[[], int] = time.perf_counter_ns) -> Reading:
 
 def read_clock(
     peers: Peers,
-    told: Mapping[int, ClockReport],
+    reports: Mapping[int, ClockReport],
     meeting: str,
     now: Callable[[], int] = time.perf_counter_ns,
 ) -> Reading:
@@ -103,19 +103,19 @@ def read_clock(
 
     Args:
         peers: all ranks.
-        told: the ranks that are recorded, in order, and what each has said of its clock.
+        reports: the ranks that are recorded, in order, and what each has said of its clock.
         meeting: where they ask for the time; the same name on all ranks, used once.
         now: this rank's clock, in nanoseconds.
 
     Raises:
         PeerLostError: a peer is gone, or did not answer in time.
     """
-    reference, *_ = told
+    reference, *_ = reports
     firsts: dict[str, int] = {}  # the first rank of each clock asks for all who read it
-    for rank, each in told.items():
+    for rank, each in reports.items():
         firsts.setdefault(each.clock, rank)
     asking = [rank for rank in firsts.values() if rank != reference]
-    first, doing = firsts[told[peers.rank].clock], "the comparison of clocks"
+    first, doing = firsts[reports[peers.rank].clock], "the comparison of clocks"
     prefix, store, ahead = f"{meeting}/clocks", peers.store, (0, 0)
     if peers.rank == reference:
         peers.call(lambda: _answer(store, prefix, asking, now), doing, asking)
@@ -126,7 +126,7 @@ def read_clock(
         # blocks until it is there
         found = peers.call(lambda: store.get(f"{prefix}/{first}/ahead"), doing, [first])
         ahead = json.loads(found)
-    return Reading(now(), ahead[0], ahead[1], told[reference].now)
+    return Reading(now(), ahead[0], ahead[1], reports[reference].now)
 
 
 def _answer(store: Any, prefix: str, asking: list[int], now: Callable[[], int]) -> None:
@@ -134,7 +134,7 @@ def _answer(store: Any, prefix: str, asking: list[int], now: Callable[[], int]) 
     for rank in asking:
         for i in range(ROUNDS):
             store.get(f"{prefix}/{rank}/{i}/asked")  # blocks until it is there
-            store.set(f"{prefix}/{rank}/{i}/told", str(now()))
+            store.set(f"{prefix}/{rank}/{i}/answered", str(now()))
 
 
 def ask(store: Any, prefix: str, now: Callable[[], int]) -> tuple[int, int]:
@@ -152,10 +152,10 @@ def ask(store: Any, prefix: str, now: Callable[[], int]) -> tuple[int, int]:
     for i in range(ROUNDS):
         asked = now()
         store.set(f"{prefix}/{i}/asked", "")
-        told = int(store.get(f"{prefix}/{i}/told"))
+        answered = int(store.get(f"{prefix}/{i}/answered"))
         heard = now()
-        answers.append((heard - asked, told - (asked + heard) // 2))
-        for word in ("asked", "told"):
+        answers.append((heard - asked, answered - (asked + heard) // 2))
+        for word in ("asked", "answered"):
             store.delete_key(f"{prefix}/{i}/{word}")
     trip, ahead = min(answers)
     return ahead, trip // 2

@@ -1,7 +1,7 @@
 """Ranks that come together at the beginning and at the end of a recording, if they do.
 
 A rank that is not recorded may be in a collective of its own, which one of ours would be mistaken
-for. So ranks meet in the store, where nobody has to come. The last rank to come decides that all
+for. So ranks meet in the store, where no rank has to come. The last rank to come decides that all
 take part; the first whose patience is over, that those do who are there. This is one compare and
 set, so that all agree.
 """
@@ -84,7 +84,7 @@ class Meeting:
 
 
 def waiting_for(peers: Peers, doing: str, seconds: float) -> Wait:
-    """Return a wait for other ranks of so many seconds.
+    """Return a wait for other ranks of ``seconds``.
 
     It raises ``PeerLostError`` if one of those that are missing is gone.
     """

@@ -72,11 +72,11 @@ class Timeline:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values."""
-        told = self.prediction
+        predicted = self.prediction
         return {
             "format": _FORMAT,
             "ranks": [rank.to_json() for rank in self.ranks],
-            "prediction": None if told is None else prediction_to_json(told),
+            "prediction": None if predicted is None else prediction_to_json(predicted),
         }
 
     @classmethod
@@ -90,10 +90,10 @@ class Timeline:
         if fields.text("format") != _FORMAT:
             refuse(where, f"the format {value['format']!r}", _FORMAT)
         ranks = [RankTimeline.from_json(each, where) for each in fields.items("ranks", 1 << 20)]
-        told = value.get("prediction")
+        predicted = value.get("prediction")
         return cls(
             tuple(sorted(ranks, key=lambda rank: rank.rank)),
-            None if told is None else prediction_from_json(told, where),
+            None if predicted is None else prediction_from_json(predicted, where),
         )
 
 
@@ -117,12 +117,12 @@ def unpacked(content: bytes, rank: int) -> RankTimeline:
     return RankTimeline.from_json(json.loads(zlib.decompress(content)), f"rank {rank}")
 
 
-def prediction_to_json(told: StepTime) -> dict[str, Any]:
+def prediction_to_json(predicted: StepTime) -> dict[str, Any]:
     """Return a prediction as plain values."""
     parts = ("seconds", "compute", "exposed", "optimizer", "host", "tokens_per_second", "mfu")
     return {
-        **{name: getattr(told, name) for name in (*parts, "bound_by")},
-        "spans": [[s.activity.value, s.name, s.dimension, s.begin, s.end] for s in told.spans],
+        **{name: getattr(predicted, name) for name in (*parts, "bound_by")},
+        "spans": [[s.activity.value, s.name, s.dimension, s.begin, s.end] for s in predicted.spans],
     }
 
 

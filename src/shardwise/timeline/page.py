@@ -124,8 +124,8 @@ def _steps(
     if not steps:
         yield "<p>No step was recorded.</p></section>"
         return
-    told = timeline.prediction
-    longest = max([step.seconds for step in steps] + ([told.seconds] if told else []))
+    predicted = timeline.prediction
+    longest = max([step.seconds for step in steps] + ([predicted.seconds] if predicted else []))
     shown = {rank.rank for rank in ranks}
     yield '<div class="scroll" tabindex="0" role="region" aria-label="steps"><table class="steps">'
     yield '<thead><tr><th scope="col">rank</th>'
@@ -135,10 +135,10 @@ def _steps(
             f"{units.seconds(step.seconds)}</th>"
         )
     yield "</tr></thead><tbody>"
-    if told is not None:
+    if predicted is not None:
         yield '<tr class="predicted"><th scope="row">predicted</th>'
         for _ in steps:
-            yield f"<td>{_bar(_predicted_parts(told), longest)}</td>"
+            yield f"<td>{_bar(_predicted_parts(predicted), longest)}</td>"
         yield "</tr>"
     for rank in ranks:
         if rank.rank not in shown:
@@ -164,13 +164,13 @@ def _waited_for(step: StepOfAll) -> int | None:
     return step.slowest if any(others) else None
 
 
-def _predicted_parts(told: StepTime) -> dict[Part, float]:
+def _predicted_parts(predicted: StepTime) -> dict[Part, float]:
     return {
-        Part.FORWARD: told.compute / 3,  # backward computes twice as much
-        Part.BACKWARD: told.compute * 2 / 3,
-        Part.OPTIMIZER: told.optimizer,
-        Part.RUNTIME: told.host,
-        Part.WAIT: told.exposed,
+        Part.FORWARD: predicted.compute / 3,  # backward computes twice as much
+        Part.BACKWARD: predicted.compute * 2 / 3,
+        Part.OPTIMIZER: predicted.optimizer,
+        Part.RUNTIME: predicted.host,
+        Part.WAIT: predicted.exposed,
     }
 
 
@@ -334,9 +334,9 @@ def _rows(
     return _drawn(by_row, zero, names)
 
 
-def _predicted_rows(told: StepTime, names: dict[str, int]) -> list[list[Any]]:
+def _predicted_rows(predicted: StepTime, names: dict[str, int]) -> list[list[Any]]:
     by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]] = {}
-    for span in told.spans:
+    for span in predicted.spans:
         kind = span.activity.name.lower()
         row = _ROWS[0] if kind in ("forward", "backward") else _ROWS[1]
         row = span.dimension if span.activity in COLLECTIVES else row

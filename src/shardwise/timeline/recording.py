@@ -76,7 +76,7 @@ class Recording:
         self._place = _OwnPlace(0, 1)
         self._held = contextlib.ExitStack()
         self._first: Reading | None = None
-        self._told: Mapping[int, ClockReport] = {}
+        self._clocks: Mapping[int, ClockReport] = {}
         self._meeting = ""  # "": not all ranks are recorded together
 
     def step(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -118,7 +118,7 @@ class Recording:
         if error is not None:
             if peers is not None and self._meeting:
                 with contextlib.suppress(RuntimeError):  # the store may be gone
-                    self._end(peers).come(_LEFT)  # so that nobody waits for this rank
+                    self._end(peers).come(_LEFT)  # so that no rank waits for this one
             # Whatever cannot be written now must not hide the error.
             with contextlib.suppress(OSError, CheckpointError):
                 self._leave(self._first, f"{type(error).__name__}: {error}")
@@ -159,13 +159,13 @@ class Recording:
             )
             self.folder = None
             return own_clock(self._now)
-        self._told = {rank: each.told for rank, each in arrivals.items()}
+        self._clocks = {rank: each.clock for rank, each in arrivals.items()}
         self._make_folder(peers, meeting)
         if len(arrivals) == peers.size:
             self._meeting = meeting.name
         elif peers.rank == min(arrivals):
             _warn_of_missing(arrivals, peers, "beginning", self._patience)
-        return read_clock(peers, self._told, f"{meeting.name}/begin", self._now)
+        return read_clock(peers, self._clocks, f"{meeting.name}/begin", self._now)
 
     def _make_folder(self, peers: Peers, meeting: Meeting) -> None:
         """Make the folder, on the first rank, before any rank can write its own.
@@ -173,15 +173,15 @@ class Recording:
         Raises:
             OSError: it cannot be made; on all ranks alike.
         """
-        key, first = f"{meeting.name}/folder", min(self._told)
+        key, first = f"{meeting.name}/folder", min(self._clocks)
         if peers.rank == first:
             problem = None if (to := self.folder) is None else _problem(lambda: make_folder(to))
-            made = _Arrival(self._told[first], problem)
+            made = _Arrival(self._clocks[first], problem)
             peers.store.set(key, made.to_json())
         else:
             doing = "the beginning of a recording"
-            told = peers.call(lambda: peers.store.get(key), doing, [first])
-            made = _Arrival.from_json(told)
+            text = peers.call(lambda: peers.store.get(key), doing, [first])
+            made = _Arrival.from_json(text)
         _raise_any(made)
 
     def _end(self, peers: Peers) -> Meeting:
@@ -205,7 +205,7 @@ class Recording:
             mine = self._of_this_rank(own_clock(self._now))
             ranks = [mine]
         else:
-            last = read_clock(peers, self._told, f"{self._meeting}/end", self._now)
+            last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
             mine = self._of_this_rank(last)
             parts = _gather(peers, packed(mine))
             ranks = [unpacked(part, rank) for rank, part in enumerate(parts)] or [mine]
@@ -255,7 +255,7 @@ def record(
     few steps are enough, and easier to look at. If a rank cannot begin, because its process is
     recorded already or the folder cannot be written to, all ranks raise what it raised.
 
-    Nobody waits for ever. Ranks that have not come after ``patience`` seconds are named in a
+    No rank waits forever. Ranks that have not come after ``patience`` seconds are named in a
     warning, and the others are recorded without them. They are not disturbed: ranks meet in the
     store, not in a collective.
 
@@ -286,11 +286,11 @@ class _Arrival:
     """What a rank says when it comes.
 
     Attributes:
-        told: of its clock.
+        clock: what it reports of its clock.
         problem: why it cannot begin; ``None``: it can.
     """
 
-    told: ClockReport
+    clock: ClockReport
     problem: Exception | None
 
     def to_json(self) -> str:
@@ -300,7 +300,7 @@ class _Arrival:
             problem = [error.errno, error.strerror, error.filename and str(error.filename)]
         elif error is not None:
             problem = [None, str(error), None]
-        return json.dumps([self.told.clock, self.told.now, problem])
+        return json.dumps([self.clock.clock, self.clock.now, problem])
 
     @classmethod
     def from_json(cls, text: str | bytes) -> _Arrival:

@@ -68,7 +68,7 @@ class StepWait:
         name: of the group whose collective it waited for.
         dimension: the mesh dimension.
         seconds: how long, in all.
-        peer: the rank that it waited for; ``None``: for bytes, or nobody knows.
+        peer: the rank that it waited for; ``None``: for bytes, or unknown.
     """
 
     name: str

@@ -160,14 +160,14 @@ def _counter(rank: RankTimeline, time: float, kind: str, nbytes: int) -> dict[st
 
 def _of_prediction(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """The predicted step, beside each step that was recorded."""
-    told = timeline.prediction
-    assert told is not None
+    predicted = timeline.prediction
+    assert predicted is not None
     pid = 1 + max(rank.rank for rank in timeline.ranks)
     yield _named("process_name", pid, 0, "predicted")
     yield {**_named("process_sort_index", pid, 0, ""), "args": {"sort_index": -1}}
     tracks: dict[str, list[_Slice]] = defaultdict(list)
     for step in timeline.ranks[0].steps:
-        for span in told.spans:
+        for span in predicted.spans:
             begin, end = step.begin + span.begin, step.begin + span.end
             name = f"{span.activity.value} {span.name}".rstrip()
             track = "host"

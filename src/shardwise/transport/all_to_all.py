@@ -258,7 +258,7 @@ class AllToAll:
 def _under_way(peers: Peers) -> dict[int, list[object]]:
     """List what gloo still reads or writes for a process group.
 
-    An all-to-all that nobody waits for any more, after an exception say, has to keep its memory:
+    An all-to-all that is no longer waited for, after an exception say, has to keep its memory:
     without it nothing else would arrive on that connection.
     """
     return {}

@@ -98,7 +98,7 @@ class Call:
         of: of each tensor, what it is the gradient of: the same object every time. A transport with
             error feedback keeps what was lost as long as that lives. If there are none, it is
             dropped.
-        disposable: the indices of the ``inputs`` that nobody reads any more, in memory that nobody
+        disposable: the indices of the ``inputs`` that are not read any more, in memory that nothing
             else has: they may be overwritten.
     """
 
@@ -169,7 +169,7 @@ class Transport(ABC):
         """Decide whether to issue collectives early and to wait for them late.
 
         Returns:
-            True if bytes move while nobody waits (asynchronous progress, as over a network): a
+            True if bytes move without a wait (asynchronous progress, as over a network): a
             collective that is under way then costs nothing but its memory. False if the thread that
             waits does the work: waiting later hides nothing, so wait as soon as the call allows.
         """
@@ -255,7 +255,7 @@ class FullBuffers(Protocol):
         """
 
     def abandon(self) -> None:
-        """Release the memory after a gather that nobody waited for.
+        """Release the memory after a gather that was not waited for.
 
         The gather may still write to it, so a transport may release it later, or never.
         """

@@ -33,7 +33,7 @@ from shardwise.transport.runner import is_beside
 
 #: Elements that share one scale.
 BLOCK = 256
-#: Pieces begin at multiples of so many bytes, so that their parts can be viewed in their dtypes.
+#: Pieces begin at multiples of this many bytes, so that their parts can be viewed in their dtypes.
 _ALIGNMENT = 16
 #: Elements that are encoded at once: on the host, as many as its cache holds a few times.
 _HOST_TILE = 128 * 1024
@@ -80,7 +80,7 @@ class Room:
         return found[:numel]
 
     def tiles(self, numel: int) -> Iterator[slice]:
-        """Divide a stretch of so many elements into tiles."""
+        """Divide a stretch of ``count`` elements into tiles."""
         for start in range(0, numel, self.tile):
             yield slice(start, min(start + self.tile, numel))
 
@@ -126,13 +126,13 @@ class Codec(Protocol):
     """Encodes and decodes tiles of fp32 values; see :func:`encode` and :func:`decode` for pieces.
 
     Attributes:
-        block: tiles begin at multiples of so many elements.
+        block: tiles begin at multiples of this many elements.
     """
 
     block: int
 
     def nbytes(self, numel: int) -> int:
-        """Return the bytes of a piece of so many elements."""
+        """Return the bytes of a piece of ``numel`` elements."""
 
     def piece(self, raw: torch.Tensor, numel: int) -> Piece:
         """Return the parts of the piece of ``numel`` elements that lies in ``raw``, uint8."""

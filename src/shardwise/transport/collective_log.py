@@ -1,6 +1,6 @@
 """A log of the collectives that a rank has called, to compare between ranks that wait too long.
 
-What is logged is also reported to whoever watches this process (:mod:`shardwise.observe`).
+What is logged is also reported to what watches this process (:mod:`shardwise.observe`).
 
 Ranks that call different collectives wait for each other forever: one waits for a gather, say,
 that the other never begins. So every rank logs what it calls. A rank that has waited for seconds
@@ -137,7 +137,7 @@ class Issued:
     Args:
         name: of the group.
         dimension: of the mesh.
-        number: of the collective; 0 if it is not issued yet, or nobody watches.
+        number: of the collective; 0 if it is not issued yet, or nothing watches.
     """
 
     __slots__ = ("_began", "_dimension", "_name", "_number", "_waiting")
@@ -163,7 +163,7 @@ class Issued:
         observe.end(self._number)
 
 
-#: What nobody watches.
+#: What is not watched.
 UNWATCHED = Issued("", "", 0)
 
 

@@ -62,7 +62,7 @@ class CollectivesTransport(Transport):
     Args:
         group: the process group of the mesh dimension.
         backend: the backend that serves the tensors of this transport.
-        alone_bytes: a tensor of which each rank sends at least so many bytes gets a collective of
+        alone_bytes: a tensor of which each rank sends at least this many bytes gets a collective of
             its own and is not packed.
         log: the log of the transport that this one is a part of, if it is.
 

@@ -192,7 +192,7 @@ class GlooTransport(Transport):
         return self._collectives.start(call)
 
     def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
-        """Make the work of a call, whose messages are received even if nobody waits for it.
+        """Make the work of a call, whose messages are received even if it is not waited for.
 
         A work that is dropped without a wait (after an exception, say) leaves messages that gloo
         cannot deliver, and nothing that follows on that connection would arrive. So the transport
@@ -291,7 +291,7 @@ class Messages:
         A message moves when both of its ends are posted. Sends come first, and nothing comes
         between, so data arrives only after this thread is done with the connection. While this
         thread holds a connection that has data for gloo's own thread, that one does not sleep: it
-        spins, and takes the processor from whoever it waits for (3 ms at a time).
+        spins, and takes the processor from the rank that it waits for (3 ms at a time).
 
         Raises:
             PeerLostError: a peer is gone.

@@ -33,11 +33,11 @@ class Announced:
 
 def announce(peers: Peers, wire: str) -> None:
     """Tell the others on which host this rank is, the first time, without waiting for them."""
-    told = peers.once(_told)
-    if not told:
-        told.append(wire)
+    announced_wires = peers.once(_announced_wires)
+    if not announced_wires:
+        announced_wires.append(wire)
         if not c10d.has_shared_store(peers.group):
-            return  # a simulated world: nobody else is there
+            return  # a simulated world: no other rank is there
         peers.store.set(f"{_KEY}/{peers.rank}", f"{_name()}\n{wire}")
 
 
@@ -78,14 +78,14 @@ def check_wires(peers: Peers, said: Sequence[Announced]) -> None:
             )
 
 
-def _told(peers: Peers) -> list[str]:
-    """Keep what this rank has told."""
+def _announced_wires(peers: Peers) -> list[str]:
+    """Keep what this rank has announced."""
     return []
 
 
 def _read(peers: Peers) -> Sequence[Announced]:
     if not c10d.has_shared_store(peers.group):
-        return [Announced(_name(), peers.once(_told)[0])] * peers.size
+        return [Announced(_name(), peers.once(_announced_wires)[0])] * peers.size
     with peers.collective(_DOING):  # the store may go with the rank that keeps it
         store = peers.store
         keys = {rank: f"{_KEY}/{rank}" for rank in range(peers.size)}

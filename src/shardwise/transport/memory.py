@@ -131,7 +131,7 @@ def is_returned(tensor: torch.Tensor) -> bool:
 def give_back(tensor: torch.Tensor, first: int, last: int) -> None:
     """Give the memory of some elements back to the system; what they hold is lost.
 
-    Nobody may need them: neither through this tensor nor through another one in the same memory.
+    They must not be needed: neither through this tensor nor through another one in the same memory.
 
     Args:
         tensor: 1-D, contiguous, for which :func:`is_returned`.

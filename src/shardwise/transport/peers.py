@@ -59,7 +59,7 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Callable[..., object], 
 
 
 class Told(enum.Enum):
-    """What the user is told of a wait that takes long."""
+    """How a wait that takes long is reported to the user."""
 
     WARNING = "after WARNING_SECONDS, who waits for whom"
     NOTHING = "nothing, before it fails"
@@ -272,7 +272,7 @@ class Peers:
 
         Args:
             doing: what they come together for.
-            told: what is told of a wait that takes long.
+            told: how a wait that takes long is reported.
         """
         # The store is read now: later, the one who waits may hold it.
         can_tell = self._has_gloo and not self._has_hung_up
@@ -300,7 +300,7 @@ class Peers:
             function: what blocks.
             doing: what it does, such as ``"the creation of a process group"``.
             ranks: the peers that it waits for, as ranks in the group; by default all others.
-            told: what is told of a wait that takes long.
+            told: how a wait that takes long is reported.
 
         Raises:
             PeerLostError: a peer is gone, or did not answer in time.
@@ -402,7 +402,7 @@ def how_lost(error: BaseException) -> Loss | None:
 
 
 def _nobody(ranks: Sequence[int]) -> list[int]:
-    """Find nobody gone: the backend does not say who is there."""
+    """Find no one gone: the backend does not say who is there."""
     return []
 
 
@@ -445,7 +445,7 @@ class PeerWatch:
             different things.
         give_up: called before the wait ends with an error.
         blame: the ranks to name after the timeout; by default those that the wait depends on.
-        warning_seconds: log a warning after a wait of so many seconds.
+        warning_seconds: log a warning after a wait of this many seconds.
     """
 
     peers: Peers
@@ -467,7 +467,7 @@ class PeerWatch:
         """Return once ``sleep`` returns true.
 
         Args:
-            sleep: sleeps until what is waited for has happened, or at most about so many seconds,
+            sleep: sleeps until what is waited for has happened, or at most about this many seconds,
                 and returns whether it has.
             missing: returns the ranks that the wait still depends on.
 

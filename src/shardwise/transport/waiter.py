@@ -65,7 +65,7 @@ class Waiter:
             return
         job = _Job(works, self._peers.members if observe.is_observed() else ())
         if self._thread is None:
-            # Nobody joins it: after a loss it may wait until the group's timeout.
+            # It is not joined: after a loss it may wait until the group's timeout.
             self._thread = threading.Thread(
                 target=_run_jobs, args=(self._jobs,), daemon=True, name="shardwise-waiter"
             )
@@ -138,7 +138,7 @@ class Waiter:
         watch.wait(lambda seconds: job.sleep(seconds, number), lambda: needed)
 
     def _departed(self, ranks: Sequence[int]) -> list[int]:
-        """Find all who are gone, whoever is waited for: one of them is the cause."""
+        """Find all who are gone, waited for or not: one of them is the cause."""
         return self._peers.departed(self._peers.others)
 
 
@@ -147,7 +147,7 @@ class _Job:
 
     Args:
         works: as in :meth:`Waiter.wait`.
-        members: the ranks of the group as ranks of the default group; empty: nobody watches.
+        members: the ranks of the group as ranks of the default group; empty: none watches.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class _Job:
         return self.works[self._current][1]
 
     def sleep(self, seconds: float, number: int) -> bool:
-        """Sleep until the end of the job, at most for so many seconds.
+        """Sleep until the end of the job, at most for ``seconds``.
 
         Returns:
             Whether work ``number`` is over.

@@ -112,14 +112,14 @@ class Wire:
 
     def __str__(self) -> str:
         """The wire as it is written on the command line."""
-        told = [f"gather={self.gather}", f"reduce={self.reduce}"]
+        parts = [f"gather={self.gather}", f"reduce={self.reduce}"]
         if self.error_feedback:
-            told.append("error-feedback")
+            parts.append("error-feedback")
         if self.rounding != "nearest":
-            told.append(self.rounding)
+            parts.append(self.rounding)
         if self.seed:
-            told.append(f"seed={self.seed}")
-        return ",".join(told)
+            parts.append(f"seed={self.seed}")
+        return ",".join(parts)
 
 
 @dataclass(frozen=True)

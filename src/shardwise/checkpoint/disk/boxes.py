@@ -124,7 +124,7 @@ def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     Every index of every dimension gets a random weight, and every element the product of the
     weights of its indices. If every element is in exactly one box, then the weights of the boxes
     sum to the weight of the tensor. If one is in none or in two, the sums differ as polynomials in
-    the weights, so they agree by chance for one choice in 2**54, and nobody can know the choice
+    the weights, so they agree by chance for one choice in 2**54, and no one can know the choice
     beforehand. The work is linear in the number of boxes, however they were cut.
     """
     if sum(box.numel for box in boxes) != math.prod(shape):

@@ -11,7 +11,7 @@ link does not count as a checkpoint of the folder that it is in: it is not follo
 points to is never deleted.
 
 Several processes may commit and delete in one folder. They take and give up names under a lock on
-the root, which is held for a moment. So nobody sees a partial folder before it is locked, or
+the root, which is held for a moment. So no one sees a partial folder before it is locked, or
 deletes one under the name of another. Torch is not imported.
 
 :func:`written_beside` does the same for single files and for the folders of other formats, which
@@ -300,7 +300,7 @@ def remove(path: Path) -> None:
 def clean(root: Path) -> None:
     """Delete the partial checkpoints that dead processes left in a folder.
 
-    That is every partial folder that nobody has locked, and that contains only files of
+    That is every partial folder that is not locked, and that contains only files of
     checkpoints. Where the file system has no locks, nothing counts as a leftover.
     """
     doomed = []
@@ -326,7 +326,7 @@ def delete_partial(folder: Path) -> None:
     """Delete what a process that has ended left of a checkpoint, for the only run that saves here.
 
     :func:`clean` does that where the file system has locks. Without locks, only the caller can know
-    that nobody is writing; otherwise the leftover would block the same step forever.
+    that is not being written; otherwise the leftover would block the same step forever.
 
     Args:
         folder: path of the checkpoint, not of its partial folder.

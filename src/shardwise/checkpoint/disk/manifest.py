@@ -74,7 +74,7 @@ _FIELDS = frozenset(
         *("checksum", "files", "values", "tensors", _LAST),
     )
 )
-# The last line of a manifest as Shardwise writes it. Whoever edits one by hand deletes this line.
+# The last line of a manifest as Shardwise writes it. To edit one by hand, delete this line.
 _OF_ALL_ABOVE = re.compile(rb',\n"of_all_above": "([0-9a-f]{16})"\n}\n\Z')
 
 

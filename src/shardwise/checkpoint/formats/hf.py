@@ -303,7 +303,7 @@ def tied_copies(
     """
     tie = config.get("tie_word_embeddings")
     if tie is False:
-        return set()  # whoever loads it does not tie them again
+        return set()  # a load does not tie them again
     tied = [{name, other} for name, other in source.tied.items() if {name, other} <= paths.keys()]
     rows = config.get("vocab_size") if tie is True else None
     infos = {name: source.tensors[path] for name, path in paths.items()}

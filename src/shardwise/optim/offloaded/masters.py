@@ -1,7 +1,7 @@
 """Masters: copies of parameters in a wider dtype, which the optimizer updates in their place.
 
 A master is part of the state of its parameter, under the name ``"master"``. The parameter is the
-master, rounded. Whoever writes to the parameter between steps, as by loading it, changes the
+master, rounded. A write to the parameter between steps, as by loading it, changes the
 master, too: where the two differ, the parameter counts.
 """
 

@@ -358,7 +358,7 @@ class OffloadedOptimizer(AroundOptimizer):
 
     @contextlib.contextmanager
     def _unbroken(self) -> Iterator[None]:
-        """Note it if states are left half moved, as by Ctrl-C, so that nobody goes on with them."""
+        """Note it if states are left half moved, as by Ctrl-C, so that training does not go on."""
         try:
             yield
         except OffloadError:

@@ -126,7 +126,7 @@ class OffloadedStates:
             while self._are_behind(pieces):
                 self._finish_oldest()
             self._ahead = self._fetch(pieces, self._room(_nbytes(pieces)))
-        # Whoever interrupts the wait leaves a block that is still read into, and is not used again.
+        # An interrupted wait leaves a block that is still read into, and is not used again.
         loan = self._ahead
         with observe.during(Activity.COPY, _STATES):
             loan.moved()
@@ -238,7 +238,7 @@ class OffloadedStates:
             for entry in entries.values():
                 entry.shown = entry.home
         self._inner.state.clear()
-        known.clear()  # now that nobody sees them, their bytes can be used again
+        known.clear()  # now that they are out of sight, their bytes can be used again
         for param, state in every.items():
             self._inner.state[param] = dict(state)
             self.keep([param])

@@ -104,7 +104,7 @@ class Existing(enum.Enum):
 AUTO = "auto"
 
 
-#: ``--timeline auto``: after so many steps of a session, so many are recorded.
+#: ``--timeline auto``: the steps of a session before recording, and those recorded.
 WARM_UP, STEADY = 4, 4
 
 
@@ -713,9 +713,9 @@ def check_bounds(config: Any) -> None:
         if is_dataclass(value):
             check_bounds(value)
         elif each.name in bounds and value is not None:
-            told = each.metadata[OPTION]
-            names = tuple(told.parts) or (told.name or option_name(each.name),)
-            for name, number in zip(names, value if told.parts else (value,), strict=True):
+            option = each.metadata[OPTION]
+            names = tuple(option.parts) or (option.name or option_name(each.name),)
+            for name, number in zip(names, value if option.parts else (value,), strict=True):
                 check_number(name, number, bounds[each.name])
 
 

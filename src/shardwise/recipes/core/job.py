@@ -20,7 +20,7 @@ class Folder(enum.Enum):
     """Who has chosen the folder of the run."""
 
     NAMED = "named"  # the user
-    DEFAULT = "default"  # nobody: if a run is there, another folder may be taken
+    DEFAULT = "default"  # no one: if a run is there, another folder may be taken
 
 
 class TrainingJob:

@@ -129,7 +129,7 @@ class Utilization:
         return cls(per_token, name, given or peak, given is not None)
 
     def peak_tokens_per_s(self, devices: int) -> float | None:
-        """Return the speed at an MFU of 1 on so many devices."""
+        """Return the speed at an MFU of 1 on n devices."""
         return None if self.peak is None else devices * self.peak / self.per_token
 
     def __str__(self) -> str:

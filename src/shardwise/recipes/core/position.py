@@ -57,7 +57,7 @@ class TrainingSpan:
 
     @classmethod
     def of(cls, config: TrainConfig, per_epoch: int | None = None) -> TrainingSpan:
-        """Return the span that a configuration asks for, with so many examples per epoch."""
+        """Return the span that a configuration asks for, with ``examples`` per epoch."""
         return cls(steps=config.steps, epochs=config.epochs, per_epoch=per_epoch)
 
     def left(self, position: Position, per_step: int) -> int:

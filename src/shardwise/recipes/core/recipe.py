@@ -130,7 +130,7 @@ class Example:
     """The batches and the loss of a training, for a plan.
 
     Attributes:
-        batch: makes a batch of so many examples, without values that matter.
+        batch: makes a batch of n examples, without values that matter.
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
         keeps: whether full parameters of a model stay in memory between forward and backward

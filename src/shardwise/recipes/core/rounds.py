@@ -26,14 +26,14 @@ class RoundsFile:
     Args:
         path: the file; lines are appended.
         replicas: how many there are.
-        told: called for each line of text.
+        report: called for each line of text.
     """
 
-    def __init__(self, path: Path, replicas: int, told: Callable[[str], object] = say) -> None:
+    def __init__(self, path: Path, replicas: int, report: Callable[[str], object] = say) -> None:
         self._file = path.open("a", encoding="utf-8")
         self._writing = threading.Lock()
         self._replicas = replicas
-        self._told = told
+        self._report = report
         self._incarnations: dict[int, int] = {}
 
     def close(self) -> None:
@@ -49,10 +49,10 @@ class RoundsFile:
     def lost(self, replica: ReplicaWorld, why: str) -> None:
         """Note that the processes of a replica have ended before the training has."""
         self._write("lost", replica=replica.number, incarnation=replica.restarts, why=why)
-        self._told(f"replicas   replica {replica.number} {why}")
+        self._report(f"replicas   replica {replica.number} {why}")
 
     def happened(self, event: Event) -> None:
-        """Note what the quorum has told."""
+        """Note what the quorum has reported."""
         number, going_on = event.replica, len(event.live)
         match event.kind:
             case EventKind.ROUND:
@@ -60,7 +60,7 @@ class RoundsFile:
             case EventKind.LOST:
                 self._write("disconnected", replica=number, round=event.round)
                 them = "nobody goes on" if not going_on else f"{going_on} of {self._replicas} go on"
-                self._told(
+                self._report(
                     f"replicas   replica {number} was lost in round {event.round + 1}; {them}"
                 )
             case EventKind.LEFT:
@@ -76,7 +76,7 @@ class RoundsFile:
                     seconds=round(event.seconds, 3),
                 )
                 if source is not None:
-                    self._told(
+                    self._report(
                         f"replicas   replica {number} is back in round {event.round + 1}: caught "
                         f"up from replica {source} in {event.seconds:.1f} s"
                     )
@@ -97,7 +97,7 @@ class RoundsFile:
         if event.late:
             verb = "was" if len(event.late) == 1 else "were"
             noun = "replica" if len(event.late) == 1 else "replicas"
-            self._told(
+            self._report(
                 f"replicas   round {event.round}: {len(members)} of {self._replicas}; "
                 f"{noun} {numbers_of(event.late)} {verb} late"
             )

@@ -131,9 +131,9 @@ def train_connected(
         # Each host has a command line of its own.
         asked = {"recipe": inputs.recipe, **inputs.facts()}
         own = (asked, host_names[0])
-        told = Peers().gather_objects(own, "the comparison of what hosts were asked")
-        check_alike([each for each, _ in told[:: world.local_size]])
-        host_names = [name for _, name in told[:: world.local_size]]
+        found = Peers().gather_objects(own, "the comparison of what hosts were asked")
+        check_alike([each for each, _ in found[:: world.local_size]])
+        host_names = [name for _, name in found[:: world.local_size]]
     task = offloading(assemble(inputs, place), inputs.train)
     task = stepping_in_backward(task, inputs.train)
     # From here on every rank has random numbers of its own, for dropout.

@@ -280,7 +280,7 @@ class Readable(Protocol):
         """Examples ``position`` .. ``position + count``: what has a method ``to``, for devices."""
 
     def state(self) -> dict[str, Any]:
-        """Where they stand: tensors and plain values that nobody changes later."""
+        """Where they stand: tensors and plain values that do not change."""
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
         """Go on from it."""
@@ -303,7 +303,7 @@ class ReadAhead:
 
     Args:
         data: where batches come from; from the first batch on only the thread reads it.
-        ranks: each of so many ranks takes its part of a microbatch, one after the other: from one
+        ranks: each of n ranks takes its part of a microbatch, one after the other: from one
             batch of this rank to its next it is as many batches.
         device: where batches go.
     """
@@ -398,7 +398,7 @@ class HeldTokens:
 def validation_tokens(
     source: StreamSource, vocabulary: Vocabulary, length: int, count: int
 ) -> HeldTokens:
-    """Tokens for ``count`` sequences that nobody trains on, or for as many as there are.
+    """Tokens for ``count`` sequences that are not trained on, or for all that there are.
 
     Raises:
         OptionError: not even for one.

@@ -224,7 +224,7 @@ class ChatData:
     Attributes:
         name: for people: where they come from.
         train: to train on.
-        validation: nobody trains on these.
+        validation: not trained on.
         fingerprint: a text that changes when the files do.
     """
 

@@ -95,7 +95,7 @@ PRESETS = {
     }.items()
 }
 
-#: The model that is trained where nobody names one.
+#: The model that is trained if none is named.
 DEFAULT_MODEL = "llama-tiny"
 
 #: What fine-tuning commonly uses. Sequences are no longer than the model's positions.

@@ -122,17 +122,19 @@ class Survey:
 
     def notes(self, length: int) -> str:
         """Return what became of chats that were not taken as they are; empty: of all."""
-        told = []
+        remarks = []
         if self.split:
-            told.append(f"{self.split:,} became a document per turn, as the chat template asks for")
+            remarks.append(
+                f"{self.split:,} became a document per turn, as the chat template asks for"
+            )
         if self.truncated:
-            told.append(
+            remarks.append(
                 f"{self.truncated:,} {'was' if self.truncated == 1 else 'were'} cut to "
                 f"--seq-length {length} and lost {self.lost:,} tokens"
             )
         if self.dropped:
-            told.append(f"{self.dropped:,} had nothing to train on within it and were left out")
-        return "; ".join(told)
+            remarks.append(f"{self.dropped:,} had nothing to train on within it and were left out")
+        return "; ".join(remarks)
 
 
 def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) -> Survey:
@@ -267,7 +269,7 @@ class ChatBatches:
 
 
 class ChatLoss:
-    """The loss on chats that nobody trains on, divided among ranks.
+    """The loss on chats that are not trained on, divided among ranks.
 
     Args:
         model: the model to evaluate.

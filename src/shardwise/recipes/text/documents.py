@@ -34,7 +34,7 @@ from shardwise.recipes.text.data import VALIDATION_SHARE, find_files
 
 HUB = "hf:"
 _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it
-_DOCUMENTS = {".jsonl", ".parquet"}  # what nobody wants to learn byte by byte
+_DOCUMENTS = {".jsonl", ".parquet"}  # not to be learned byte by byte
 # Characters of a piece, at least, and pieces of the texts that are cut, at most.
 _PIECE, _PIECES = 256, 400
 _BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -285,8 +285,10 @@ def _remedy(documents: Documents, error: Exception) -> str:
             "; look for a slip in the name; a private or gated dataset needs `hf auth login` "
             "(or HF_TOKEN) of somebody who may read it"
         )
-    told = documents.files or isinstance(error, ValueError)  # as of a configuration that is none
-    return "" if told else "; the hub needs the network, local files do not"
+    is_local = documents.files or isinstance(
+        error, ValueError
+    )  # as of a configuration that is none
+    return "" if is_local else "; the hub needs the network, local files do not"
 
 
 def _text_field(dataset: Any, name: str) -> str:

@@ -316,8 +316,8 @@ def _embedding(model: PreTrainedModel) -> torch.Tensor:
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """The tokens that end a text, by the tokenizer and by the model's generation config."""
-    told = getattr(model.generation_config, "eos_token_id", None)
-    listed = told if isinstance(told, list) else [told]
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
     return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)
 
 

@@ -138,7 +138,7 @@ class PackedStream:
         self._state = None
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the stream: tensors and plain values that nobody changes."""
+        """Return the position of the stream: tensors and plain values that do not change."""
         if self._state is None:  # asked for after every batch, and few streams move in each
             self._state = {
                 "given": self._given,
@@ -225,7 +225,7 @@ class StreamBatches:
         """Return the positions of this rank's streams, under names that no other rank has."""
         rank = self._world.rank
         mine = {f"stream{n}-rank{rank}": stream.state() for n, stream in self._open.items()}
-        # Of streams that nobody has opened since the run was resumed, as they were then.
+        # Of streams that were not opened since the run was resumed, as they were then.
         rest = {
             f"stream{n}-rank{rank}": dict(state)
             for n, state in self._saved.items()
@@ -337,7 +337,7 @@ class _InOrder:
 
     def state(self) -> dict[str, Any]:
         """Return the position of the source."""
-        # A dataset that was told where to begin, and has not begun, does not know it yet.
+        # A dataset that got a position to begin at, and has not begun, does not know it yet.
         state = self._dataset.state_dict() if self._began_at is None else self._began_at
         return dict(state)
 

@@ -43,7 +43,7 @@ from shardwise.recipes.core.position import TrainingSpan
 from shardwise.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 
-# --fake-data stands in for ImageNet, with few images to evaluate on: nobody waits for noise.
+# --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
 
 _NOT_SQUARE = 0  # as the default of an image size: the model has no single one
@@ -361,7 +361,7 @@ class ImagenetConfig(ImageFolderConfig):
     )
 
     def lr(self, epoch: float) -> float:
-        """Return the learning rate after so many epochs: linear warmup, then steps down."""
+        """Return the learning rate after a number of epochs: linear warmup, then steps down."""
         peak = self.train.optimizer.lr
         if epoch < self.warmup_epochs:
             return peak * epoch / self.warmup_epochs

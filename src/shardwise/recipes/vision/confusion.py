@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 BLUE, RED, WHITE = (31, 95, 168), (192, 57, 43), (255, 255, 255)
-#: More classes than this are shown without names and numbers, which nobody could read.
+#: More classes than this are shown without names and numbers, which would be unreadable.
 _FEW = 20
 _LONGEST = 24  # letters of a name
 

@@ -196,7 +196,7 @@ def classification_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def example_of(channels: int, size: int) -> Example:
-    """Return batches of images of so many channels and pixels, and their loss."""
+    """Return batches of images with these channels and pixels, and their loss."""
 
     def batch(count: int) -> Batch:
         return torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long)

@@ -86,7 +86,7 @@ class Arena:
         return Window(length)
 
     def report(self, kind: Memory, name: str, nbytes: int) -> None:
-        """Report that so many more bytes of the file are in use, on the account of this rank."""
+        """Report that ``nbytes`` more of the file are in use, on the account of this rank."""
         if nbytes:
             observe.memory(kind, name, nbytes)
 
@@ -225,7 +225,7 @@ def whole_pages(nbytes: int) -> int:
 
 
 def punch(fd: int, at: int, length: int) -> None:
-    """Give whole pages of the file back to the system. Nobody may read them afterwards.
+    """Give whole pages of the file back to the system. No rank may read them afterwards.
 
     If the system refuses, they stay taken until the last rank is gone: no value depends on it.
     """

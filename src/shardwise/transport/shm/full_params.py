@@ -19,10 +19,10 @@ before.
               free A         (rank 0 frees B)
 
 A window whose full parameters are freed is closed. By then their piece may hold those of another
-group, and whoever still reads them must not get that group's values.
+group, and ranks that still read them must not get that group's values.
 
 If full parameters are dropped without having been freed (a model is deleted after an evaluation,
-say), nobody takes their piece again. Its memory goes back to the system when all ranks have dropped
+say), none takes their piece again. Its memory goes back to the system when all ranks have dropped
 them, which :class:`ReferenceCounts` finds out.
 """
 
@@ -189,7 +189,7 @@ class PoolPiece:
         return self.extents.nbytes <= 2 * max(nbytes, _SMALL)
 
     def cost(self, nbytes: int) -> tuple[int, int, int]:
-        """Return what speaks against using this piece for so many bytes; the lowest is taken.
+        """Return what speaks against using this piece for ``nbytes``; the lowest is taken.
 
         It should grow by little, and a large one should stay for a large group. Ranks use pieces
         alike, so all get the same.
@@ -278,8 +278,8 @@ class Pool:
         """Give back the memory of pieces that wait for groups while a much larger one is there.
 
         Call this between :meth:`take` and the post of the same gather. Only the first rank does
-        anything, as in :meth:`trim`. It is safe, too: nobody takes one of these pieces in this
-        gather, and nobody begins the next one before this rank has posted this one.
+        anything, as in :meth:`trim`. It is safe, too: no rank takes one of these pieces in this
+        gather, and none begins the next one before this rank has posted this one.
 
         A piece that this gather has taken does not count: groups that follow it may need the others
         at once. It counts if it is still there at the next gather, as the head of a model is when

@@ -2,11 +2,11 @@
 
 A rank copies its tensors into a buffer in its own range of the arena, posts where it begins, and
 its peers read them there. Which buffer it takes is the writer's business alone, so ranks need no
-agreement. A buffer is written to again once all peers have read it. Nobody waits for that: until
+agreement. A buffer is written to again once all peers have read it. No rank waits for that: until
 then the rank takes another buffer. As ranks wait for each other in every collective, there are
 few.
 
-How many there are must not depend on which rank is faster, or nobody could say how much memory a
+How many there are must not depend on which rank is faster, or it would be unknown how much memory a
 training takes. So a rank writes to a buffer again only after a collective that all ranks began when
 they had read it: peers that call the same as this rank have then read it for certain.
 """
@@ -176,7 +176,7 @@ class Staging:
         return made
 
     def report(self, name: str, nbytes: int) -> None:
-        """Report that so many more bytes of this rank's buffers are in use."""
+        """Report that ``nbytes`` more of this rank's buffers are in use."""
         self._arena.report(Memory.TRANSPORT, name, nbytes)
 
 
