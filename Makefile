@@ -23,6 +23,9 @@ help: ## list these commands
 train: $(TRAIN) ## train a small language model, sharded over two local processes
 	@$(BIN)/shardwise train lm --nproc 2 $(ARGS)
 
+# Every process would compile the tests anew where Python is told to keep nothing, as in containers.
+test long: export PYTHONDONTWRITEBYTECODE =
+
 test: $(DEV) ## run the tests
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
+import typer.main
 
 from shardwise.elastic.rank import importing
 from tests.harness import run_ranks
@@ -38,6 +40,14 @@ def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
     """Hide what the user of this machine keeps, such as what ``calibrate`` measured, from tests."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_tree_of_commands() -> Generator[None]:
+    """Build the tree of all commands once; a process of a user parses one command line."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
 
 

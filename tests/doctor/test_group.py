@@ -38,7 +38,6 @@ from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
 
 ESCAPES = "\x1b[2J\x1b]0;mine\x07\r\n\u202eok   ranks"
-FACTS = collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
 PEER = "the name of a peer"
 WAIT = 120.0  # seconds that anything may take on a busy machine; host 0 first imports torch
 NOT_LOCAL = "203.0.113.7"  # reserved for documentation
@@ -140,16 +139,22 @@ def check_lines(findings: list[Finding]) -> None:
 # ---- what is said ----
 
 
-def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named() -> None:
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    """What is true of this host, for which a process imports torch."""
+    return collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
+
+
+def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(facts: Facts) -> None:
     hostile = replace(
-        FACTS,
+        facts,
         name=ESCAPES * 1000,
-        versions=dict.fromkeys(FACTS.versions, ESCAPES),
+        versions=dict.fromkeys(facts.versions, ESCAPES),
         interfaces={ESCAPES + str(i): [ESCAPES] * 9 for i in range(99)},
         resolved=ESCAPES,
         towards="eth0; rm -rf ~",
         settings={"GLOO_SOCKET_IFNAME": ESCAPES},
-        memory=replace(FACTS.memory, error=ESCAPES * 50),
+        memory=replace(facts.memory, error=ESCAPES * 50),
         localhost=ESCAPES,
         probe=Probe("", Accelerators(ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES)),
     )
@@ -482,9 +487,9 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
     ],
     ids=str,
 )
-def test_facts_have_the_types_that_checks_rely_on(change: dict[str, Any]) -> None:
-    assert Facts.from_json(FACTS.to_json()) == FACTS
-    assert Facts.from_json({**FACTS.to_json(), **change}) is None
+def test_facts_have_the_types_that_checks_rely_on(facts: Facts, change: dict[str, Any]) -> None:
+    assert Facts.from_json(facts.to_json()) == facts
+    assert Facts.from_json({**facts.to_json(), **change}) is None
 
 
 def test_links_have_the_types_that_checks_rely_on() -> None:
@@ -511,14 +516,14 @@ Check = Callable[[list[Facts]], list[Finding]]
         check_limits,
     ],
 )
-def test_however_many_hosts_there_are_a_verdict_is_a_line(check: Check) -> None:
+def test_however_many_hosts_there_are_a_verdict_is_a_line(facts: Facts, check: Check) -> None:
     def host(number: int) -> Facts:
-        versions = dict.fromkeys(FACTS.versions, f"{number}")
+        versions = dict.fromkeys(facts.versions, f"{number}")
         many = [("y" * 200 + str(each), each) for each in range(100)]
         there = Accelerators("z" * 200, many, dict.fromkeys(versions, f"{number}"), "x" * 200)
         probe = Probe("x" * 200 if number % 2 else "", there)
         return replace(
-            FACTS,
+            facts,
             rank=number // 2,
             nproc=number + 1,
             versions=versions,
@@ -532,8 +537,8 @@ def test_however_many_hosts_there_are_a_verdict_is_a_line(check: Check) -> None:
     check_lines(found)
 
 
-def test_missing_ranks_are_counted_where_they_are_many() -> None:
-    [finding] = check_ranks([replace(FACTS, rank=0), replace(FACTS, rank=10**6)], 1000)
+def test_missing_ranks_are_counted_where_they_are_many(facts: Facts) -> None:
+    [finding] = check_ranks([replace(facts, rank=0), replace(facts, rank=10**6)], 1000)
     assert finding.level is Level.FAIL
     assert finding.text.startswith("no host has rank 1, 2, 3, ")
     assert finding.text.endswith("15, 16, 983 more")

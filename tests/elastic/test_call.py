@@ -12,7 +12,6 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +31,6 @@ class Ends(enum.Enum):
 
     BY_ERROR = "by an error"
     BY_ITSELF = "by itself"
-
-
-class TwoArgumentsError(Exception):
-    """An exception that pickles, and cannot be unpickled."""
-
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(one + two)
 
 
 def test_every_rank_returns_a_value_and_rank_0_prints(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,25 +79,24 @@ def test_the_traceback_shows_lines_of_a_notebooks_cells(monkeypatch: pytest.Monk
     assert '"<cell 1>", line 2, in fail\n    raise ValueError' in str(raised.value.__cause__)
 
 
-def _raise() -> None:
-    raise TwoArgumentsError(1, 2)
-
-
-def _kill() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 @pytest.mark.parametrize(
-    ("end", "message"),
+    ("signum", "message"),
     [
-        (_raise, r"^rank 1 of 2 failed:\nTraceback.*TwoArgumentsError: 3$"),
-        (_kill, r"^rank 1 of 2 was killed by SIGKILL"),
+        (0, r"^rank 1 of 2 failed:\nTraceback.*TwoArgumentsError: 3$"),
+        (signal.SIGKILL, r"^rank 1 of 2 was killed by SIGKILL"),
     ],
 )
-def test_a_rank_that_ends_in_another_way_is_named(end: Callable[[], None], message: str) -> None:
-    def each_rank() -> None:
+def test_a_rank_that_ends_in_another_way_is_named(signum: int, message: str) -> None:
+    class TwoArgumentsError(Exception):
+        """It pickles, and cannot be unpickled."""
+
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(one + two)
+
+    def each_rank() -> None:  # with nothing of this module, or each rank would import torch
         if os.environ["RANK"] == "1":
-            end()
+            os.kill(os.getpid(), signum)
+            raise TwoArgumentsError(1, 2)
         time.sleep(60)
 
     with pytest.raises(RankFailedError, match=f"(?s){message}"):
@@ -132,13 +123,15 @@ def test_the_first_error_is_raised_not_its_consequence(
     *before, last = call._START.splitlines(keepends=True)
     monkeypatch.setattr(call, "_START", "".join([*before, PATIENT, last]))
 
+    end = KeyError("the reason") if ends is Ends.BY_ERROR else SystemExit("the reason")
+
     def fail() -> None:
         if os.environ["RANK"] == "0":
             (tmp_path / "lost").touch()
             raise shardwise.PeerLostError("rank 1 is gone")
         while not (tmp_path / "lost").exists():
             time.sleep(0.01)
-        raise KeyError("the reason") if ends is Ends.BY_ERROR else SystemExit("the reason")
+        raise end
 
     error = KeyError if ends is Ends.BY_ERROR else RankFailedError  # which rank 0 did not raise
     with pytest.raises(error, match="the reason"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import resource
 import select
 import signal
@@ -379,6 +380,18 @@ def test_the_end_of_the_server_ends_what_waits(served: Served) -> None:
     closing.join()
     with pytest.raises(RendezvousConnectionError):
         C10dRendezvousBackend(store, "job")
+
+
+def test_a_connection_that_comes_as_the_server_ends_is_closed(served: Served) -> None:
+    with socket.socket() as late:
+        with served.hanging():
+            late.connect((HERE, served.port))
+            served.server._call(served.server._closed.set)
+        late.settimeout(WAIT)
+        with contextlib.suppress(ConnectionResetError):
+            assert late.recv(1) == b""
+    served.server.close()
+    gc.collect()  # a socket that nobody closed would warn
 
 
 @pytest.mark.parametrize("token", [b"another token", b""])

@@ -21,7 +21,7 @@ PERIODS = {"diloco": 2, "diloco_streaming": 2}
 #: Where the host waits for the device within a step, and why: only if shards or inputs are there.
 WAITS = {
     "in _to_device <": "inputs are copied to the device",
-    "in inputs <": "a tensor subclass on the host is copied to the device",
+    "in gathered <": "a tensor subclass on the host is copied to the device",
     "in clip_grad_norm_ <": "some gradients are on the host, and what scales them goes there",
     "in _local_norm <": "some gradients are on the host, and their norms go to the device",
     "in step_in_backward <": "a group that steps in backward needs its gradients on the host",
@@ -29,7 +29,7 @@ WAITS = {
     "in take_over_writes <": "what modules wrote to full parameters goes to shards on the host",
     "in fill <": "shards in pageable memory are copied to the device",
     "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
-    "in _values <": "ranks compare which parameters they have gradients of, before a step of Muon",
+    "in numbers <": "ranks compare which parameters they have gradients of, before a step of Muon",
     "in add_grad <": "another gradient is added to one on the host",
     "in wait_for_offload <": "gradients are on the host when backward returns",
 }

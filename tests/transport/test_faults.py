@@ -18,6 +18,8 @@ import torch.distributed as dist
 from shardwise.errors import PeerLostError
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce, Transport, Work
+from shardwise.transport.peers import Peers
+from shardwise.transport.waiter import Waiter
 from tests.harness import Outcome, run_ranks
 
 LARGE = 2_000_000  # elements: more than the buffers of the sockets hold
@@ -125,6 +127,24 @@ def test_the_cause_is_named_beside_peers_that_left_because_of_it() -> None:
     assert outcomes[0].ok, outcomes[0].describe(3)
     # Whether rank 1 is seen to have gone is up to the kernel; the cause is seen in any case.
     assert re.search(r"rank 0 lost (rank 2|ranks 1, 2) during the all-gather", outcomes[0].result)
+
+
+def _see_who_left_because_of_it(rank: int, world_size: int) -> str:
+    """Rank 1 has lost rank 2, whose connection to rank 0 the system is still to close."""
+    transport, peers, message = _transport(), Peers(), ""
+    _gather(transport, 10).wait()
+    if rank == 1:
+        Waiter(peers).explain(RuntimeError("connection closed by peer"), "the end", 2)
+    if rank == 0:
+        message, _ = _loss(_gather, transport)
+        peers.store.set("named", "")
+    peers.store.wait(["named"])
+    return message
+
+
+def test_the_cause_is_named_by_those_who_left_because_of_it() -> None:
+    message = run_ranks(_see_who_left_because_of_it, 3)[0]
+    assert message.startswith("rank 0 lost ranks 1, 2 during the all-gather")
 
 
 def _leave_early(rank: int, world_size: int) -> bool:

@@ -272,25 +272,32 @@ class StoreServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        accepting = asyncio.create_task(self._accept())
+        self._listen()
         await self._closed.wait()
-        accepting.cancel()
+        self._loop.remove_reader(self._listener)
         for client in self._clients.values():
             client.end(b"closed", "the store was closed")
 
-    async def _accept(self) -> None:
-        while True:
-            tick = asyncio.create_task(asyncio.sleep(_TICK))
-            try:
-                for _ in range(_ACCEPTS_PER_TICK):
-                    connection, _ = await self._loop.sock_accept(self._listener)
-                    while len(self._strangers) >= _MAX_STRANGERS:
-                        self._evict()
-                    self._attend_to(connection)
-                    await asyncio.sleep(0)  # clients come in between
-            except OSError:  # no descriptor is left, or the other end is gone already
+    def _listen(self) -> None:
+        self._accepts = _ACCEPTS_PER_TICK
+        if not self._closed.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _accept(self) -> None:
+        """Accept a connection; a task of asyncio's would leak one that comes as it is canceled."""
+        self._accepts -= 1
+        try:
+            connection, _ = self._listener.accept()
+            connection.setblocking(False)
+            while len(self._strangers) >= _MAX_STRANGERS:
                 self._evict()
-            await tick
+            self._attend_to(connection)
+        except OSError:  # no descriptor is left, or the other end is gone already
+            self._evict()
+            self._accepts = 0
+        if self._accepts == 0:
+            self._loop.remove_reader(self._listener)
+            self._loop.call_later(_TICK, self._listen)
 
     def _attend_to(self, connection: socket.socket) -> None:
         task = asyncio.create_task(self._attend(connection))

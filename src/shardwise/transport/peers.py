@@ -180,16 +180,19 @@ class Peers:
                 gone.append(rank)
         return gone
 
-    def hang_up(self) -> None:
+    def hang_up(self, lost: Sequence[int] = ()) -> None:
         """Close all gloo connections of the group, which is of no more use once a peer is lost.
 
         Other ranks may wait for this one, which will never come; now they fail at once. Gloo closes
         connections when a wait times out, so this lets one time out.
+
+        Args:
+            lost: the lost peers, for those who see that this rank has left before they see why.
         """
         group = self.group
         if self.others:
             with contextlib.suppress(RuntimeError):  # the store may be gone as well
-                self.store.set(_HUNG_UP, "1")
+                self.store.set(_HUNG_UP, " ".join(map(str, lost)))
         for rank in self.others:
             with contextlib.suppress(RuntimeError):
                 group.recv([torch.empty(1)], rank, PROBE_TAG).wait(timedelta(milliseconds=1))
@@ -201,13 +204,12 @@ class Peers:
         except ValueError:
             return False
 
-    @property
-    def _has_hung_up(self) -> bool:
-        """Whether a rank that lives closed its connections: then a closed one proves nothing."""
-        try:
-            return bool(self.store.check([_HUNG_UP]))
-        except RuntimeError:
-            return False
+    def lost_by_others(self) -> list[int] | None:
+        """Find whom a rank that lives had lost when it hung up; ``None`` if no rank has."""
+        with contextlib.suppress(RuntimeError):
+            if self.store.check([_HUNG_UP]):
+                return [int(rank) for rank in self.store.get(_HUNG_UP).split()]
+        return None
 
     # -- errors -------------------------------------------------------------------------------
 
@@ -227,12 +229,10 @@ class Peers:
             error: what the backend raised, if it did.
         """
         members = self.members
+        names = ", ".join(str(members[rank]) for rank in sorted(ranks or self.others))
+        who = f"one of ranks {names} (the backend does not say which)"
         if ranks:
-            who = "rank " if len(ranks) == 1 else "ranks "
-            who += ", ".join(str(members[rank]) for rank in sorted(ranks))
-        else:
-            others = ", ".join(str(members[rank]) for rank in self.others)
-            who = f"one of ranks {others} (the backend does not say which)"
+            who = f"rank {names}" if len(ranks) == 1 else f"ranks {names}"
         says = "" if error is None else f" (The backend says: {error})"
         return PeerLostError(
             f"rank {members[self.rank]} lost {who} during {doing}: {how.value}. It died, left "
@@ -275,12 +275,13 @@ class Peers:
             told: how a wait that takes long is reported.
         """
         # The store is read now: later, the one who waits may hold it.
-        can_tell = self._has_gloo and not self._has_hung_up
+        # Once a rank that lives has hung up, a closed connection proves nothing.
+        can_tell = self._has_gloo and self.lost_by_others() is None
         return PeerWatch(
             self,
             doing,
             MEETING,
-            find_gone=self.departed if can_tell else _nobody,
+            find_gone=self.departed if can_tell else lambda ranks: [],
             timeout=self.timeout,
             warning_seconds=WARNING_SECONDS if told is Told.WARNING else None,
         )
@@ -339,10 +340,7 @@ class Peers:
             PeerLostError: a peer is gone, or did not answer in time.
         """
         found = [mine] * self.size
-        self.call(
-            lambda: dist.all_gather_object(found, mine, group=self.group),
-            doing,
-        )
+        self.call(lambda: dist.all_gather_object(found, mine, group=self.group), doing)
         return found
 
     def gather_numbers(self, mine: torch.Tensor, doing: str) -> torch.Tensor:
@@ -399,11 +397,6 @@ def how_lost(error: BaseException) -> Loss | None:
     ):
         return None
     return Loss.SILENT if "timed out" in text or "timeout" in text else Loss.CLOSED
-
-
-def _nobody(ranks: Sequence[int]) -> list[int]:
-    """Find no one gone: the backend does not say who is there."""
-    return []
 
 
 # -- the watch ------------------------------------------------------------------------------------

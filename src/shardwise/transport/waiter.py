@@ -112,8 +112,9 @@ class Waiter:
         ranks = [] if peer is None else [peer]
         if how is Loss.CLOSED:
             # The peer may have left because it lost another one, and that one is the cause.
-            ranks += [rank for rank in self._departed(()) if rank != peer]
-        self._peers.hang_up()
+            known = {*self._departed(()), *(self._peers.lost_by_others() or ())}
+            ranks += sorted(known - {peer, self._peers.rank})
+        self._peers.hang_up(ranks)
         return self._peers.lost(doing, ranks, how, error)
 
     def _wait_for(self, job: _Job, doing: str) -> None:
@@ -172,9 +173,8 @@ class _Job:
         Returns:
             Whether work ``number`` is over.
         """
-        if self._is_past(number) or self._done.acquire(timeout=seconds):
-            return True
-        return self._is_past(number)
+        is_past = self._is_past
+        return is_past(number) or self._done.acquire(timeout=seconds) or is_past(number)
 
     def _is_past(self, number: int) -> bool:
         return self._is_over or self._current > number
