@@ -29,7 +29,7 @@ WAITS = {
     "in take_over_writes <": "what modules wrote to full parameters goes to shards on the host",
     "in fill <": "shards in pageable memory are copied to the device",
     "in copy_to_host <": "gradients are copied to pageable memory, or hooks read them at once",
-    "in _values <": "ranks compare which parameters they have gradients of, before a step of Muon",
+    "in numbers <": "ranks compare which parameters they have gradients of, before a step of Muon",
     "in add_grad <": "another gradient is added to one on the host",
     "in wait_for_offload <": "gradients are on the host when backward returns",
 }
