@@ -18,7 +18,7 @@ from shardwise.sharding.delivery import Delivery, When
 from shardwise.sharding.group import ParamGroup
 
 
-class Progress(enum.Enum):
+class StepProgress(enum.Enum):
     """How far the gradients of a step are.
 
     ``ADDING``: backwards add to them. ``FINALIZED``: all deliveries have started. ``COMPLETE``:
@@ -42,7 +42,7 @@ class GradientReductionHandle(fsdp.TorchGradientReductionHandle):
     """
 
     def __init__(self, complete: Callable[[], None] | None) -> None:
-        self.progress = Progress.COMPLETE if complete is None else Progress.ADDING
+        self.progress = StepProgress.COMPLETE if complete is None else StepProgress.ADDING
         self._complete = complete
 
     def wait(self) -> None:
@@ -52,12 +52,12 @@ class GradientReductionHandle(fsdp.TorchGradientReductionHandle):
             RuntimeError: ``reset_iter_state()``, or an exception, has dropped the gradients.
             PeerLostError: a peer died or stalled.
         """
-        if self.progress is Progress.DROPPED:
+        if self.progress is StepProgress.DROPPED:
             raise RuntimeError(
                 f"GradientReductionHandle.wait() on rank {dist.get_rank()}: the gradients were "
                 "dropped by reset_iter_state(), or after an exception. Run the step again"
             )
-        if self._complete is not None and self.progress is not Progress.COMPLETE:
+        if self._complete is not None and self.progress is not StepProgress.COMPLETE:
             self._complete()
 
 
@@ -160,7 +160,7 @@ class Ledger:
     @property
     def is_finalized(self) -> bool:
         """Whether the user has to wait for gradients before the next forward."""
-        return self._step is not None and self._step.progress is Progress.FINALIZED
+        return self._step is not None and self._step.progress is StepProgress.FINALIZED
 
     def set_manual(self, is_manual: bool) -> None:
         """Let the user complete backwards, or the end of each.
@@ -193,9 +193,9 @@ class Ledger:
         if autograd.in_backward():
             _refuse("a backward is running; call it after backward has returned")
 
-    def end(self, progress: Progress) -> None:
+    def end(self, progress: StepProgress) -> None:
         """Note that all gradients are complete, or dropped."""
-        if progress is Progress.DROPPED:
+        if progress is StepProgress.DROPPED:
             self._in_flight.clear()
             self.is_last_backward = True
         if self._step is not None:

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise._torch import autograd
 from shardwise.observe import Activity
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.ledger import GradientReductionHandle, Ledger, Progress
+from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED
@@ -247,7 +247,7 @@ class Root:
         self.forward_root = None
         for stepper in self._steppers():
             stepper.interrupt()
-        self.ledger.end(Progress.DROPPED)
+        self.ledger.end(StepProgress.DROPPED)
         self.order.end_backward()
         for state in self.states:
             state.modules_to_run.clear()
@@ -274,7 +274,7 @@ class Root:
                     elif group.options.reshard_after_backward:
                         group.reshard()
         handle = self.ledger.begin_step()
-        handle.progress = Progress.FINALIZED
+        handle.progress = StepProgress.FINALIZED
         return handle
 
     def _forget_failed_backward(self) -> None:
@@ -345,7 +345,7 @@ class Root:
 
     def _complete(self) -> None:
         self._deliver()
-        self.ledger.end(Progress.COMPLETE)
+        self.ledger.end(StepProgress.COMPLETE)
         for state in self.states:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
