@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import typer
+import typer.main
 
 from shardwise.cli import main
 
@@ -30,6 +31,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
     def run(*arguments: str, **env: str) -> Ended:
         with monkeypatch.context() as patch:
+            # What is completed depends on the environment in which commands are built.
+            patch.setattr(typer.main, "get_command", typer.main.get_command.__wrapped__)
             patch.setattr(sys, "argv", ["shardwise", *arguments])
             for name, value in env.items():
                 patch.setenv(name, value)

@@ -98,7 +98,7 @@ class _Script:
 
     def set(self, key: str, value: str) -> None:
         there, back = self.trips[0]
-        self.keys[key.replace("asked", "told")] = str(self.time + there + self.ahead)
+        self.keys[key.replace("asked", "answered")] = str(self.time + there + self.ahead)
         self.time += there + back
         self.trips.append(self.trips.pop(0))
 

@@ -519,7 +519,7 @@ _KINDS = {
     "sharding/group_param.py": Memory.FULL_PARAMETERS,
     "sharding/extension.py": Memory.FULL_PARAMETERS,
     "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
-    "sharding/reduce.py": Memory.GRADIENTS,
+    "sharding/delivery.py": Memory.GRADIENTS,
     "sharding/param.py": Memory.GRADIENTS,
     "optim/offloaded/stores.py": Memory.OPTIMIZER,
     "optim/whole.py": Memory.TRANSPORT,

@@ -174,8 +174,11 @@ class Flight:
         return found[0][1:3] if found else None
 
     def start(self, transport: Transport, label: Label) -> None:
-        """Start the calls."""
-        for (kind, op), entries in self._calls.items():
+        """Start the calls: what is scattered, which is most, comes first."""
+        calls = list(self._calls.items())
+        if len(calls) > 1:
+            calls.sort(key=lambda each: each[0][0] is Kind.ALL_REDUCE)
+        for (kind, op), entries in calls:
             of, read, written, owned = zip(*entries, strict=True)
             disposable = {i for i, is_owned in enumerate(owned) if is_owned}
             call = Call(kind, read, written, op, label, of, disposable)
@@ -338,11 +341,9 @@ class GroupGrads:
         else:
             flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
             flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))
-            found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter)
-            for each in (*flight.alive, *(grad.value for grad in grads), found):
-                observe.memory_of(Memory.GRADIENTS, label.name, each)
+            found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter, label.name)
             flight.start(mesh.scatter, label)
-            del outs, each
+            del outs
             yield flight
             del flight
             if is_held:
@@ -398,8 +399,11 @@ def _add_all(
     scalings: Sequence[Scaling],
     outs: Sequence[torch.Tensor | None],
     transport: Transport,
+    name: str,
 ) -> torch.Tensor:
     """Add what is reduced over the shard dimension, each into one of ``outs`` if there is one.
+
+    What is made for it is reported as memory of the group ``name``.
 
     Returns:
         Where the number for each parameter arrives: 1-D, not 0 where any rank has a gradient.
@@ -411,22 +415,31 @@ def _add_all(
             value = _scaled(value, dtype, scaling)
         if is_cut:
             full = layout.to_chunks(value)
+            observe.memory_of(Memory.GRADIENTS, name, full)
             if out is None:
                 out = torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)
+            observe.memory_of(Memory.GRADIENTS, name, out)
             grad.value = out
             flight.scatter(scaling.op, grad.param, full, out, grad.is_owned)
         else:
-            grad.value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
+            value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
+            observe.memory_of(Memory.GRADIENTS, name, value)
+            grad.value = value
             if transport.world_size > 1:
                 flight.reduce(scaling.op, grad.param, grad.value)
-    return _count(flight, scalings[0].op, grads, transport)
+    found, sent = _count(flight, scalings[0].op, grads, transport)
+    for each in (sent, found):
+        observe.memory_of(Memory.GRADIENTS, name, each)
+    return found
 
 
-def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport) -> torch.Tensor:
+def _count(
+    flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transport
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Add to what is reduced, for each parameter, whether this rank has a gradient.
 
     Returns:
-        Where the sum arrives.
+        Where the sum arrives, and what is sent.
     """
     beside = None if Kind.REDUCE_SCATTER in transport.replaced else flight.scattered(op)
     like = grads[0].value
@@ -443,10 +456,10 @@ def _count(flight: Flight, op: Reduce, grads: Sequence[Grad], transport: Transpo
     if beside is not None:
         found = torch.empty(len(grads), dtype=dtypes[1], device=like.device)
         flight.scatter(op, None, has, found, is_owned=False)
-        return found
+        return found, has
     if transport.world_size > 1:
         flight.reduce(op, None, has)
-    return has
+    return has, has
 
 
 def _start_over_replicas(
