@@ -15,7 +15,7 @@ from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
 
 #: Mutants that are tried in one process.
-_AT_A_TIME = 6
+_AT_A_TIME = 15
 
 
 def _all_places() -> dict[str, Place]:
