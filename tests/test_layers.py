@@ -37,6 +37,8 @@ LAYERS = [
     ["cli"],
     ["__main__"],
 ]
+#: What `fully_shard` needs.
+CORE = {"sharding", "transport", "_torch"}
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 # The same inside packages that have packages.
@@ -336,3 +338,15 @@ def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
                     if attr in COLLECTIVES and id(node) not in named:
                         bare.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not bare, "put these inside Peers(...).collective(...):\n" + "\n".join(bare)
+
+
+def test_the_table_of_additions_counts_every_file_of_the_core_once() -> None:
+    page = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    left = {path for path in FILES if NAMES[FILES.index(path)].split("/")[0] in CORE}
+    for folder, names, count in re.findall(r"\| `([\w/]+)/`((?: \w+)*) \| (\d+) \|", page):
+        files = [SOURCE / folder / f"{name}.py" for name in names.split()]
+        files = files or [path for path in left if (SOURCE / folder) in path.parents]
+        lines = sum(len(path.read_text().splitlines()) for path in files)
+        assert abs(lines - int(count)) <= max(20, lines // 10), f"{folder}{names}: {lines} lines"
+        left -= set(files)
+    assert not left, "files of the core that docs/architecture.md does not count"
