@@ -39,10 +39,10 @@ from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise.observe import Activity, Memory
 from shardwise.sharding.extension import Extension, has_extension, is_extended
-from shardwise.sharding.group_param import GroupParam, versions_of
+from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.param import ShardedParam, versions_of
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -63,19 +63,20 @@ class AliasedParams:
         self._addresses = [param.local.data_ptr() for param in params]
         _make_fulls(params, [param.local.detach().view(-1) for param in params])
         self._fulls = _fulls_of(params)
-        self._versions = versions_of(params)
+        self._forms = [param.form for param in params]
+        self._versions = versions_of(self._forms)
 
     @property
     def has_moved(self) -> bool:
         """Whether a shard is in other memory now."""
-        return self._addresses != dtensor.addresses_of([p.form.parameter for p in self._params])
+        return self._addresses != dtensor.addresses_of([form.parameter for form in self._forms])
 
     def follow(self) -> None:
         """Let autograd see writes to the shards as writes to the full parameters.
 
         A backward that needs the value of before then raises, as without sharding.
         """
-        before, self._versions = self._versions, versions_of(self._params)
+        before, self._versions = self._versions, versions_of(self._forms)
         if before != self._versions:
             for full, old, new in zip(self._fulls, before, self._versions, strict=True):
                 if old != new:
@@ -108,6 +109,7 @@ class FilledParams:
     def __init__(self, params: Sequence[GroupParam]) -> None:
         self.params = params
         self._fulls = _fulls_of(params)
+        self._forms = [param.form for param in params]
         # The versions of the shards when they were gathered.
         self._shards: list[int] = []
         # The versions and addresses of full parameters that hold their values.
@@ -115,12 +117,12 @@ class FilledParams:
 
     def begin(self) -> None:
         """Note that the shards are gathered now."""
-        self._shards = versions_of(self.params)
+        self._shards = versions_of(self._forms)
 
     @property
     def is_current(self) -> bool:
         """Whether the shards have not been written to since they were gathered."""
-        return self._shards == versions_of(self.params)
+        return self._shards == versions_of(self._forms)
 
     def unseal(self) -> None:
         """Let autograd use the full parameters: they hold their values now."""
@@ -153,8 +155,9 @@ class FilledParams:
         """
         for param in self.written:
             i = self.params.index(param)
-            param.take_over_writes(is_shard_written=versions_of([param]) != self._shards[i : i + 1])
-            self._shards[i : i + 1] = versions_of([param])
+            (version,) = versions_of([param.form])
+            param.take_over_writes(is_shard_written=version != self._shards[i])
+            (self._shards[i],) = versions_of([param.form])
         if self._found is not None:
             self._found = autograd.look_at(self._fulls)
 

@@ -306,10 +306,3 @@ class GroupParam:
 
     def __repr__(self) -> str:
         return f"GroupParam({self.fqn}, {tuple(self.layout.shape)}, dim={self.layout.dim})"
-
-
-def versions_of(params: Sequence[GroupParam]) -> list[int]:
-    """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    forms = [param.form for param in params]
-    counted = autograd.versions_of_sharded([form.parameter for form in forms])
-    return [version + form.steps for version, form in zip(counted, forms, strict=True)]

@@ -180,11 +180,6 @@ class ShardedParam:
         """This rank's shard."""
         return dtensor.local_of(self.parameter)
 
-    @property
-    def version(self) -> int:
-        """A number that grows with every write to the parameter or its local tensor."""
-        return autograd.version_with_local(self.parameter) + self.steps
-
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Add the modules of one more group that hold the parameter, and register it there."""
         self.is_tied = bool(self.owners)
@@ -342,9 +337,11 @@ class ShardedParam:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
-            before = self.version
+            before = versions_of([self])
             autograd.run_post_accumulate_hooks(parameter)
-            if self.version != before:  # it steps; one process refuses the value of before, too
+            if (
+                versions_of([self]) != before
+            ):  # it steps; one process refuses the value of before, too
                 for group in self.groups:
                     group.outdate(self)
 
@@ -381,6 +378,12 @@ class ShardedParam:
                 f"of shape {tuple(found.shape)} and placements {found.placements}; expected "
                 f"{tuple(self.spec.shape)} and {self.spec.placements}"
             )
+
+
+def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
+    """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
+    counted = autograd.versions_of_sharded([form.parameter for form in forms])
+    return [version + form.steps for version, form in zip(counted, forms, strict=True)]
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

@@ -221,10 +221,8 @@ class Root:
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                is_reduced, syncs = (
-                    group.phase is Phase.REDUCED,
-                    group.options.requires_gradient_sync,
-                )
+                is_reduced = group.phase is Phase.REDUCED
+                syncs = group.options.requires_gradient_sync
                 if not is_reduced:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
                     group.passes.end_backward()
