@@ -48,7 +48,7 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
 
 
 class _RehearsedCarrier(Carrier):
-    """What carries nothing: messages and collectives are prepared, and reach nobody."""
+    """What carries nothing: messages and collectives are prepared, and not sent."""
 
     def __init__(self, backend: Backend, ranks_per_host: int) -> None:
         self._backend = backend
@@ -101,7 +101,7 @@ class _RehearsedCarrier(Carrier):
 
 
 class _LooseEnds:
-    """Where messages are posted that nobody waits for."""
+    """Where messages are posted that are not waited for."""
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> None:
         pass

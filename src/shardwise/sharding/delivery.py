@@ -109,7 +109,7 @@ class Grad:
     Attributes:
         param: what it is the gradient of.
         value: the full gradient, or zeros if this rank has none; then this rank's shard of the sum.
-        is_owned: whether its memory goes back to the system when it is freed, and nobody else has
+        is_owned: whether its memory goes back to the system when it is freed, and nothing else has
             it, neither a program nor autograd.
         is_missing: whether this rank has none, and gets one only if another rank has.
     """
@@ -151,7 +151,7 @@ class Flight:
         self.works: list[Work] = []
         self.alive: list[torch.Tensor] = []
         # By kind and arithmetic, what each call takes: what a tensor is the gradient of, what is
-        # read and what is written, and whether nobody else has what is read.
+        # read and what is written, and whether nothing else has what is read.
         self._calls: dict[
             tuple[Kind, Reduce], list[tuple[object, torch.Tensor, torch.Tensor, bool]]
         ] = {}
@@ -475,7 +475,7 @@ def _start_over_replicas(
     on_device = all(grad.param.local.device == mesh.device for grad in grads)
     flight = Flight(When.LEFT if on_device and replicate.overlaps_compute() else When.NEXT)
     for grad, scaling in zip(grads, scalings, strict=True):
-        # The rest is padding, with values that nobody may look at.
+        # The rest is padding, with values that may not be looked at.
         flight.reduce(scaling.op, grad.param, grad.value[: grad.param.local.numel()])
     flight.reduce(scalings[0].op, None, found)
     flight.start(replicate, label)

@@ -152,7 +152,7 @@ class EncodedSums:
 
     @staticmethod
     def nbytes(encoding: Encoding, chunks: Sequence[int], ranks: int) -> int:
-        """Return the bytes of memory for chunks of so many elements."""
+        """Return the bytes of memory for chunks of these numbers of elements."""
         return 2 * ranks * RowLayout(encoding.codec, chunks).nbytes
 
     def scatter(self, shards: Sequence[torch.Tensor]) -> Iterator[Exchange]:
@@ -173,7 +173,7 @@ class EncodedSums:
         # what has been sent makes room for those of all ranks.
         sums, all_sums = self._received[self._rank], self._rows
         label = replace(self.label, wire=f"{self.encoding.wire}, sums")
-        # Logged in the order of the calls of this thread, whoever starts it and when.
+        # Logged in the order of the calls of this thread, whichever starts it and when.
         call = self.all_to_all.log(all_sums, label)
         yield first
         for i in range(len(self.tensors)):
@@ -190,7 +190,7 @@ class EncodedSums:
         encoding = self.encoding
         for rank, row in enumerate(self._rows):
             if rank == self._rank:
-                row.zero_()  # nobody reads it
+                row.zero_()  # it is not read
                 continue
             for i, tensor in enumerate(self.tensors):
                 part, error = self._part_of(tensor, i, rank), self.errors[i]

@@ -35,7 +35,7 @@ KEPT_BYTES = 32 * 1024 * 1024
 #: they are new to the system anyway whenever they are allocated.
 RETURNED_BYTES = 32 * 1024 * 1024
 
-#: Tensors in a block begin at multiples of so many bytes.
+#: Tensors in a block begin at multiples of this many bytes.
 ALIGNMENT = 64
 
 

@@ -121,7 +121,7 @@ class Job:
 
     Args:
         function: what it does.
-        left: jobs that nobody does before one is waited for, in their order.
+        left: jobs that are not done before one is waited for, in their order.
     """
 
     def __init__(self, function: Callable[[], None], left: deque[Job]) -> None:
@@ -131,7 +131,7 @@ class Job:
         self._is_done = threading.Event()
 
     def run(self) -> None:
-        """Do it, and keep what it raises for whoever waits."""
+        """Do it, and keep what it raises for :meth:`wait`."""
         assert self._function is not None
         try:
             with _beside(), torch.no_grad():  # a setting of each thread
@@ -167,7 +167,7 @@ class Runner:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def start(self, steps: Iterator[Launched], device: torch.device, first: int) -> Work:
-        """Start a collective that is completed whether or not anybody waits for it.
+        """Start a collective that is completed whether or not it is waited for.
 
         Args:
             steps: yields the work of each step.
@@ -227,7 +227,7 @@ class Runner:
             self._left.append(job)
         else:
             if self._thread is None:
-                # Nobody joins it: after a loss it may wait until the group's timeout.
+                # It is not joined: after a loss it may wait until the group's timeout.
                 self._thread = threading.Thread(
                     target=_run_jobs, args=(self._jobs,), daemon=True, name="shardwise-background"
                 )
