@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from _worlds import World, stop_server
 from diloco_sweep import Contender, Settings, Training
-from shardwise.recipes.text.data import load_text
+from shardwise.app.recipes.text.data import load_text
 
 
 def _hook(group: object, bucket: dist.GradBucket) -> Future[Tensor]:

@@ -21,10 +21,10 @@ from _models import PRESETS, build
 from _steps import StepWorker, transposed
 from _worlds import World, WorldError
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.planning.memory import memory
-from shardwise.planning.models import of_module
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import Checkpointing, Settings
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Checkpointing, Settings
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}

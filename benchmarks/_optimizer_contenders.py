@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 from _optimizers_tables import TITLES, split
+from shardwise.app.recipes.core.build import make_optimizer
+from shardwise.app.recipes.core.config import OptimizerConfig, OptimizerName
 from shardwise.optim import muon_groups
-from shardwise.recipes.core.build import make_optimizer
-from shardwise.recipes.core.config import OptimizerConfig, OptimizerName
 
 Params = list[dict[str, Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from _report import Table
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.planning.settings import Settings
+from shardwise.insight.planning.settings import Settings
 
 
 @dataclass(frozen=True)

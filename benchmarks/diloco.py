@@ -30,21 +30,21 @@ from _report import announce, document, save
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
-from shardwise.elastic.world import World as Ranks
-from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
+from shardwise.app.recipes.core.config import (
     OptimizerConfig,
     OptimizerName,
     ShardingConfig,
     TransportName,
 )
-from shardwise.recipes.core.model import build, decoder_layers, initialize, next_token_loss
-from shardwise.recipes.core.progress import make_display
-from shardwise.recipes.core.recipe import TrainContext
-from shardwise.recipes.text.config import PRESETS
-from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
+from shardwise.app.recipes.core.model import build, decoder_layers, initialize, next_token_loss
+from shardwise.app.recipes.core.progress import make_display
+from shardwise.app.recipes.core.recipe import TrainContext
+from shardwise.app.recipes.text.config import PRESETS
+from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
+from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
+from shardwise.elastic.world import World as Ranks
+from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {

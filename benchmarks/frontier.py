@@ -33,8 +33,8 @@ from _options import positive_int
 from _report import announce, document, save
 from diloco_sweep import Contender, Settings, Training, play
 from shardwise import Wire
+from shardwise.app.recipes.text.data import load_text
 from shardwise.diloco.average import Average
-from shardwise.recipes.text.data import load_text
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Room, decode, encode
 from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of

@@ -33,8 +33,9 @@ from _offload_tables import offload_tables, wrong
 from _options import one_of, positive_int, positive_ints
 from _report import announce, publish_each
 from _worlds import World, stop_server
-from shardwise import DiskOffloadPolicy, OffloadPolicy, devices, fully_shard, materialize
+from shardwise import DiskOffloadPolicy, OffloadPolicy, fully_shard, materialize
 from shardwise._torch import dtensor
+from shardwise.base import devices
 from shardwise.frontends.activation import checkpoint_module
 from shardwise.optim import in_backward, offload
 

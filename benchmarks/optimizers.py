@@ -38,7 +38,7 @@ from _optimizers_tables import TITLES, differences, optimizers_tables, split
 from _options import one_of, positive_int
 from _report import announce, publish_each
 from _worlds import World, stop_server
-from shardwise.recipes.core.build import learning_rate
+from shardwise.app.recipes.core.build import learning_rate
 
 PARTS = ("steps", "loss")
 WARMUP = 2  # steps: the first makes states, and may compile

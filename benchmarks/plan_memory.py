@@ -10,8 +10,8 @@ at the moment is taken all the same, and counts 1/k, too. Each case is trained t
 the heap of the same training differs from run to run, and the median of a rank counts.
 
 Predicted is what the same rank holds before it has the model, after steps of a tiny one, plus its
-part of shared memory, plus what ``shardwise.planning.heap`` says that its own memory comes to (see
-``_plan_memory_tables.py``). The plan is made in a process of its own.
+part of shared memory, plus what ``shardwise.insight.planning.heap`` says that its own memory comes
+to (see ``_plan_memory_tables.py``). The plan is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from _plan_memory_tables import Case, plan_memory_tables
 from _report import announce, document, save
 from _worlds import World, stop_server
 from shardwise import materialize
-from shardwise.devices import keep_freed_memory
+from shardwise.base.devices import keep_freed_memory
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.inspect.api import Blueprint
-from shardwise.planning.heap import process_bytes, shared_bytes
-from shardwise.planning.memory import memory
-from shardwise.planning.models import find_model, of_module
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import Checkpointing, Settings
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.heap import process_bytes, shared_bytes
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Checkpointing, Settings
 from shardwise.sharding.grad import clip_grad_norm_
 
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14

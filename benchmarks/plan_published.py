@@ -28,13 +28,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from shardwise.frontends.activation import checkpoint_module
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.api import Blueprint
-from shardwise.planning.allocator import reserved
-from shardwise.planning.clock import StepTime, step_time
-from shardwise.planning.machine import Machine
-from shardwise.planning.models import find_model
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import Checkpointing, Compiled, Products, Settings
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.allocator import reserved
+from shardwise.insight.planning.clock import StepTime, step_time
+from shardwise.insight.planning.machine import Machine
+from shardwise.insight.planning.models import find_model
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Checkpointing, Compiled, Products, Settings
 
 H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)

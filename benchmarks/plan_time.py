@@ -33,13 +33,13 @@ from _models import build
 from _plan_time_tables import Case, plan_time_tables
 from _report import announce, document, publish
 from _worlds import World, stop_server
-from shardwise.devices import keep_freed_memory
+from shardwise.base.devices import keep_freed_memory
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.planning.calibrate import Calibration, cores, measure_machine
-from shardwise.planning.clock import StepTime, step_time
-from shardwise.planning.events import Log
-from shardwise.planning.models import of_module
-from shardwise.planning.rehearsal import rehearse
+from shardwise.insight.planning.calibrate import Calibration, cores, measure_machine
+from shardwise.insight.planning.clock import StepTime, step_time
+from shardwise.insight.planning.events import Log
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.sharding.grad import clip_grad_norm_
 
 _PORT = 29500

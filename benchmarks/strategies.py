@@ -37,7 +37,7 @@ from _strategies_picture import draw
 from _strategies_tables import ACCUMULATED, strategies_tables
 from _strategy_contenders import STRATEGIES, Apart
 from _worlds import World, stop_server
-from shardwise.devices import keep_freed_memory
+from shardwise.base.devices import keep_freed_memory
 
 _FIRST_PORT = 29500
 

@@ -71,8 +71,9 @@ class TimelineWorker:
 
     def price(self) -> dict[str, float]:
         """Return the seconds of a question whether anybody watches, of a span, and of a tensor."""
-        from shardwise import observe, timeline
-        from shardwise.observe import Activity, Memory
+        from shardwise import timeline
+        from shardwise.base import observe
+        from shardwise.base.observe import Activity, Memory
 
         def span() -> None:
             observe.end(observe.begin(Activity.COPY, "layers.0"))

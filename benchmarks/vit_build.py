@@ -28,14 +28,8 @@ from _options import TRANSPORTS, positive_int
 from _report import announce, document, save
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World as Processes
-from shardwise.elastic.world import World
-from shardwise.frontends.strategies import SHARD, WantedMesh
-from shardwise.inspect.api import Blueprint, plan
-from shardwise.planning.models import vit_placement
-from shardwise.planning.presets import VIT_PRESETS
-from shardwise.planning.settings import Checkpointing
-from shardwise.recipes.core.build import make_adamw
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core.build import make_adamw
+from shardwise.app.recipes.core.config import (
     OptimizerConfig,
     OutputConfig,
     PrecisionName,
@@ -43,16 +37,22 @@ from shardwise.recipes.core.config import (
     TrainConfig,
     TransportName,
 )
-from shardwise.recipes.core.model import (
+from shardwise.app.recipes.core.model import (
     build_classifier,
     decoder_layers,
     initialize,
 )
-from shardwise.recipes.core.plan import plan_training
-from shardwise.recipes.core.recipe import Example
-from shardwise.recipes.core.training import place_for
-from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import shard_model
+from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.recipe import Example
+from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.vision.task import classification_loss
+from shardwise.app.recipes.vit import shard_model
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import SHARD, WantedMesh
+from shardwise.insight.inspect.api import Blueprint, plan
+from shardwise.insight.planning.models import vit_placement
+from shardwise.insight.planning.presets import VIT_PRESETS
+from shardwise.insight.planning.settings import Checkpointing
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state

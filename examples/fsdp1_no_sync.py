@@ -21,7 +21,9 @@ from shardwise import (  # was: from torch.distributed.fsdp import (
     StateDictType,
 )
 from shardwise import FullyShardedDataParallel as FSDP
-from shardwise.wrap import transformer_auto_wrap_policy  # was: torch.distributed.fsdp.wrap
+from shardwise.frontends.wrap import (
+    transformer_auto_wrap_policy,  # was: torch.distributed.fsdp.wrap
+)
 
 MICROBATCHES = 4
 

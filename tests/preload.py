@@ -26,12 +26,12 @@ with importing():
 
     # A machine with a GPU, to which nothing can be added, may not have all of these.
     with suppress(ImportError):
-        import shardwise.cli.main
-        import shardwise.recipes.imagenet
-        import shardwise.recipes.lm
-        import shardwise.recipes.mnist
-        import shardwise.recipes.text.adapters  # peft, which takes most of a second
-        import shardwise.recipes.vit
+        import shardwise.app.cli.main
+        import shardwise.app.recipes.imagenet
+        import shardwise.app.recipes.lm
+        import shardwise.app.recipes.mnist
+        import shardwise.app.recipes.text.adapters  # peft, which takes most of a second
+        import shardwise.app.recipes.vit
         import tests.recipes.digits
         import tests.recipes.running
         import tests.recipes.small

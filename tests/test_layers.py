@@ -17,24 +17,18 @@ NAMES = [str(path.relative_to(SOURCE)) for path in FILES]
 # From the bottom up; what stands on one line may import what stands on the lines before, and
 # from itself.
 LAYERS = [
-    ["devices"],
-    ["_lazy", "_torch", "errors", "optim_names", "optim_states", "units"],
-    ["observe", "scratch"],
+    ["_torch"],
+    ["base"],
     ["transport"],
     ["elastic"],
     ["sharding"],
     ["optim"],
-    ["wrap"],
-    ["frontends", "checkpoint"],
-    ["compat"],
-    ["diloco", "inspect", "pretrained"],
-    ["planning"],
-    ["timeline"],
+    ["checkpoint"],
+    ["frontends"],
+    ["diloco"],
+    ["insight"],
     ["__init__"],
-    ["doctor"],
-    ["runs"],
-    ["recipes"],
-    ["cli"],
+    ["app"],
     ["__main__"],
 ]
 #: What `fully_shard` needs.
@@ -43,11 +37,9 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 # The same inside packages that have packages.
 INNER_LAYERS = {
-    "recipes": [
-        ["core"],
-        ["text", "vision"],
-        ["lm", "mnist", "imagenet", "vit"],
-        ["catalog"],
+    "base": [
+        ["devices", "errors", "lazy", "optim_names", "optim_states", "units"],
+        ["observe", "scratch"],
         ["__init__"],
     ],
     "checkpoint": [
@@ -56,6 +48,27 @@ INNER_LAYERS = {
         ["storage"],
         ["ranks", "tools"],
         ["consolidate"],
+        ["__init__"],
+    ],
+    "frontends": [
+        ["wrap"],
+        ["activation", "prepare", "strategies", "transparent"],
+        ["blocks", "settings"],
+        ["state_dict"],
+        ["optim_state"],
+        ["unit"],
+        ["fsdp"],
+        ["xla"],
+        ["compat", "pretrained"],
+        ["__init__"],
+    ],
+    "insight": [["inspect"], ["planning"], ["timeline"], ["__init__"]],
+    "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
+    "app/recipes": [
+        ["core"],
+        ["text", "vision"],
+        ["lm", "mnist", "imagenet", "vit"],
+        ["catalog"],
         ["__init__"],
     ],
 }
@@ -141,9 +154,10 @@ def test_imports_inside_a_package_point_downward() -> None:
             part = _part(name.removeprefix(f"{outer}/"))
             assert part in height, f"say in INNER_LAYERS where {outer}/{part} belongs"
             for line, imported in _imports(name):
-                if not imported.startswith(f"shardwise.{outer}."):
+                inside = f"shardwise.{outer}.".replace("/", ".")
+                if not imported.startswith(inside):
                     continue
-                target = imported.split(".")[2]
+                target = imported.removeprefix(inside).partition(".")[0]
                 target = target if target in height else "__init__"  # a public name
                 if target != part and height[target] >= height[part]:
                     upward.append(f"{name}:{line}: {part} must not import {imported}")
@@ -169,13 +183,13 @@ def test_private_names_are_touched_in_one_place_only() -> None:
     found = [
         touch
         for name in NAMES
-        if _part(name) != "_torch" and name != "pretrained/hf.py"
+        if _part(name) != "_torch" and name != "frontends/pretrained/hf.py"
         for touch in [*_private_imports(name), *_private_attributes(name)]
         if touch.split(": ")[1] not in END_OF_PYTHON
     ]
     assert not found, (
         "put torch's behind a function of _torch/, those of transformers behind one of "
-        "pretrained/hf.py, and ours into one file:\n" + "\n".join(found)
+        "frontends/pretrained/hf.py, and ours into one file:\n" + "\n".join(found)
     )
 
 
@@ -212,7 +226,7 @@ def _own_names(name: str) -> frozenset[str]:
     return frozenset(names)
 
 
-DEVICES = "devices.py"
+DEVICES = "base/devices.py"
 ACCELERATORS = ("cuda", "hpu", "mlu", "mps", "mtia", "musa", "npu", "tpu", "xla", "xpu")
 BACKENDS = ("gloo", "hccl", "mpi", "nccl", "ucc", "xccl")
 # "cuda", and "cpu:gloo,cuda:" with its end to follow, but no sentence that has such a word.
@@ -320,7 +334,7 @@ def test_collectives_of_trainings_say_that_a_peer_was_lost() -> None:
     """A launcher takes nothing for the loss of a peer but a ``PeerLostError``."""
     bare = []
     for name in NAMES:
-        if _part(name) not in ("recipes", "elastic"):
+        if not name.startswith(("app/recipes/", "elastic/")):
             continue
         named = {
             id(call)

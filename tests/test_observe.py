@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import clip_grad_norm_, fully_shard, observe
+from shardwise import clip_grad_norm_, fully_shard
 from shardwise._torch import c10d
-from shardwise.observe import Activity, Memory, Route
+from shardwise.base import observe
+from shardwise.base.observe import Activity, Memory, Route
 from shardwise.sharding.module import FSDPModule
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.optim_names import keys_in_order, names_in_order, parameters_in_order
+from shardwise.base.optim_names import keys_in_order, names_in_order, parameters_in_order
 
 
 def two_groups() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -113,14 +113,14 @@ PUBLIC = {
         "offload",
         "param_groups",
     ],
-    "shardwise.pretrained": [
+    "shardwise.frontends.pretrained": [
         "LoadReport",
         "build",
         "fill",
         "from_pretrained",
         "save_pretrained",
     ],
-    "shardwise.wrap": [
+    "shardwise.frontends.wrap": [
         "CustomPolicy",
         "ModuleWrapPolicy",
         "Policy",

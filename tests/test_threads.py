@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from tests.sharding.nets import Net, batches, group_of, loss_of, sharded_net
 
 Threads = Callable[..., list[Any]]

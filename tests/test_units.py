@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.units import binary_size, seconds
+from shardwise.base.units import binary_size, seconds
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-_LOOP, _TRAINING = "shardwise.recipes.core.loop", "shardwise.recipes.core.training"
+_LOOP, _TRAINING = "shardwise.app.recipes.core.loop", "shardwise.app.recipes.core.training"
 
 
 class _Stretch(importlib.abc.MetaPathFinder):

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shardwise._lazy import lazy_names
+from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import (
@@ -26,25 +26,27 @@ if TYPE_CHECKING:
         StateDictType,
     )
 
-    from shardwise import checkpoint, diloco, optim, timeline, wrap
+    from shardwise import checkpoint, diloco, optim
     from shardwise._torch.fsdp import DataParallelMeshDims
-    from shardwise.compat import patch_torch
-    from shardwise.elastic.call import launch
-    from shardwise.elastic.stop import GracefulStop
-    from shardwise.errors import (
+    from shardwise.base.errors import (
         OffloadError,
         PeerLostError,
         RankFailedError,
         RanksDivergedError,
         ShardwiseError,
     )
+    from shardwise.elastic.call import launch
+    from shardwise.elastic.stop import GracefulStop
+    from shardwise.frontends import wrap
     from shardwise.frontends.activation import checkpoint_module
+    from shardwise.frontends.compat import patch_torch
     from shardwise.frontends.fsdp import FullyShardedDataParallel
+    from shardwise.frontends.pretrained.api import from_pretrained
+    from shardwise.frontends.pretrained.saving import save_pretrained
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
-    from shardwise.inspect.api import inspect
-    from shardwise.planning.api import plan
-    from shardwise.pretrained.api import from_pretrained
-    from shardwise.pretrained.saving import save_pretrained
+    from shardwise.insight import timeline
+    from shardwise.insight.inspect.api import inspect
+    from shardwise.insight.planning.api import plan
     from shardwise.sharding.api import fully_shard
     from shardwise.sharding.grad import clip_grad_norm_
     from shardwise.sharding.init import materialize
@@ -130,17 +132,17 @@ _HOME = {
     "LocalStateDictConfig": "torch.distributed.fsdp",
     "MixedPrecision": "torch.distributed.fsdp",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
-    "OffloadError": "shardwise.errors",
+    "OffloadError": "shardwise.base.errors",
     "OffloadPolicy": "torch.distributed.fsdp",
     "OptimStateDictConfig": "torch.distributed.fsdp",
     "OptimStateKeyType": "torch.distributed.fsdp",
-    "PeerLostError": "shardwise.errors",
-    "RankFailedError": "shardwise.errors",
-    "RanksDivergedError": "shardwise.errors",
+    "PeerLostError": "shardwise.base.errors",
+    "RankFailedError": "shardwise.base.errors",
+    "RanksDivergedError": "shardwise.base.errors",
     "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
     "ShardedStateDictConfig": "torch.distributed.fsdp",
     "ShardingStrategy": "torch.distributed.fsdp",
-    "ShardwiseError": "shardwise.errors",
+    "ShardwiseError": "shardwise.base.errors",
     "StateDictConfig": "torch.distributed.fsdp",
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
@@ -151,20 +153,20 @@ _HOME = {
     "checkpoint_module": "shardwise.frontends.activation",
     "clip_grad_norm_": "shardwise.sharding.grad",
     "diloco": "shardwise.diloco",
-    "from_pretrained": "shardwise.pretrained.api",
+    "from_pretrained": "shardwise.frontends.pretrained.api",
     "fully_shard": "shardwise.sharding.api",
     "init_mesh": "shardwise.sharding.mesh",
-    "inspect": "shardwise.inspect",
+    "inspect": "shardwise.insight.inspect.api",
     "launch": "shardwise.elastic.call",
     "materialize": "shardwise.sharding.init",
     "optim": "shardwise.optim",
-    "patch_torch": "shardwise.compat",
-    "plan": "shardwise.planning.api",
+    "patch_torch": "shardwise.frontends.compat",
+    "plan": "shardwise.insight.planning.api",
     "register_fsdp_forward_method": "shardwise.sharding.module",
-    "save_pretrained": "shardwise.pretrained.saving",
+    "save_pretrained": "shardwise.frontends.pretrained.saving",
     "share_comm_ctx": "shardwise.sharding.module",
-    "timeline": "shardwise.timeline",
-    "wrap": "shardwise.wrap",
+    "timeline": "shardwise.insight.timeline",
+    "wrap": "shardwise.frontends.wrap",
 }
 
 

@@ -1,5 +1,5 @@
 """``python -m shardwise`` is the command ``shardwise``."""
 
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 
 app()

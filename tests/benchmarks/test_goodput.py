@@ -227,9 +227,9 @@ def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -
 
 def test_steps_are_stretched_and_phases_told(tmp_path: Path) -> None:
     """In a process of its own, with a stand-in for the training loop."""
-    core = tmp_path / "shardwise" / "recipes" / "core"
+    core = tmp_path / "shardwise" / "app" / "recipes" / "core"
     core.mkdir(parents=True)
-    for folder in (core, core.parent, core.parent.parent):
+    for folder in (core, *list(core.parents)[:3]):
         (folder / "__init__.py").touch()
     (core / "loop.py").write_text(
         "class Loop:\n"
@@ -238,12 +238,12 @@ def test_steps_are_stretched_and_phases_told(tmp_path: Path) -> None:
         "    def _accumulate(self, position): return position\n"
     )
     (core / "training.py").write_text(
-        "from shardwise.recipes.core.loop import Loop\n"
+        "from shardwise.app.recipes.core.loop import Loop\n"
         "def train(): return train_connected()\n"
         "def train_connected(): return Loop().run(None)\n"
     )
     program = (
-        "import time, shardwise.recipes.core.training as t\n"
+        "import time, shardwise.app.recipes.core.training as t\n"
         "began = time.monotonic()\n"
         "assert t.train() == [0, 1]\n"
         "assert time.monotonic() - began >= 0.2\n"
@@ -254,7 +254,9 @@ def test_steps_are_stretched_and_phases_told(tmp_path: Path) -> None:
     for rank in ({"RANK": "3"}, {}):  # a rank, and its launcher
         command = [sys.executable, "-S", "-c", f"import sitecustomize\n{program}"]
         if not rank:
-            command[-1] = "import sitecustomize, shardwise.recipes.core.training as t\nt.train()"
+            command[-1] = (
+                "import sitecustomize, shardwise.app.recipes.core.training as t\nt.train()"
+            )
         subprocess.run(command, env={**env, **rank}, check=True)
     told = [json.loads(line) for line in phases.read_text().splitlines()]
     assert [(line["rank"], line["phase"]) for line in told] == [

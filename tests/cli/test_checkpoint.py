@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 from tests.checkpoint.meshes import Setup, build, fill, give_state
 from tests.harness import run_ranks
 

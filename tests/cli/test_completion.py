@@ -11,7 +11,7 @@ import pytest
 import typer
 import typer.main
 
-from shardwise.cli import main
+from shardwise.app.cli import main
 
 
 class Ended(NamedTuple):

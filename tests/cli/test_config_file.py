@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import main, train
-from shardwise.cli.config_file import ConfigFile
-from shardwise.cli.generate import Options
-from shardwise.cli.run import LaunchConfig
+from shardwise.app.cli import main, train
+from shardwise.app.cli.config_file import ConfigFile
+from shardwise.app.cli.generate import Options
+from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import OptionError, ScheduleName
+from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
-from shardwise.planning.settings import Checkpointing
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import OptionError, ScheduleName
-from shardwise.recipes.core.job import TrainingJob
+from shardwise.insight.planning.settings import Checkpointing
 
 
 @pytest.fixture

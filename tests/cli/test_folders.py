@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli import main
-from shardwise.cli import run as cli_run
-from shardwise.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.app.cli import main
+from shardwise.app.cli import run as cli_run
+from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import typer
 
-from shardwise.cli import main
-from shardwise.cli.generate import Options, with_options
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.option import GROUP, Group, Reads, option
+from shardwise.app.cli import main
+from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.option import GROUP, Group, Reads, option
 
 
 class Shape(enum.Enum):
@@ -167,7 +167,7 @@ def test_one_thing_has_one_name_in_all_recipes() -> None:
 def test_the_defaults_of_a_command_are_those_of_its_configuration(
     monkeypatch: pytest.MonkeyPatch, recipe: str
 ) -> None:
-    from shardwise.cli import train
+    from shardwise.app.cli import train
 
     jobs: list[Any] = []
     monkeypatch.setattr(train, "run", lambda job, launch: jobs.append(job))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch

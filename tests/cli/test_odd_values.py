@@ -12,16 +12,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import run as cli_run
-from shardwise.cli import script
-from shardwise.cli.generate import Options
-from shardwise.cli.hosts import DoctorConfig
-from shardwise.cli.main import app
-from shardwise.cli.plan import PlanConfig
-from shardwise.cli.run import LaunchConfig
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import OptionError, check_bounds
-from shardwise.recipes.core.option import Bounds
+from shardwise.app.cli import run as cli_run
+from shardwise.app.cli import script
+from shardwise.app.cli.generate import Options
+from shardwise.app.cli.hosts import DoctorConfig
+from shardwise.app.cli.main import app
+from shardwise.app.cli.plan import PlanConfig
+from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import OptionError, check_bounds
+from shardwise.app.recipes.core.option import Bounds
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -104,7 +104,7 @@ def test_integers_may_be_written_as_large_ones_are(
     def run(job: Any, _: object) -> None:
         found.append(job.config.train.steps)
 
-    monkeypatch.setattr("shardwise.cli.train.run", run)
+    monkeypatch.setattr("shardwise.app.cli.train.run", run)
     Path("run.yaml").write_text(f"steps: {text}\n")
     for words in (["--steps", text], ["--config", "run.yaml"]):
         monkeypatch.setattr(sys, "argv", ["shardwise", "train", "lm", *words])
@@ -164,7 +164,7 @@ def test_odd_values_are_refused_in_one_line(
 def test_odd_values_are_refused_without_torch() -> None:
     code = """
 import sys
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 for line in (
     "plan llama-tiny --batch-size 0",
     "plan llama-tiny --mesh dp=0",

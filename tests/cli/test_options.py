@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli import main
-from shardwise.cli import run as cli_run
-from shardwise.cli import train as cli_train
-from shardwise.cli.main import app
-from shardwise.cli.run import LaunchConfig
+from shardwise.app.cli import main
+from shardwise.app.cli import run as cli_run
+from shardwise.app.cli import train as cli_train
+from shardwise.app.cli.main import app
+from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.job import TrainingJob
-from shardwise.recipes.core.rundir import RunDir, locked
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -360,7 +360,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
-    from shardwise.recipes.core.config import as_json, flatten
+    from shardwise.app.recipes.core.config import as_json, flatten
 
     assert flatten(as_json(jobs[0].config)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
@@ -431,7 +431,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
 
 
 def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.recipes.core.config import as_json, flatten
+    from shardwise.app.recipes.core.config import as_json, flatten
 
     jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
@@ -585,8 +585,8 @@ def test_help_and_mistakes_need_no_torch() -> None:
     code = """
 import sys
 sys.argv = ["shardwise", "train", "lm", "--steps", "0"]
-from shardwise.cli.main import app
-from shardwise.cli.run import LaunchConfig
+from shardwise.app.cli.main import app
+from shardwise.app.cli.run import LaunchConfig
 try:
     app()
 except SystemExit as ended:

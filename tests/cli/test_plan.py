@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise import devices
-from shardwise.cli import run as cli_run
-from shardwise.cli.main import app
-from shardwise.recipes.core.recipe import PLAN_FILE
+from shardwise.app.cli import run as cli_run
+from shardwise.app.cli.main import app
+from shardwise.app.recipes.core.recipe import PLAN_FILE
+from shardwise.base import devices
 from tests.recipes.small import write_model
 
 Capture = pytest.CaptureFixture[str]

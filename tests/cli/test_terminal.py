@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.cli.main import app
-from shardwise.runs.serve import Server
+from shardwise.app.cli.main import app
+from shardwise.app.runs.serve import Server
 from tests.runs import folders
 
 #: Sets the clipboard and the title, clears the screen (as 7 and as 8 bits), turns text around.

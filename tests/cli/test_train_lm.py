@@ -18,11 +18,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.app.cli.main import app
+from shardwise.app.recipes.core.checkpointing import Checkpoints
+from shardwise.app.recipes.core.journal import read_metrics
+from shardwise.base.units import printable
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.cli.main import app
-from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.journal import read_metrics
-from shardwise.units import printable
 from tests.programs import Program, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 
@@ -269,8 +269,8 @@ def test_killed_then_stopped_then_resumed_a_run_ends_as_if_undisturbed(
 DIES_ONCE = """
 import os, signal
 from pathlib import Path
-from shardwise.cli.main import app
-from shardwise.recipes.core.loop import Loop
+from shardwise.app.cli.main import app
+from shardwise.app.recipes.core.loop import Loop
 
 step, died = Loop._step, Path("died")
 
@@ -296,7 +296,7 @@ def test_under_torchrun_a_killed_rank_is_named_and_the_run_continues(
     assert ended.code == 0, ended.err
     assert "starting" not in ended.out
     assert "failed (exitcode: -9) local_rank: 1" in ended.err
-    assert "[rank 0] shardwise.errors.PeerLostError: rank 0 lost rank 1" in ended.err
+    assert "[rank 0] shardwise.base.errors.PeerLostError: rank 0 lost rank 1" in ended.err
     assert "Traceback" not in ended.err, "the rank that lost its peer is not the cause"
     record = json.loads((folder / "run" / "run.json").read_text())
     assert [session["from_step"] for session in record["sessions"]] == [0, 4]

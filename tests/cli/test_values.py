@@ -14,9 +14,9 @@ import torch
 import typer
 from safetensors.torch import save_file
 
-from shardwise.cli import main
-from shardwise.cli import run as cli_run
-from shardwise.cli.values import read_name, read_path, read_size
+from shardwise.app.cli import main
+from shardwise.app.cli import run as cli_run
+from shardwise.app.cli.values import read_name, read_path, read_size
 from shardwise.elastic.network import parse_endpoint
 
 Capture = pytest.CaptureFixture[str]

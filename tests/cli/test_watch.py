@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 from tests.runs import folders
 
 Capture = pytest.CaptureFixture[str]
@@ -67,7 +67,7 @@ def test_mistakes(
 def test_watch_serves_until_it_is_stopped_and_imports_no_torch(tmp_path: Path) -> None:
     root = folders.make(tmp_path / "lm")
     program = (
-        "import signal, sys; from shardwise.cli.main import app\n"
+        "import signal, sys; from shardwise.app.cli.main import app\n"
         # The system of a build may have started all of this with the signal ignored.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "try: app()\n"

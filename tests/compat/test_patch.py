@@ -138,9 +138,9 @@ def test_inside_fsdp1_is_ours_and_outside_torchs(ranks: Ranks) -> None:
 
 
 def _stand_in(rank: int, world_size: int) -> None:
-    import shardwise.compat.fsdp2
+    import shardwise.frontends.compat.fsdp2
 
-    sys.modules["torch.distributed.fsdp"] = shardwise.compat.fsdp2
+    sys.modules["torch.distributed.fsdp"] = shardwise.frontends.compat.fsdp2
     program = _library("program")
     model = program.prepare(nn.Sequential(nn.Linear(4, 4)))
     assert isinstance(model, shardwise.FSDPModule)

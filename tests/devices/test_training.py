@@ -27,10 +27,10 @@ from shardwise import (
     init_mesh,
     materialize,
 )
+from shardwise.frontends.wrap import ModuleWrapPolicy
 from shardwise.optim import in_backward, offload
 from shardwise.optim.offloaded import entries
 from shardwise.optim.offloaded import optimizer as optimizer_of_offload
-from shardwise.wrap import ModuleWrapPolicy
 from tests.devices.device import NAME, figures
 from tests.devices.world import Block, batch, calls, loss_of, model, run_on_device
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import devices
+from shardwise.base import devices
 from tests.devices.device import NAME, register
 from tests.devices.process_group import PretendGroup, register_backend
 from tests.harness import run_ranks

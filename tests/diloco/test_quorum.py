@@ -21,12 +21,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco import DiLoCo, OuterSGD, Quorum, QuorumServer, Streaming, WireFormat
 from shardwise.diloco.coordinator import Event, EventKind
 from shardwise.diloco.membership import ReplicaSession
 from shardwise.diloco.quorum_server import REPORT
 from shardwise.elastic.store import GuardedStore, StoreRefusedError
-from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.doctor.checks import (
+from shardwise.app.doctor.checks import (
     Finding,
     Level,
     check_clocks,
@@ -27,9 +27,9 @@ from shardwise.doctor.checks import (
     nccl_interface,
     shortened,
 )
-from shardwise.doctor.facts import Facts
-from shardwise.doctor.measure import PairLink
-from shardwise.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.facts import Facts
+from shardwise.app.doctor.measure import PairLink
+from shardwise.app.doctor.probe import Accelerators, Probe
 
 H100 = ("NVIDIA H100 80GB HBM3", 79 * 2**30)
 A100 = ("NVIDIA A100-SXM4-40GB", 0)

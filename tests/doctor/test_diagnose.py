@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.main import app
-from shardwise.doctor.diagnose import CHECKS, SECONDS
-from shardwise.doctor.probe import START
+from shardwise.app.cli.main import app
+from shardwise.app.doctor.diagnose import CHECKS, SECONDS
+from shardwise.app.doctor.probe import START
 from shardwise.transport.shm import futex
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
@@ -60,8 +60,8 @@ def test_mistakes_are_one_line(
 def test_a_host_alone_needs_no_torch() -> None:
     code = """
 import sys
-import shardwise.doctor.diagnose
-from shardwise.doctor.group import HostGroup
+import shardwise.app.doctor.diagnose
+from shardwise.app.doctor.group import HostGroup
 from shardwise.elastic.hosts import Nodes
 assert HostGroup(Nodes(1, 0, "127.0.0.1", 0)).all_gather(1, 1.0) == [1]
 sys.exit("torch" in sys.modules)

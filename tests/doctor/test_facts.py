@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.doctor import facts
-from shardwise.doctor.facts import Facts, collect_facts
-from shardwise.doctor.measure import PairLink
-from shardwise.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor import facts
+from shardwise.app.doctor.facts import Facts, collect_facts
+from shardwise.app.doctor.measure import PairLink
+from shardwise.app.doctor.probe import Accelerators, Probe
 from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)

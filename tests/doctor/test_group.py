@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.doctor import group
-from shardwise.doctor.checks import (
+from shardwise.app.doctor import group
+from shardwise.app.doctor.checks import (
     Finding,
     Level,
     check_devices,
@@ -28,11 +28,11 @@ from shardwise.doctor.checks import (
     check_world,
     ok,
 )
-from shardwise.doctor.diagnose import diagnose
-from shardwise.doctor.facts import Facts, collect_facts
-from shardwise.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.doctor.measure import PairLink
-from shardwise.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.diagnose import diagnose
+from shardwise.app.doctor.facts import Facts, collect_facts
+from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
+from shardwise.app.doctor.measure import PairLink
+from shardwise.app.doctor.probe import Accelerators, Probe
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer

@@ -13,8 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.doctor import measure
-from shardwise.doctor.measure import EchoServer, PairLink, measure_connection, measure_shared_memory
+from shardwise.app.doctor import measure
+from shardwise.app.doctor.measure import (
+    EchoServer,
+    PairLink,
+    measure_connection,
+    measure_shared_memory,
+)
 from shardwise.transport.shm import futex
 
 needs_futex = pytest.mark.skipif(not futex.is_available(), reason="needs a futex")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from shardwise import devices
-from shardwise.devices import Model
-from shardwise.doctor import probe
-from shardwise.doctor.probe import Accelerators, Probe, probe_rank
-from shardwise.errors import CheckpointError
+from shardwise.app.doctor import probe
+from shardwise.app.doctor.probe import Accelerators, Probe, probe_rank
+from shardwise.base import devices
+from shardwise.base.devices import Model
+from shardwise.base.errors import CheckpointError
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -44,7 +44,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, code: str) -> str:
     start = subprocess.Popen
 
     def popen(command: list[str], **options: Any) -> Any:
-        assert command[1:4] == ["-P", "-m", "shardwise.doctor.probe"]
+        assert command[1:4] == ["-P", "-m", "shardwise.app.doctor.probe"]
         assert options["start_new_session"]
         return start([command[0], "-c", code, *command[4:]], **options)
 

@@ -58,7 +58,7 @@ def dies_once(config):
 
 
 def worker_dies_once(config):
-    from shardwise.recipes.core.loop import Loop
+    from shardwise.app.recipes.core.loop import Loop
 
     step, died = Loop._step, Path(arguments.split()[-1] + "-died")
 

@@ -13,8 +13,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.recipes.text.byte_tokenizer import byte_tokenizer
-from shardwise.recipes.text.data import SEPARATOR
+from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.app.recipes.text.data import SEPARATOR
 from tests.pretrained.small import assert_same, full_tensors, save_llama
 
 pytest.importorskip("accelerate", reason="needs accelerate: install .[ecosystem]")

@@ -22,7 +22,7 @@ WAIT = 30.0  # seconds that anything may take on a busy machine
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import find_world

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shardwise.base.errors import PeerLostError
 from shardwise.elastic import connect
 from shardwise.elastic.connect import agree_on_attempt, connected
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.errors import PeerLostError
 from shardwise.transport import peers
 
 Ranks = Callable[..., list[Any]]

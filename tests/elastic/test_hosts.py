@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.cli.main import app
-from shardwise.cli.run import LaunchConfig
+from shardwise.app.cli.main import app
+from shardwise.app.cli.run import LaunchConfig
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import Nodes, read_token
 

@@ -110,7 +110,7 @@ def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> N
 
 BODY = """
 import errno, os, sys
-from shardwise.errors import OffloadError, PeerLostError
+from shardwise.base.errors import OffloadError, PeerLostError
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import World
@@ -133,7 +133,12 @@ run_rank(World(1, 2, 1, 2), body)
         ("raise TryLaterError('no hub')", 2, Ending.FAILED, "no hub"),
         ("raise Stopped(15, 'saved')", 128 + 15, Ending.STOPPED, "saved"),
         ("raise ValueError('why')", 1, Ending.FAILED, "ValueError: why"),
-        ("raise PeerLostError('rank 0')", 1, Ending.PEER, "shardwise.errors.PeerLostError: rank 0"),
+        (
+            "raise PeerLostError('rank 0')",
+            1,
+            Ending.PEER,
+            "shardwise.base.errors.PeerLostError: rank 0",
+        ),
         ("raise UserError('lost') from PeerLostError('x')", 1, Ending.PEER, "lost"),
         ("raise OSError(errno.ENOSPC, 'full')", 1, Ending.USER, "error: [Errno 28] full"),
         ("raise OffloadError('disk is full') from OSError()", 1, Ending.FAILED, "disk is full"),

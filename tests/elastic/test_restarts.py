@@ -10,11 +10,11 @@ from tests.programs import shell_environment, start_program
 
 RANK = """
 import os, signal, sys
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import find_world, job_id
-from shardwise.recipes.text.documents import ConnectionLostError
+from shardwise.app.recipes.text.documents import ConnectionLostError
 
 attempt, how = int(sys.argv[1]), sys.argv[2]
 

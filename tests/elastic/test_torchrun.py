@@ -18,7 +18,7 @@ from shardwise.elastic.rank import STOP_SIGNALS, StopSignals
 from shardwise.elastic.world import PARENT_PID
 
 BODY = """
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import run_rank
 from shardwise.elastic.world import World
@@ -36,7 +36,7 @@ run_rank(World(1, 2, 1, 2), body)
         ("raise UserError('--lr: found 0')", 2, "error: --lr: found 0", "error: --lr: found 0"),
         ("raise ValueError('why')", 1, "Traceback .*ValueError: why", "Traceback .*"),
         ("raise Stopped(15, 'saved')", 143, "saved", None),
-        ("raise PeerLostError('x')", 1, "shardwise.errors.PeerLostError: x", "shardwise.*: x"),
+        ("raise PeerLostError('x')", 1, "shardwise.base.errors.PeerLostError: x", "shardwise.*: x"),
     ],
 )
 def test_torchrun_shows_why_a_rank_ended(

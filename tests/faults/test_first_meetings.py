@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard, init_mesh
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.diloco.members import MemberReport, agree
-from shardwise.errors import CheckpointError
 from shardwise.transport import peers
 from shardwise.transport.peers import Peers, make_together, new_group
 from tests.harness import run_ranks

@@ -22,7 +22,7 @@ from shardwise import (
     StateDictType,
     checkpoint_module,
 )
-from shardwise.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
+from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.frontends.training import assert_bits, train, trained_twin, whole, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 

@@ -18,7 +18,7 @@ from shardwise import (
     XlaFullyShardedDataParallel,
     checkpoint_module,
 )
-from shardwise.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from shardwise.frontends.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.frontends.training import assert_bits, train, trained_twin, whole
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 

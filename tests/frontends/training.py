@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, ShardingStrategy
-from shardwise.wrap import ModuleWrapPolicy
+from shardwise.frontends.wrap import ModuleWrapPolicy
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 
 STRATEGIES = list(ShardingStrategy)

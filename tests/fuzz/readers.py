@@ -34,7 +34,7 @@ from types import FrameType
 
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
 from tests.fuzz.corpus import READERS, Content, Reader
 from tests.fuzz.mutations import BLIND, Mutation
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
 from tests.fuzz import corpus, readers
 from tests.fuzz.readers import READERS, fuzz
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._hosts import Host, run, two_hosts
-from shardwise.doctor.diagnose import CHECKS
+from shardwise.app.doctor.diagnose import CHECKS
 from tests.hosts.network import needs_hosts, start
 from tests.programs import Program
 
@@ -129,7 +129,7 @@ def test_what_is_wrong_on_one_host_is_reported_on_all(hosts: Pair, tmp_path: Pat
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
         right = time.time
         time.time = lambda: right() + 90
-        from shardwise import devices
+        from shardwise.base import devices
         devices.models = lambda: [devices.Model("a card", 2**30)] * 4
         devices.versions = lambda: {"driver": "1.2.3", "NCCL": "2.27.5"}
     """

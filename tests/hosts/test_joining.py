@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from benchmarks._hosts import Host, two_hosts
-from shardwise.recipes.core.journal import read_metrics
+from shardwise.app.recipes.core.journal import read_metrics
 from tests.hosts.network import needs_hosts, start
 from tests.programs import Program
 from tests.recipes.corpora import texts, write_jsonl
@@ -73,7 +73,7 @@ except UserError as error:
 
 # The command itself, except for the time that it waits for more hosts.
 TRAIN = """
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 from shardwise.elastic import membership
 
 membership.LAST_CALL = 0.2

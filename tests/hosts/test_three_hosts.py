@@ -46,7 +46,7 @@ OPTIONS = f"{LM} --steps {STEPS} --nproc 1 {OVER_HOSTS}".replace(
 
 # The command itself, except for the time that it waits for more hosts.
 TRAINING = """
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
 from shardwise.elastic import membership
 
 membership.LAST_CALL = 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.inspect.report import Report
+from shardwise.insight.inspect.report import Report
 from tests.inspect.plans import Wide, planned_report
 
 

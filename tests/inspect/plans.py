@@ -9,8 +9,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.api import Blueprint, plan
-from shardwise.inspect.report import Report
+from shardwise.insight.inspect.api import Blueprint, plan
+from shardwise.insight.inspect.report import Report
 from tests.sharding.nets import Block, Net
 
 

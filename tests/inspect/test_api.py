@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import shardwise
 from shardwise import fully_shard
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.inspect.api import Blueprint, plan, with_counted_values
+from shardwise.insight.inspect.api import Blueprint, plan, with_counted_values
 from shardwise.sharding.part import take
 from tests.inspect.plans import Wide, planned_report, styles_of
 from tests.sharding.nets import Net

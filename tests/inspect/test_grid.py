@@ -9,7 +9,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise._torch import c10d
-from shardwise.inspect.grid import Grid, Line, coordinates_in, grid_of, names_of, reachable
+from shardwise.insight.inspect.grid import Grid, Line, coordinates_in, grid_of, names_of, reachable
 
 CUBE = Grid(("pp", "dp", "tp"), (2, 2, 3), tuple(range(12)))
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import shardwise
-from shardwise.inspect.page import page
-from shardwise.inspect.report import Report
+from shardwise.insight.inspect.page import page
+from shardwise.insight.inspect.report import Report
 from tests.inspect.plans import planned_report
 
 
@@ -87,7 +87,7 @@ globalThis.location = { hash: "#%" };
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node, to run the page's script")
 def test_an_address_that_encodes_nothing_leads_to_the_first_parameter() -> None:
-    script = (Path(shardwise.__file__).parent / "inspect" / "page.js").read_text()
+    script = (Path(shardwise.__file__).parent / "insight" / "inspect" / "page.js").read_text()
     ended = subprocess.run(
         ["node", "-e", f"{_BROWSER}{script}if (!shown) throw new Error('nothing is shown');"],
         capture_output=True, text=True, timeout=60, check=False,

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.inspect.picture import WIDTH, Picture, draw_mesh, draw_parameter, drawing
-from shardwise.inspect.report import ParameterReport, Report
+from shardwise.insight.inspect.picture import WIDTH, Picture, draw_mesh, draw_parameter, drawing
+from shardwise.insight.inspect.report import ParameterReport, Report
 from tests.inspect.plans import planned_report
 
 SPACE = "{http://www.w3.org/2000/svg}"

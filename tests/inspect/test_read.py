@@ -16,10 +16,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from shardwise import DataParallelMeshDims, FSDPModule, FullyShardedDataParallel, fully_shard
-from shardwise.inspect.page import page
-from shardwise.inspect.picture import drawing
-from shardwise.inspect.report import ParamKind, Report
-from shardwise.inspect.text import as_text
+from shardwise.insight.inspect.page import page
+from shardwise.insight.inspect.picture import drawing
+from shardwise.insight.inspect.report import ParamKind, Report
+from shardwise.insight.inspect.text import as_text
 from shardwise.sharding.part import take
 from tests.sharding.nets import Net
 
@@ -238,7 +238,7 @@ def test_values_of_a_model_that_has_none() -> None:
 
 
 def test_the_name_is_of_a_function_and_of_a_package() -> None:
-    import shardwise.inspect.words
+    import shardwise.insight.inspect.words
 
     assert not isinstance(Net(), FSDPModule)
     assert isinstance(shardwise.inspect(Net()), Report)

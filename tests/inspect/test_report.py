@@ -7,9 +7,9 @@ import json
 import pytest
 from torch import nn
 
-from shardwise.inspect.grid import Grid
-from shardwise.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
-from shardwise.inspect.tiling import Tiling
+from shardwise.insight.inspect.grid import Grid
+from shardwise.insight.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
+from shardwise.insight.inspect.tiling import Tiling
 from shardwise.sharding.part import Part, full_part
 from tests.inspect.plans import planned_report
 

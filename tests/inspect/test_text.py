@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.inspect.report import Report
-from shardwise.inspect.text import View, as_text, block_rows, rank_rows
+from shardwise.insight.inspect.report import Report
+from shardwise.insight.inspect.text import View, as_text, block_rows, rank_rows
 from tests.inspect.plans import planned_report
 
 

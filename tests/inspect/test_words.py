@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.inspect.tiling import Block
-from shardwise.inspect.words import (
+from shardwise.insight.inspect.tiling import Block
+from shardwise.insight.inspect.words import (
     Row,
     add_rows,
     block_in_words,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise._torch import dtensor
-from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.optim import Adafactor, factored, pieces
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks

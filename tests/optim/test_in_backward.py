@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import FSDPModule, fully_shard
+from shardwise.base.errors import MisuseError, StepInterruptedError
 from shardwise.diloco import DiLoCo
-from shardwise.errors import MisuseError, StepInterruptedError
 from shardwise.optim import (
     Adafactor,
     AdamW8bit,

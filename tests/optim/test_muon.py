@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise._torch import dtensor
-from shardwise.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.optim import Muon, muon_groups
 from tests.optim.nets import Mesh, Net, make_muon, part_of, set_gradients
 

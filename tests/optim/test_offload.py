@@ -27,13 +27,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
+from shardwise.base.errors import OffloadError, StepInterruptedError
+from shardwise.base.scratch import file as scratch
 from shardwise.diloco import DiLoCo
-from shardwise.errors import OffloadError, StepInterruptedError
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import entries, masters, optimizer, staging, stores
 from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.place import StateHome
-from shardwise.scratch import file as scratch
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,

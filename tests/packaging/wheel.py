@@ -88,10 +88,10 @@ def build(folder: Path) -> Path:
     names = zipfile.ZipFile(wheel).namelist()
     ours = (
         "shardwise/py.typed",
-        "shardwise/runs/page.js",
-        "shardwise/runs/uplot/uPlot.iife.min.js",
+        "shardwise/app/runs/page.js",
+        "shardwise/app/runs/uplot/uPlot.iife.min.js",
     )
-    expect("\n".join(names), *ours, "licenses/src/shardwise/runs/uplot/LICENSE")
+    expect("\n".join(names), *ours, "licenses/src/shardwise/app/runs/uplot/LICENSE")
     outside = [name for name in names if not name.startswith(("shardwise/", "shardwise-"))]
     if outside:
         sys.exit(f"the wheel would install more than the package: {outside}")
@@ -108,7 +108,7 @@ def check_names(env: Environment) -> None:
             "import shardwise, importlib.metadata\n"
             "assert importlib.metadata.version('shardwise') == shardwise.__version__\n"
             "assert shardwise.checkpoint.latest('runs/lm') is None\n"
-            "for package in (shardwise, shardwise.checkpoint, shardwise.diloco, shardwise.wrap):\n"
+            "for package in (shardwise, shardwise.checkpoint, shardwise.diloco, shardwise.optim):\n"
             "    for name in package.__all__:\n"
             "        getattr(package, name)\n"
             "print(shardwise.__file__)"

@@ -20,18 +20,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from shardwise import observe
 from shardwise._torch import dtensor
+from shardwise.base import observe
+from shardwise.base.observe import Activity, Memory, Route
 from shardwise.diloco.api import DiLoCo
 from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
-from shardwise.inspect.api import Blueprint, apply_tensor_parallelism
-from shardwise.observe import Activity, Memory, Route
-from shardwise.planning.events import Start
-from shardwise.planning.memory import memory
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import DTYPES, Settings
+from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.planning.events import Start
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import DTYPES, Settings
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import groups_of

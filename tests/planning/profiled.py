@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.inspect.api import Blueprint
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.settings import Settings, Stepping
 from shardwise.optim import in_backward
-from shardwise.planning.settings import Settings, Stepping
 
 
 @dataclass(frozen=True)

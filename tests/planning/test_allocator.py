@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from shardwise.observe import Memory
-from shardwise.planning.allocator import CachingAllocator, reserved
-from shardwise.planning.events import Change, Log
+from shardwise.base.observe import Memory
+from shardwise.insight.planning.allocator import CachingAllocator, reserved
+from shardwise.insight.planning.events import Change, Log
 
 MIB = 2**20
 

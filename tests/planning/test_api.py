@@ -16,21 +16,21 @@ from torch.distributed.fsdp import ShardingStrategy
 from transformers import MixtralConfig
 
 import shardwise
-from shardwise import devices
+from shardwise.base import devices
+from shardwise.base.observe import Memory
 from shardwise.frontends.strategies import MeshError, WantedMesh
-from shardwise.observe import Memory
-from shardwise.planning.api import (
+from shardwise.insight.planning.api import (
     find_machine,
     kinds_of_ranks,
     machine_in_words,
     make_fit,
     on_machine,
 )
-from shardwise.planning.calibrate import cache_file
-from shardwise.planning.machine import MachineError
-from shardwise.planning.models import find_model, of_module
-from shardwise.planning.report import Available
-from shardwise.planning.settings import Settings, SettingsError
+from shardwise.insight.planning.calibrate import cache_file
+from shardwise.insight.planning.machine import MachineError
+from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.report import Available
+from shardwise.insight.planning.settings import Settings, SettingsError
 from tests.recipes.small import write_model
 
 TINY: dict[str, Any] = {"seq_length": 16}

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.cli import calibrate as command
-from shardwise.planning import calibrate
-from shardwise.planning.calibrate import (
+from shardwise.app.cli import calibrate as command
+from shardwise.insight.planning import calibrate
+from shardwise.insight.planning.calibrate import (
     Calibration,
     Effort,
     MeasuredRates,
@@ -23,9 +23,9 @@ from shardwise.planning.calibrate import (
     measure_machine,
     stored,
 )
-from shardwise.planning.costs import FAMILIES, op_seconds
-from shardwise.planning.events import Op, StepPhase
-from shardwise.planning.machine import (
+from shardwise.insight.planning.costs import FAMILIES, op_seconds
+from shardwise.insight.planning.events import Op, StepPhase
+from shardwise.insight.planning.machine import (
     GROUP,
     Curve,
     Execution,
@@ -34,8 +34,8 @@ from shardwise.planning.machine import (
     Progress,
     SharedBy,
 )
-from shardwise.planning.probe_steps import Size, Sizes
-from shardwise.planning.probes import OperationRecorder, probes
+from shardwise.insight.planning.probe_steps import Size, Sizes
+from shardwise.insight.planning.probes import OperationRecorder, probes
 
 CURVE = Curve((100.0, 1000.0), (1e-6, 5e-6))
 CURVES = {f"{family}.{dtype}": CURVE for family in FAMILIES for dtype in ("float32", "bfloat16")}

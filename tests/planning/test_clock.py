@@ -6,13 +6,21 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base.observe import Activity
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.observe import Activity
-from shardwise.planning.clock import StepTime, step_time
-from shardwise.planning.costs import KERNEL
-from shardwise.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
-from shardwise.planning.machine import GROUP, Device, Execution, Link, Machine, Progress, SharedBy
-from shardwise.planning.settings import Settings
+from shardwise.insight.planning.clock import StepTime, step_time
+from shardwise.insight.planning.costs import KERNEL
+from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
+from shardwise.insight.planning.machine import (
+    GROUP,
+    Device,
+    Execution,
+    Link,
+    Machine,
+    Progress,
+    SharedBy,
+)
+from shardwise.insight.planning.settings import Settings
 
 SECOND = 10**12  # operations; bytes on the device are as many
 WIRE = 10**9  # bytes that the wire inside a host moves in a second

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.observe import Memory
-from shardwise.planning.compiled import fused, in_float8
-from shardwise.planning.events import Change, Event, Op, StepPhase
+from shardwise.base.observe import Memory
+from shardwise.insight.planning.compiled import fused, in_float8
+from shardwise.insight.planning.events import Change, Event, Op, StepPhase
 
 BLOCK = "model.layers.3.mlp"
 PRODUCT = Op(

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.inspect.api import Blueprint
-from shardwise.planning.fit import Measured, NothingFitsError, fit, shortened
-from shardwise.planning.models import find_model
-from shardwise.planning.settings import Checkpointing, Settings
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.fit import Measured, NothingFitsError, fit, shortened
+from shardwise.insight.planning.models import find_model
+from shardwise.insight.planning.settings import Checkpointing, Settings
 from tests.inspect.plans import styles_of
 from tests.sharding.nets import Block
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.planning.events import Op, StepPhase
-from shardwise.planning.models import find_model
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import Settings
+from shardwise.insight.planning.events import Op, StepPhase
+from shardwise.insight.planning.models import find_model
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
 
 
 def test_attention_counts_and_is_causal() -> None:

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
-from shardwise.observe import Memory
-from shardwise.planning.events import Change, Log, Op, StepPhase, StorageRegion
-from shardwise.planning.heap import Heap, process_bytes, shared_bytes
+from shardwise.base.observe import Memory
+from shardwise.insight.planning.events import Change, Log, Op, StepPhase, StorageRegion
+from shardwise.insight.planning.heap import Heap, process_bytes, shared_bytes
 
 MIB = 2**20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.planning.machine import (
+from shardwise.insight.planning.machine import (
     DEVICES,
     LINKS,
     Curve,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.inspect.api import Blueprint
-from shardwise.planning.models import find_model, load_object, of_module
-from shardwise.planning.presets import LLAMAS, ModelError, find_settings
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.models import find_model, load_object, of_module
+from shardwise.insight.planning.presets import LLAMAS, ModelError, find_settings
 
 
 def _numel(blueprint: Blueprint) -> int:

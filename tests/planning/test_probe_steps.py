@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 
-from shardwise.planning import probe_steps
-from shardwise.planning.costs import FAMILIES, family_of
-from shardwise.planning.events import Op, StepPhase
-from shardwise.planning.machine import Curve, Link
-from shardwise.planning.probe_steps import (
+from shardwise.insight.planning import probe_steps
+from shardwise.insight.planning.costs import FAMILIES, family_of
+from shardwise.insight.planning.events import Op, StepPhase
+from shardwise.insight.planning.machine import Curve, Link
+from shardwise.insight.planning.probe_steps import (
     Clock,
     ProbeStep,
     Size,

@@ -14,15 +14,14 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardwise.base.observe import Memory
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.inspect.api import Blueprint
-from shardwise.observe import Memory
-from shardwise.optim.offloaded import entries
-from shardwise.planning.events import Change, Log, Mark, Op, Start, Wait
-from shardwise.planning.memory import memory
-from shardwise.planning.rehearsal import rehearse
-from shardwise.planning.settings import (
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import (
     Checkpointing,
     RehearsalError,
     Settings,
@@ -30,6 +29,7 @@ from shardwise.planning.settings import (
     Stepping,
     UntraceableError,
 )
+from shardwise.optim.offloaded import entries
 from shardwise.sharding import policy
 from tests.planning.profiled import allocated
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.observe import Activity, Memory
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.observe import Activity, Memory
-from shardwise.planning.clock import StepTime
-from shardwise.planning.events import Log, Start, Wait
-from shardwise.planning.memory import RankBytes
-from shardwise.planning.report import Available, Plan, Traffic
-from shardwise.planning.settings import Settings
+from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.planning.events import Log, Start, Wait
+from shardwise.insight.planning.memory import RankBytes
+from shardwise.insight.planning.report import Available, Plan, Traffic
+from shardwise.insight.planning.settings import Settings
 
 MiB = 2**20
 RANK = RankBytes(

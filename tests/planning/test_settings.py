@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardwise.frontends.strategies import MeshError, Strategy, WantedMesh
-from shardwise.planning.settings import MOST_RANKS, Settings, SettingsError
+from shardwise.insight.planning.settings import MOST_RANKS, Settings, SettingsError
 
 
 def _settings(mesh: str, **values: Any) -> Settings:

@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.planning.report import Available, Traffic
-from shardwise.planning.settings import Checkpointing, Compiled, Products, Settings
-from shardwise.planning.text import as_text
+from shardwise.insight.planning.report import Available, Traffic
+from shardwise.insight.planning.settings import Checkpointing, Compiled, Products, Settings
+from shardwise.insight.planning.text import as_text
 from tests.planning.test_report import LOG, RANK, STEP, MiB, make_plan
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise import devices, fully_shard
+from shardwise import fully_shard
 from shardwise._torch import c10d
-from shardwise.planning.wires import simulated
+from shardwise.base import devices
+from shardwise.insight.planning.wires import simulated
 from shardwise.sharding.state import groups_of
 from shardwise.transport.base import Transport
 from shardwise.transport.carrier import carrier

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.errors import CheckpointError
-from shardwise.pretrained import build, fill
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained import build, fill
 from tests.pretrained.small import save_llama
 
 transformers = pytest.importorskip("transformers")

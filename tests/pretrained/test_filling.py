@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.errors import CheckpointError
-from shardwise.pretrained import LoadReport, build, fill, filling
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained import LoadReport, build, fill, filling
 from tests.harness import run_ranks
 from tests.pretrained.families import save_family
 from tests.pretrained.small import assert_same, full_tensors, save_llama
@@ -164,7 +164,7 @@ def test_every_rank_raises_the_same(tmp_path: Path, damage: str, message: str) -
     for outcome in outcomes:
         assert outcome.error is not None
         last = outcome.error.strip().splitlines()[-1]
-        assert last.startswith("shardwise.errors.CheckpointError: loading")
+        assert last.startswith("shardwise.base.errors.CheckpointError: loading")
         assert message in last
 
 

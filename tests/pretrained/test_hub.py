@@ -19,8 +19,8 @@ pytest.importorskip("transformers")
 
 PROGRAM = """
 import sys
-from shardwise.errors import CheckpointError
-from shardwise.pretrained import build, fill
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained import build, fill
 model = build("local/tiny")
 print(fill(model, "local/tiny"), type(model).__name__, model.config.name_or_path)
 for name in sys.argv[1:]:

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise import checkpoint
-from shardwise.errors import CheckpointError
-from shardwise.pretrained.merging import merge_lora
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained.merging import merge_lora
 from tests.ecosystem.llama import full, loss_of, tiny_llama, tokens
 from tests.harness import run_ranks
 

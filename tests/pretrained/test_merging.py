@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.errors import CheckpointError
-from shardwise.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_lora
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_lora
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
 
@@ -237,7 +237,7 @@ def test_another_model_as_base_is_refused(tmp_path: Path) -> None:
 def test_the_command_finds_adapters_of_a_run_and_the_base_that_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.cli.main import app
+    from shardwise.app.cli.main import app
 
     base = _llama(tmp_path / "base")
     (tmp_path / "run").mkdir()

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.errors import CheckpointError
-from shardwise.planning.presets import ModelError, find_settings
-from shardwise.pretrained import build, opening
-from shardwise.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.base.errors import CheckpointError
+from shardwise.frontends.pretrained import build, opening
+from shardwise.insight.planning.presets import ModelError, find_settings
 from tests.pretrained.small import save_llama
 from tests.programs import shell_environment
 
@@ -38,15 +38,15 @@ LOADERS = {"from_pretrained", "from_config", "_from_config", "from_dict"} | {
 }
 #: All calls of them that there are, with what keeps code from running.
 CALLS = {
-    ("pretrained/opening.py", "AutoTokenizer.from_pretrained", "trust_remote_code=False"),
-    ("pretrained/opening.py", "AutoConfig.for_model", ""),
-    ("pretrained/opening.py", "family.from_config", "trust_remote_code=False"),
-    ("pretrained/opening.py", "made.from_dict", ""),
-    ("pretrained/opening.py", "GenerationConfig.from_dict", ""),
-    ("pretrained/opening.py", "PeftConfig.from_peft_type", ""),
-    ("pretrained/opening.py", "get_peft_model", ""),
-    ("pretrained/hf.py", "model_class._from_config", ""),
-    ("pretrained/hf.py", "model_class.from_config", "trust_remote_code=False"),
+    ("frontends/pretrained/opening.py", "AutoTokenizer.from_pretrained", "trust_remote_code=False"),
+    ("frontends/pretrained/opening.py", "AutoConfig.for_model", ""),
+    ("frontends/pretrained/opening.py", "family.from_config", "trust_remote_code=False"),
+    ("frontends/pretrained/opening.py", "made.from_dict", ""),
+    ("frontends/pretrained/opening.py", "GenerationConfig.from_dict", ""),
+    ("frontends/pretrained/opening.py", "PeftConfig.from_peft_type", ""),
+    ("frontends/pretrained/opening.py", "get_peft_model", ""),
+    ("frontends/pretrained/hf.py", "model_class._from_config", ""),
+    ("frontends/pretrained/hf.py", "model_class.from_config", "trust_remote_code=False"),
 }
 
 
@@ -162,8 +162,8 @@ def _yes() -> Any:
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_hostile_folder_is_one_line_and_runs_no_code(folder: Path, damage: str) -> None:
+    from shardwise.app.recipes.text.generate import Request, generate
     from shardwise.elastic.errors import UserError
-    from shardwise.recipes.text.generate import Request, generate
 
     make, message = DAMAGES[damage]
     make(folder)
@@ -184,7 +184,7 @@ def test_settings_that_are_planned_for_are_bounded(folder: Path, layers: int) ->
 
 
 def test_settings_that_name_code_are_left_out(folder: Path) -> None:
-    from shardwise.planning.models import find_model
+    from shardwise.insight.planning.models import find_model
 
     edit(folder, auto_map=CODE, _attn_implementation="evil/kernel")
     assert build(folder).config.to_dict().get("auto_map") is None
@@ -219,7 +219,7 @@ def test_adapters_that_would_load_more_are_refused(
     tmp_path: Path, changes: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
-    from shardwise.pretrained.merging import merge_lora
+    from shardwise.frontends.pretrained.merging import merge_lora
 
     base = tmp_path / "base"
     save_llama(base)
@@ -263,9 +263,9 @@ def test_a_pattern_that_loops_is_interrupted(
 def test_a_template_that_loops_is_interrupted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    from shardwise.recipes.text.chat import Chat, ChatError
-    from shardwise.recipes.text.data import Tokenizer
-    from shardwise.recipes.text.turns import ChatEncoder
+    from shardwise.app.recipes.text.chat import Chat, ChatError
+    from shardwise.app.recipes.text.data import Tokenizer
+    from shardwise.app.recipes.text.turns import ChatEncoder
 
     (folder / "chat_template.jinja").write_text(template)
     encoder = ChatEncoder(Tokenizer(str(folder)))
@@ -283,8 +283,8 @@ def test_a_library_that_does_not_come_back_is_ended_with_its_process(
     tokenizer["normalizer"] = {"type": "Sequence", "normalizers": [double] * 40}
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     program = (
-        "from shardwise.pretrained import opening\n"
-        "from shardwise.recipes.text.generate import Request, generate\n"
+        "from shardwise.frontends.pretrained import opening\n"
+        "from shardwise.app.recipes.text.generate import Request, generate\n"
         "opening.LIMIT, opening._GRACE = 20.0, 0.0\n"
         "t = opening.tokenizer\n"
         "def loaded(name):\n"

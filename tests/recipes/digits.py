@@ -8,9 +8,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.core.config import OptimizerConfig
-from shardwise.recipes.vision.config import MnistConfig
-from shardwise.recipes.vision.files import CLASSES, SIDE
+from shardwise.app.recipes.core.config import OptimizerConfig
+from shardwise.app.recipes.vision.config import MnistConfig
+from shardwise.app.recipes.vision.files import CLASSES, SIDE
 from tests.recipes.small import train_config
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.begin import check_folder
+from shardwise.app.recipes.core.checkpointing import SaveError
+from shardwise.app.recipes.core.loop import DivergedError
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.app.recipes.core.training import place_for, train_connected
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.checkpointing import SaveError
-from shardwise.recipes.core.loop import DivergedError
-from shardwise.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.recipes.core.training import place_for, train_connected
 
 
 def train(rank: int, world_size: int, *configs: RecipeConfig) -> list[str]:

@@ -8,15 +8,15 @@ import random
 from pathlib import Path
 from typing import Any
 
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core.config import (
     OptimizerConfig,
     OutputConfig,
     SgdConfig,
     ShardingConfig,
     TrainConfig,
 )
-from shardwise.recipes.core.journal import read_metrics
-from shardwise.recipes.text.config import LmConfig
+from shardwise.app.recipes.core.journal import read_metrics
+from shardwise.app.recipes.text.config import LmConfig
 
 #: Odd sizes, so that shards are uneven; dropout, so that random states matter.
 MODEL = {

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.recipes.text import batches
-from shardwise.recipes.text.batches import AHEAD, ReadAhead
+from shardwise.app.recipes.text import batches
+from shardwise.app.recipes.text.batches import AHEAD, ReadAhead
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 CPU = torch.device("cpu")

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise.elastic.world import World
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.model import next_token_loss
-from shardwise.recipes.text.batches import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.model import next_token_loss
+from shardwise.app.recipes.text.batches import (
     VALIDATION_SEQUENCES,
     HeldTokens,
     TextBatches,
@@ -25,7 +24,8 @@ from shardwise.recipes.text.batches import (
     open_data,
     validation_tokens,
 )
-from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE, Bytes, Sequences, load_text
+from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Bytes, Sequences, load_text
+from shardwise.elastic.world import World
 from tests.recipes.small import small_config
 
 CPU = torch.device("cpu")

@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import JOB, PARENT_PID
-from shardwise.recipes.core.begin import (
+from shardwise.app.recipes.core.begin import (
     check_alike,
     check_extras,
     compared,
@@ -18,10 +16,12 @@ from shardwise.recipes.core.begin import (
     newest_step,
     require_installed,
 )
-from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import Existing, LogName, OptionError, OutputConfig
-from shardwise.recipes.core.journal import RunRecord
-from shardwise.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.checkpointing import Checkpoints
+from shardwise.app.recipes.core.config import Existing, LogName, OptionError, OutputConfig
+from shardwise.app.recipes.core.journal import RunRecord
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import JOB, PARENT_PID
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.elastic.errors import UserError
-from shardwise.recipes.core.build import (
+from shardwise.app.recipes.core.build import (
     count,
     learning_rate,
     make_adamw,
@@ -18,12 +17,13 @@ from shardwise.recipes.core.build import (
     make_sgd,
     set_lr,
 )
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core.config import (
     OptimizerConfig,
     OptimizerName,
     ScheduleName,
     SgdConfig,
 )
+from shardwise.elastic.errors import UserError
 
 
 @pytest.fixture

@@ -17,20 +17,20 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import checkpoint
+from shardwise.app.recipes.core.begin import newest_step
+from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
+from shardwise.app.recipes.core.config import Existing, OptionError
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.base.errors import lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import commit
 from shardwise.checkpoint.disk.commit import steps
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.errors import lost_peer_behind
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.recipes.core.begin import newest_step
-from shardwise.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
-from shardwise.recipes.core.config import Existing, OptionError
-from shardwise.recipes.core.position import Position
-from shardwise.recipes.core.replicas import ReplicaCheckpoints
-from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.text.config import LmConfig
 from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.planning.settings import Checkpointing
-from shardwise.recipes.core import build
-from shardwise.recipes.core.config import Existing
-from shardwise.recipes.text.config import LmConfig
+from shardwise.app.recipes.core import build
+from shardwise.app.recipes.core.config import Existing
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.insight.planning.settings import Checkpointing
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation, write_model

@@ -11,13 +11,8 @@ from typing import Any
 import pytest
 
 from shardwise import checkpoint
-from shardwise.checkpoint.disk.commit import partial_of, step_folder
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
-from shardwise.planning.presets import longest_sequence
-from shardwise.recipes.core.begin import check_folder, decided
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core.begin import check_folder, decided
+from shardwise.app.recipes.core.config import (
     Existing,
     OptimizerConfig,
     OptionError,
@@ -31,12 +26,17 @@ from shardwise.recipes.core.config import (
     flatten,
     resolve_sharding,
 )
-from shardwise.recipes.core.position import Position
-from shardwise.recipes.core.rundir import REPLICAS, RunDir
-from shardwise.recipes.text.config import (
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.rundir import REPLICAS, RunDir
+from shardwise.app.recipes.text.config import (
     PRESETS,
     LmConfig,
 )
+from shardwise.checkpoint.disk.commit import partial_of, step_folder
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Strategy
+from shardwise.insight.planning.presets import longest_sequence
 from tests.checkpoint.small import make
 from tests.recipes.small import small_config
 

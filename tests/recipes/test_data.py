@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.elastic.errors import UserError
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.position import permute
-from shardwise.recipes.text.data import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.position import permute
+from shardwise.app.recipes.text.data import (
     SEPARATOR,
     VOCAB_SIZE,
     Bytes,
@@ -24,6 +23,7 @@ from shardwise.recipes.text.data import (
     load_text,
     load_vocabulary,
 )
+from shardwise.elastic.errors import UserError
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

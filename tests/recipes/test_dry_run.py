@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from shardwise.cli.main import app
+from shardwise.app.cli.main import app
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import DilocoConfig, PrecisionName, ShardingConfig
+from shardwise.app.recipes.core.dry_run import describe
+from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.app.recipes.core.plan import plan_training
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.planning.text import memory_rows, traffic_rows
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import DilocoConfig, PrecisionName, ShardingConfig
-from shardwise.recipes.core.dry_run import describe
-from shardwise.recipes.core.job import TrainingJob
-from shardwise.recipes.core.plan import plan_training
+from shardwise.insight.planning.text import memory_rows, traffic_rows
 
 TWO = World(0, 2, 0, 2)
 
@@ -109,6 +109,6 @@ def test_a_training_that_cannot_be_rehearsed_says_what_shows_the_layout(
         raise KeyError("labels")
 
     example = dataclasses.replace(RECIPES["mnist"].example(RECIPES["mnist"].config), loss=loss)
-    monkeypatch.setattr("shardwise.recipes.mnist.example", lambda config: example)
+    monkeypatch.setattr("shardwise.app.recipes.mnist.example", lambda config: example)
     with pytest.raises(UserError, match=r"(?s)--dry-run: .*labels.*`shardwise inspect` shows"):
         TrainingJob(RECIPES["mnist"], RECIPES["mnist"].config).show_dry_run(TWO)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.vision.files import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.vision.files import (
     SUFFIXES,
     IdxSet,
     ImageFolder,

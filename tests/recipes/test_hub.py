@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.recipes.core.journal import read_metrics
+from shardwise.app.recipes.core.journal import read_metrics
 from tests.programs import shell_environment
 from tests.recipes.corpora import texts, write_hub_folder, write_jsonl, write_tokenizer
 from tests.recipes.hub import Hub
@@ -107,9 +107,9 @@ def shorter(seconds):
 time.sleep = shorter
 
 from huggingface_hub.utils import get_session
-from shardwise.recipes.text import documents
-from shardwise.recipes.text.documents import StreamSource, find_documents
-from shardwise.recipes.text.data import Tokenizer
+from shardwise.app.recipes.text import documents
+from shardwise.app.recipes.text.documents import StreamSource, find_documents
+from shardwise.app.recipes.text.data import Tokenizer
 
 def told(call):
     try:

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.elastic.world import World
-from shardwise.recipes.core import job as job_module
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.core import job as job_module
+from shardwise.app.recipes.core.config import (
     Existing,
     OptionError,
     OutputConfig,
@@ -21,10 +20,11 @@ from shardwise.recipes.core.config import (
     TrainConfig,
     as_json,
 )
-from shardwise.recipes.core.job import Folder, TrainingJob
-from shardwise.recipes.core.position import Position, TrainingSpan
-from shardwise.recipes.core.recipe import Recipe
-from shardwise.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.job import Folder, TrainingJob
+from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.app.recipes.core.recipe import Recipe
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.elastic.world import World
 
 ALONE = World(0, 1, 0, 1)
 
@@ -230,7 +230,7 @@ def test_an_example_that_is_left_is_a_step(tmp_path: Path, monkeypatch: pytest.M
 def test_a_rank_trains_with_what_was_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shardwise.recipes.core import training
+    from shardwise.app.recipes.core import training
 
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(training, "train", lambda *given: calls.append(given))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.recipes.core.checkpointing import Best
-from shardwise.recipes.core.journal import (
+from shardwise.app.recipes.core.checkpointing import Best
+from shardwise.app.recipes.core.journal import (
     FileJournal,
     NoJournal,
     RunRecord,
@@ -21,8 +21,8 @@ from shardwise.recipes.core.journal import (
     read_metrics,
     surroundings,
 )
-from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.core.sinks import TensorBoard
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.sinks import TensorBoard
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:

@@ -21,23 +21,23 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.app.recipes import lm
+from shardwise.app.recipes.core.begin import check_folder
+from shardwise.app.recipes.core.checkpointing import Checkpoints
+from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
+from shardwise.app.recipes.core.journal import read_metrics
+from shardwise.app.recipes.core.loop import Loop
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.text import batches
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
+from shardwise.insight.planning.settings import Checkpointing, Stepping
 from shardwise.optim.offloaded import entries
-from shardwise.planning.settings import Checkpointing, Stepping
-from shardwise.recipes import lm
-from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.checkpointing import Checkpoints
-from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
-from shardwise.recipes.core.journal import read_metrics
-from shardwise.recipes.core.loop import Loop
-from shardwise.recipes.core.position import Position
-from shardwise.recipes.core.training import place_for
-from shardwise.recipes.text import batches
-from shardwise.recipes.text.config import LmConfig
-from shardwise.recipes.text.generate import Sampling, generate_tokens
 from shardwise.sharding import policy
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one

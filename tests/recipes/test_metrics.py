@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from shardwise.elastic.errors import UserError
-from shardwise.recipes.core.journal import (
+from shardwise.app.recipes.core.journal import (
     MAX_LINE,
     MetricsFile,
     StepMetrics,
@@ -20,8 +19,9 @@ from shardwise.recipes.core.journal import (
     clock,
     read_metrics,
 )
-from shardwise.recipes.core.progress import Bar, Lines, Silence, brief, make_display
-from shardwise.units import printable
+from shardwise.app.recipes.core.progress import Bar, Lines, Silence, brief, make_display
+from shardwise.base.units import printable
+from shardwise.elastic.errors import UserError
 
 STEP = StepMetrics(
     step=12,

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.core.model import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.model import (
     Utilization,
     build,
     flops_per_token,
     next_token_loss,
 )
-from shardwise.recipes.text.config import with_microbatches
-from shardwise.recipes.text.data import SEPARATOR, VOCAB_SIZE
+from shardwise.app.recipes.text.config import with_microbatches
+from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE
 from tests.recipes.small import MODEL, small_config
 
 

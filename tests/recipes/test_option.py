@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import DilocoConfig, TrainConfig
-from shardwise.recipes.core.option import (
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import DilocoConfig, TrainConfig
+from shardwise.app.recipes.core.option import (
     DILOCO,
     GROUP,
     HOSTS,

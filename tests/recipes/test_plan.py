@@ -10,13 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardwise import devices
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
-from shardwise.planning.settings import Checkpointing
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import (
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import (
     DilocoConfig,
     OptimizerConfig,
     OptimizerName,
@@ -26,14 +21,19 @@ from shardwise.recipes.core.config import (
     ShardingConfig,
     TrainConfig,
 )
-from shardwise.recipes.core.plan import (
+from shardwise.app.recipes.core.plan import (
     check_fits,
     kept_for_the_run,
     plan_training,
     reporting,
     settings_for,
 )
-from shardwise.recipes.core.recipe import PLAN_FILE
+from shardwise.app.recipes.core.recipe import PLAN_FILE
+from shardwise.base import devices
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Strategy
+from shardwise.insight.planning.settings import Checkpointing
 
 TWO = World(0, 2, 0, 2)
 MiB = 2**20

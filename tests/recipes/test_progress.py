@@ -8,8 +8,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from shardwise.recipes.core.journal import StepMetrics
-from shardwise.recipes.core.progress import LABEL, Bar, Lines, Silence, brief, make_display
+from shardwise.app.recipes.core.journal import StepMetrics
+from shardwise.app.recipes.core.progress import LABEL, Bar, Lines, Silence, brief, make_display
 
 STEP = StepMetrics(
     step=12,

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.config import OptionError, as_json, check_train, flatten
-from shardwise.recipes.core.recipe import Recipe
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import OptionError, as_json, check_train, flatten
+from shardwise.app.recipes.core.recipe import Recipe
 
 
 def leaves(values: dict[str, object]) -> int:
@@ -70,10 +70,10 @@ def test_what_builds_a_task_is_imported_when_it_is_asked_for(
 
 def test_configurations_are_read_without_torch() -> None:
     """So that ``--help`` and mistakes are shown at once."""
-    code = "import sys, shardwise.recipes.catalog; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.app.recipes.catalog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_only_a_training_with_adapters_needs_peft() -> None:
-    code = "import sys, shardwise.recipes.lm; sys.exit('peft' in sys.modules)"
+    code = "import sys, shardwise.app.recipes.lm; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

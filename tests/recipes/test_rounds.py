@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from shardwise.app.recipes.core.rounds import RoundsFile
 from shardwise.diloco.coordinator import Attempt, Event, EventKind
 from shardwise.elastic.world import ReplicaWorld
-from shardwise.recipes.core.rounds import RoundsFile
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from shardwise.app.recipes.core.config import Existing, LogName, OptionError, OutputConfig
+from shardwise.app.recipes.core.journal import FileJournal, RunRecord, StepMetrics, read_metrics
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.sinks import Wandb, open_sink
 from shardwise.elastic.errors import UserError
-from shardwise.recipes.core.config import Existing, LogName, OptionError, OutputConfig
-from shardwise.recipes.core.journal import FileJournal, RunRecord, StepMetrics, read_metrics
-from shardwise.recipes.core.rundir import RunDir
-from shardwise.recipes.core.sinks import Wandb, open_sink
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
 

@@ -14,24 +14,24 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
-from shardwise.errors import CheckpointError
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.text.batches import validation_tokens
-from shardwise.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
-from shardwise.recipes.text.documents import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.text.batches import validation_tokens
+from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
+from shardwise.app.recipes.text.documents import (
     StreamSource,
     find_documents,
     is_streamed,
 )
-from shardwise.recipes.text.streams import (
+from shardwise.app.recipes.text.streams import (
     DocumentOrder,
     ShuffleBuffer,
     StreamBatches,
     StreamPart,
     streams_for,
 )
+from shardwise.base.errors import CheckpointError
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from tests.recipes.corpora import (
     texts,
     write_hub_folder,

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from shardwise import timeline
-from shardwise.observe import Activity, is_observed
-from shardwise.recipes.core import loop
-from shardwise.recipes.core.config import OptionError, check_train, steps_to_record
-from shardwise.recipes.core.recipe import PLAN_FILE
-from shardwise.recipes.core.timeline import PREDICTION, TimelineOfRun, read_prediction
-from shardwise.recipes.text.config import LmConfig
-from shardwise.timeline import recording
-from shardwise.timeline.merged import prediction_to_json
+from shardwise.app.recipes.core import loop
+from shardwise.app.recipes.core.config import OptionError, check_train, steps_to_record
+from shardwise.app.recipes.core.recipe import PLAN_FILE
+from shardwise.app.recipes.core.timeline import PREDICTION, TimelineOfRun, read_prediction
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.base.observe import Activity, is_observed
+from shardwise.insight.timeline import recording
+from shardwise.insight.timeline.merged import prediction_to_json
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 from tests.timeline.test_trace import PREDICTION as PREDICTED

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from shardwise.devices import MALLOC_VARIABLES, keep_freed_memory
+from shardwise.base.devices import MALLOC_VARIABLES, keep_freed_memory
 
 # Takes and frees 60 MiB in pieces, as a step does, and prints the page faults of the later steps.
 _STEPS = """
 import resource, sys
-from shardwise.devices import keep_freed_memory
+from shardwise.base.devices import keep_freed_memory
 print(keep_freed_memory() if sys.argv[1] == "keep" else None)
 def step():
     pieces = [bytearray(size << 20) for size in (1, 4, 5, 20, 30)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shardwise.planning.presets import RESNETS, VIT_PRESETS, VitPreset
+from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS, VitPreset
 
 CONVOLUTIONS = {"basic": 2, "bottleneck": 3}  # in each layer of a residual net
 

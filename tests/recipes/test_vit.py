@@ -25,19 +25,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
-from shardwise.cli.main import app
-from shardwise.elastic.world import World
-from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
-from shardwise.inspect.api import Blueprint, plan
-from shardwise.inspect.report import Report
-from shardwise.planning.memory import RankBytes
-from shardwise.planning.models import vit_placement
-from shardwise.planning.presets import VIT_PRESETS
-from shardwise.planning.settings import Checkpointing
-from shardwise.recipes.catalog import RECIPES
-from shardwise.recipes.core.begin import check_folder
-from shardwise.recipes.core.build import make_adamw, shard_bytes
-from shardwise.recipes.core.config import (
+from shardwise.app.cli.main import app
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.begin import check_folder
+from shardwise.app.recipes.core.build import make_adamw, shard_bytes
+from shardwise.app.recipes.core.config import (
     Existing,
     OptimizerConfig,
     OptionError,
@@ -48,14 +40,22 @@ from shardwise.recipes.core.config import (
     TransportName,
     resolve_sharding,
 )
-from shardwise.recipes.core.dry_run import describe
-from shardwise.recipes.core.model import build_classifier, decoder_layers, initialize
-from shardwise.recipes.core.plan import plan_training
-from shardwise.recipes.core.recipe import Example, TrainContext
-from shardwise.recipes.core.training import place_for
-from shardwise.recipes.vision.config import VitConfig
-from shardwise.recipes.vision.task import classification_loss
-from shardwise.recipes.vit import shard_model
+from shardwise.app.recipes.core.dry_run import describe
+from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
+from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.recipe import Example, TrainContext
+from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.vision.config import VitConfig
+from shardwise.app.recipes.vision.task import classification_loss
+from shardwise.app.recipes.vit import shard_model
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
+from shardwise.insight.inspect.api import Blueprint, plan
+from shardwise.insight.inspect.report import Report
+from shardwise.insight.planning.memory import RankBytes
+from shardwise.insight.planning.models import vit_placement
+from shardwise.insight.planning.presets import VIT_PRESETS
+from shardwise.insight.planning.settings import Checkpointing
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config

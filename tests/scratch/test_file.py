@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.errors import OffloadError
-from shardwise.scratch import file as scratch
-from shardwise.scratch import pages
-from shardwise.scratch.file import ALIGNMENT, ScratchFile, file_in
+from shardwise.base.errors import OffloadError
+from shardwise.base.scratch import file as scratch
+from shardwise.base.scratch import pages
+from shardwise.base.scratch.file import ALIGNMENT, ScratchFile, file_in
 
 
 def _resident(tensor: torch.Tensor) -> int:

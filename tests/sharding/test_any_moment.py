@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
-from shardwise.errors import MisuseError, ShardwiseError
+from shardwise.base.errors import MisuseError, ShardwiseError
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     WIDTH,

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise.errors import MisuseError
+from shardwise.base.errors import MisuseError
 from tests.sharding.nets import (
     WIDTH,
     Block,

@@ -26,10 +26,10 @@ from shardwise import (
     fully_shard,
     materialize,
 )
+from shardwise.base.scratch import pages
+from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
 from shardwise.optim.offloaded import entries
-from shardwise.scratch import pages
-from shardwise.scratch.file import ScratchFile, file_in
 from shardwise.sharding import policy
 from shardwise.sharding.paging import Pages, ReadOrder
 from shardwise.sharding.state import groups_of

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import FullyShardedDataParallel, Wire, XlaFullyShardedDataParallel, fully_shard
-from shardwise.errors import MisuseError
+from shardwise.base.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.two_levels import TwoLevelTransport

@@ -204,7 +204,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/offloaded/stores.py HostStore.put: copied.synchronize()": "offload_states",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
-    "devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
+    "base/devices.py synchronize: torch.accelerator.synchronize(device)": "async_save",
 }
 
 _HOST = "memory of the host belongs to no stream"
@@ -272,7 +272,7 @@ UNSEEN = {
     ),
     "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
     "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
-    "devices.py host_memory: "
+    "base/devices.py host_memory: "
     "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
     "optim/offloaded/states.py OffloadedStates.make_entry: "
     "self._store.allocate(form.nbytes)": _HOST,
@@ -291,11 +291,11 @@ UNSEEN = {
     "optim/whole.py compute_alone: whole.contiguous()": "a copy is contiguous already",
     "sharding/ledger.py Ledger.hold: delivery.finish()": _PART,
     "sharding/ledger.py Ledger._move_on: left[0].finish()": _PART,
-    "devices.py _has_streams: "
+    "base/devices.py _has_streams: "
     "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
-    "devices.py _times_events: last.synchronize()": _ASKS,
-    "devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,
-    "devices.py copy_to_host: torch.empty_like( tensor, device=CPU, "
+    "base/devices.py _times_events: last.synchronize()": _ASKS,
+    "base/devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,
+    "base/devices.py copy_to_host: torch.empty_like( tensor, device=CPU, "
     "pin_memory=how is not Copy.PAGEABLE, memory_format=torch.contiguous_format, )": _HOST,
     "sharding/param.py ShardedParam.add_grad: self.offload.wait()": (
         "the copy that follows blocks the host on the stream of the earlier one, or on a stream "

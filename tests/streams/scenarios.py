@@ -33,7 +33,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import devices, fully_shard
+from shardwise import fully_shard
+from shardwise.base import devices
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat

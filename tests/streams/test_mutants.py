@@ -19,7 +19,7 @@ _AT_A_TIME = 15
 
 
 def _all_places() -> dict[str, Place]:
-    paths = [SOURCE / "devices.py"]
+    paths = [SOURCE / "base" / "devices.py"]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)

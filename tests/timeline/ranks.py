@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.observe import Activity
-from shardwise.timeline.rank import RankTimeline, Span, Step
+from shardwise.base.observe import Activity
+from shardwise.insight.timeline.rank import RankTimeline, Span, Step
 
 
 def span(activity: Activity, begin: float, end: float | None, name: str = "layers.0") -> Span:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.timeline.clocks import (
+from shardwise.insight.timeline.clocks import (
     ClockReport,
     Reading,
     SharedClock,

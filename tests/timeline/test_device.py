@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from shardwise import devices, observe
-from shardwise.observe import Activity
-from shardwise.timeline.device import DeviceClock
-from shardwise.timeline.recorder import Recorder
+from shardwise.base import devices, observe
+from shardwise.base.observe import Activity
+from shardwise.insight.timeline.device import DeviceClock
+from shardwise.insight.timeline.recorder import Recorder
 
 
 class Modeled:

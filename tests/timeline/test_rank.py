@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from shardwise.errors import CheckpointError
-from shardwise.observe import Activity, Memory
-from shardwise.timeline.files import read, write
-from shardwise.timeline.merged import Timeline, packed, together, unpacked
-from shardwise.timeline.page import page
-from shardwise.timeline.rank import MemoryChange, RankTimeline, Span, Step
-from shardwise.timeline.trace import trace
+from shardwise.base.errors import CheckpointError
+from shardwise.base.observe import Activity, Memory
+from shardwise.insight.timeline.files import read, write
+from shardwise.insight.timeline.merged import Timeline, packed, together, unpacked
+from shardwise.insight.timeline.page import page
+from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Span, Step
+from shardwise.insight.timeline.trace import trace
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 

@@ -20,12 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, timeline
-from shardwise.errors import CheckpointError, PeerLostError
-from shardwise.observe import Activity, Memory, is_observed
-from shardwise.recipes.core.timeline import TimelineOfRun
-from shardwise.timeline.rank import COLLECTIVES
-from shardwise.timeline.recorder import Recorder
-from shardwise.timeline.steps import Part
+from shardwise.app.recipes.core.timeline import TimelineOfRun
+from shardwise.base.errors import CheckpointError, PeerLostError
+from shardwise.base.observe import Activity, Memory, is_observed
+from shardwise.insight.timeline.rank import COLLECTIVES
+from shardwise.insight.timeline.recorder import Recorder
+from shardwise.insight.timeline.steps import Part
 from tests.timeline.test_trace import check_format
 
 _SLOW = 0.3  # seconds that rank 1 takes longer
@@ -224,7 +224,7 @@ def _come_without_rank_0(rank: int, world_size: int, folder: Path) -> list[str]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: said.append(entry.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("shardwise.timeline.recording").addHandler(handler)
+    logging.getLogger("shardwise.insight.timeline.recording").addHandler(handler)
     if rank == 0:
         dist.barrier()  # until the other has lost patience and has been recorded
     with timeline.record(folder, patience=0.5) as recording:

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
-from shardwise.observe import Activity
-from shardwise.timeline.rank import Span, Step
-from shardwise.timeline.steps import Part, StepOfRank, StepWait, steps_of, typical
+from shardwise.base.observe import Activity
+from shardwise.insight.timeline.rank import Span, Step
+from shardwise.insight.timeline.steps import Part, StepOfRank, StepWait, steps_of, typical
 from tests.timeline.ranks import collective, rank, span, wait
 
 

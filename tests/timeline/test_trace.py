@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from shardwise.observe import Activity, Memory
-from shardwise.planning.clock import PlanSpan as Predicted
-from shardwise.planning.clock import StepTime
-from shardwise.timeline.merged import Timeline
-from shardwise.timeline.rank import MemoryChange, RankTimeline, Step
-from shardwise.timeline.trace import nested, trace
+from shardwise.base.observe import Activity, Memory
+from shardwise.insight.planning.clock import PlanSpan as Predicted
+from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.timeline.merged import Timeline
+from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
+from shardwise.insight.timeline.trace import nested, trace
 from tests.timeline.ranks import collective, rank, span, wait
 
 PREDICTION = StepTime(

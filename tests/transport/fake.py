@@ -26,7 +26,7 @@ from typing import TypeVar
 
 import torch
 
-from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.base import Call, Label, Reduce, Transport
 from shardwise.transport.memory import HeapBuffers
 

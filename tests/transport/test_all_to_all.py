@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
 from tests.harness import run_ranks

@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from shardwise.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import NO_LABEL, Label
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 

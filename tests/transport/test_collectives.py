@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import GLOO
+from shardwise.base.devices import GLOO
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport

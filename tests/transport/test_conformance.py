@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import GLOO
+from shardwise.base.devices import GLOO
 from shardwise.transport import collectives, gloo, sums
 from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.base import Call, Kind, Label, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport

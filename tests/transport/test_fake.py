@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.base import Label, Reduce, Transport
 from tests.transport.fake import FakeTransport, FakeWorld, Turns
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerLostError
+from shardwise.base.errors import PeerLostError
 from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce, Transport, Work
 from shardwise.transport.peers import Peers

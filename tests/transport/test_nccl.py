@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
-from shardwise.devices import GLOO
+from shardwise.base.devices import GLOO
 from shardwise.transport import carrier, collectives
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport

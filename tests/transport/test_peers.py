@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import PeerLostError, RanksDivergedError
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport import peers as peers_module
 from shardwise.transport.peers import Loss, Pace, Peers, PeerWatch, connecting, polling
 

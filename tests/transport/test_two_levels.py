@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import Call, Kind, Label, Reduce, Transport
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport

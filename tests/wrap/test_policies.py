@@ -11,7 +11,7 @@ import torch.distributed.fsdp.wrap as torch_wrap
 from torch import nn
 
 import shardwise
-from shardwise.wrap import (
+from shardwise.frontends.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,

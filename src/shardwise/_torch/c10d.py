@@ -18,8 +18,6 @@ from torch.distributed.distributed_c10d import (
     _CoalescingManager,
 )
 
-from shardwise import devices
-
 
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the store through which the ranks of ``group`` found each other."""
@@ -71,11 +69,11 @@ def group_between_worlds(
     backend.options._timeout = timeout
     backend._set_default_timeout(timeout)
     group = dist.ProcessGroup(store, rank, size)
-    group._register_backend(devices.CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
     world = dist.distributed_c10d._world
-    world.pg_map[group] = (devices.GLOO.name, store)
+    world.pg_map[group] = (dist.Backend.GLOO, store)
     world.pg_group_ranks[group] = {number: number for number in range(size)}
-    world.pg_backend_config[group] = f"{devices.CPU.type}:{devices.GLOO.name}"
+    world.pg_backend_config[group] = f"cpu:{dist.Backend.GLOO}"
     return group
 
 

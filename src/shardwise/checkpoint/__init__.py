@@ -2,9 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from shardwise._lazy import lazy_names
+from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from shardwise.base.errors import CheckpointError
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
         load_rank_checkpoint,
         save_rank_checkpoint,
     )
-    from shardwise.errors import CheckpointError
     from shardwise.sharding.state_dict import get_shard_metadata
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "CheckpointError": "shardwise.errors",
+    "CheckpointError": "shardwise.base.errors",
     "Handle": "shardwise.checkpoint.ranks.saving",
     "async_save": "shardwise.checkpoint.ranks.saving",
     "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",

@@ -10,8 +10,8 @@ import argparse
 import os
 import sys
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.xla import SUFFIX, consolidate_sharded_model_checkpoints
-from shardwise.errors import CheckpointError
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import Commit
 from shardwise.checkpoint.disk.entries import (
@@ -57,7 +58,6 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
-from shardwise.errors import CheckpointError
 
 __all__ = ["Reader", "Writer"]
 

@@ -5,7 +5,7 @@ From DiLoCo (Douillard et al., arXiv 2311.08105) and Streaming DiLoCo (arXiv 250
 
 from typing import TYPE_CHECKING
 
-from shardwise._lazy import lazy_names
+from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo

@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise.base.errors import PeerLostError
+from shardwise.base.optim_names import names_in_order
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
@@ -38,13 +40,11 @@ from shardwise.diloco.settings import (
     check_streaming,
     keeps_errors,
 )
-from shardwise.errors import PeerLostError
+from shardwise.frontends.wrap.policies import repeated_blocks
 from shardwise.optim.around import AroundOptimizer
-from shardwise.optim_names import names_in_order
 from shardwise.sharding.mesh import mark_separate, unaveraged_dims
 from shardwise.sharding.module import FSDPModule
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.wrap.policies import repeated_blocks
 
 
 class DiLoCo(AroundOptimizer):

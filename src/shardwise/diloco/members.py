@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 import xxhash
 
+from shardwise.base.errors import RanksDivergedError
 from shardwise.diloco.fragment import Fragment
-from shardwise.errors import RanksDivergedError
 from shardwise.transport.peers import Peers
 
 

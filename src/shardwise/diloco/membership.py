@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
+from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco.coordinator import (
     NUMBERS_PER_SERVER,
     Attempt,
@@ -36,7 +37,6 @@ from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
-from shardwise.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.peers import Peers
 
 T = TypeVar("T")

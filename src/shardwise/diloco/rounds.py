@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from shardwise import devices
+from shardwise.base import devices
 from shardwise.diloco import members
 from shardwise.diloco.average import Average
 from shardwise.diloco.coordinator import Attempt, Fetch, RoundPlan, State

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.optim_names import keys_in_order, parameters_in_order
 from shardwise.diloco.fragment import Fragment, Pending
-from shardwise.optim_names import keys_in_order, parameters_in_order
 
 KEY = "diloco"
 _OUTER, _MOMENTUM, _ERROR, _MEAN = "outer", "momentum", "error", "pending"

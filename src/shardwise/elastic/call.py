@@ -34,12 +34,12 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, NoReturn, TypeVar
 
+from shardwise.base.errors import RankFailedError, lost_peer_behind
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
 from shardwise.elastic.rank import die_with_parent
 from shardwise.elastic.restarts import run_here
 from shardwise.elastic.world import most_ranks
-from shardwise.errors import RankFailedError, lost_peer_behind
 
 T = TypeVar("T")
 

@@ -183,7 +183,7 @@ def agree_on_attempt(store: Any, world: World, timeout: float) -> str:
 
 def _wait(happens: Callable[[], bool], world: World, peer: int, deadline: float) -> None:
     """Wait until a rank has done its part."""
-    from shardwise.errors import PeerLostError
+    from shardwise.base.errors import PeerLostError
 
     with _reported_wait(world, f"for rank {peer} of {world.size} to connect"):
         while not happens():

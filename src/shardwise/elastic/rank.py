@@ -32,10 +32,10 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting, torchrun
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, World
-from shardwise.errors import OffloadError, lost_peer_behind
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

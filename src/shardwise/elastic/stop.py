@@ -120,7 +120,7 @@ class GracefulStop:
 
         if not (dist.is_available() and dist.is_initialized()):
             return signum
-        from shardwise import devices
+        from shardwise.base import devices
         from shardwise.transport.peers import Peers
 
         peers = Peers(self._group)

@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 
+from shardwise.base.errors import lost_peer_behind
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.torchrun import PATIENCE
 from shardwise.elastic.world import WORKER_JOB, World
-from shardwise.errors import lost_peer_behind
 
 
 def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None:

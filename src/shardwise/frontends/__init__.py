@@ -1,1 +1,1 @@
-"""APIs of other libraries on top of the runtime: FSDP1, PyTorch/XLA, strategies by name."""
+"""APIs of other libraries on top of the runtime: FSDP1, XLA, transformers, strategies by name."""

@@ -28,13 +28,13 @@ from shardwise.frontends.settings import (
 )
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import AutoWrap, Ignored, ShardedUnit
+from shardwise.frontends.wrap import Policy
 from shardwise.sharding.grad import clip_grad_norm_
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.state import gather_in_order, states_of
 from shardwise.sharding.state_dict import get_shard_metadata
 from shardwise.sharding.summon import SummonOptions, summoned
 from shardwise.transport.wire import Wire
-from shardwise.wrap import Policy
 
 
 class FullyShardedDataParallel(ShardedUnit):

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
+from shardwise.base.optim_names import names_in_order
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
     Role,
@@ -38,7 +39,6 @@ from shardwise.frontends.state_dict import (
     state_dict_settings,
     wrappers_in,
 )
-from shardwise.optim_names import names_in_order
 from shardwise.sharding.group_param import GroupParam
 
 StateDict = dict[str, Any]

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from shardwise import devices
-from shardwise.errors import MisuseError
+from shardwise.base import devices
+from shardwise.base.errors import MisuseError
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
 from shardwise.sharding.mesh import check_member
 from shardwise.transport.peers import Peers, new_group

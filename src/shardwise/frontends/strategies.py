@@ -27,7 +27,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import NotPossibleError
+from shardwise.base.errors import NotPossibleError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

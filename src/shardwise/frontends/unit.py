@@ -31,11 +31,11 @@ from shardwise.frontends.prepare import ParamInit, broadcast_states, materialize
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import state_dict_settings
 from shardwise.frontends.transparent import TransparentModule
+from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.api import fully_shard
 from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, state_of
-from shardwise.wrap import Policy, apply_to, chosen_modules
 
 
 class ShardedUnit(OptimSavingModule):

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from shardwise._lazy import lazy_names
+from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.errors import OffloadError, StepInterruptedError
+    from shardwise.base.errors import OffloadError, StepInterruptedError
     from shardwise.optim.adafactor import Adafactor
     from shardwise.optim.adamw8bit import AdamW8bit
     from shardwise.optim.clipping import ClipBy, NonFinite
@@ -40,10 +40,10 @@ _HOME = {
     "Lion": "shardwise.optim.lion",
     "Muon": "shardwise.optim.muon",
     "NonFinite": "shardwise.optim.clipping",
-    "OffloadError": "shardwise.errors",
+    "OffloadError": "shardwise.base.errors",
     "OffloadedOptimizer": "shardwise.optim.offloaded.optimizer",
     "OptimizerInBackward": "shardwise.optim.step_in_backward",
-    "StepInterruptedError": "shardwise.errors",
+    "StepInterruptedError": "shardwise.base.errors",
     "in_backward": "shardwise.optim.step_in_backward",
     "muon_groups": "shardwise.optim.split",
     "offload": "shardwise.optim.offloaded.optimizer",

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
+from shardwise.base.optim_names import named_in_group
 from shardwise.optim.checked import gradient
 from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, FactoredRates, FactoredUpdate
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.pool import Pools
 from shardwise.optim.sums import Sums, abandon
-from shardwise.optim_names import named_in_group
 
 _DOING = "the step of Adafactor"
 

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwise._torch import dtensor
+from shardwise.base.optim_names import keys_in_order, parameters_in_order
 from shardwise.optim.checked import CheckedOptimizer
-from shardwise.optim_names import keys_in_order, parameters_in_order
 
 #: The number of steps of a parameter, in its state: a 0-dim tensor of fp32 on the host.
 STEP = "step"
@@ -77,7 +77,7 @@ class Form:
 
 
 class OwnStates(CheckedOptimizer):
-    """An optimizer that knows what its states look like; see :mod:`shardwise.optim_states`."""
+    """An optimizer that knows what its states look like; see :mod:`shardwise.base.optim_states`."""
 
     @abc.abstractmethod
     def _forms(self, param: Tensor) -> Mapping[str, Form]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import autograd
-from shardwise.errors import StepInterruptedError
+from shardwise.base.errors import StepInterruptedError
 from shardwise.optim.clipping import Clipping
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.partial_steps import PartialSteps

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import autograd, dtensor
+from shardwise.base.optim_names import named_in_group
 from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state
 from shardwise.optim.pieces import AT_ONCE, pieces_of
-from shardwise.optim_names import named_in_group
 
 _AVERAGE = "exp_avg"
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shardwise import devices
 from shardwise._torch import dtensor
+from shardwise.base import devices
 from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.codes import CodeBook
 from shardwise.sharding.grad import all_reduce

@@ -10,10 +10,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT
 
+from shardwise.base.optim_names import named_in_group
 from shardwise.optim.adamw import AdamWStep
 from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
-from shardwise.optim_names import named_in_group
 
 #: Keller Jordan's coefficients.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.base.optim_names import names_of_parameters
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.optim.lion import Lion
 from shardwise.optim.muon import Muon
-from shardwise.optim_names import names_of_parameters
 
 _PARAMS = "params"
 _PARAM_NAMES = "param_names"

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.sharding.part import Part, placed
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from shardwise._torch import optim as torch_optim
+from shardwise.base.optim_names import names_in_order, parameters_in_order
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.clipping import ClipBy, Clipping, NonFinite
 from shardwise.optim.group_steps import GroupSteps
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.partial_steps import needs_closure
-from shardwise.optim_names import names_in_order, parameters_in_order
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import groups_of
 

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
-from shardwise.errors import MisuseError
+from shardwise.base.errors import MisuseError
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward

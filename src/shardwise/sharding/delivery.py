@@ -21,10 +21,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise import devices, observe
 from shardwise._torch import autograd, fake
 from shardwise._torch.ownership import is_only_reference
-from shardwise.observe import Memory
+from shardwise.base import devices, observe
+from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import GroupOptions, Precision

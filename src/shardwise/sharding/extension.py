@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise import observe
-from shardwise.errors import MisuseError
-from shardwise.observe import Memory
+from shardwise.base import observe
+from shardwise.base.errors import MisuseError
+from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import Precision

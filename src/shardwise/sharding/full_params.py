@@ -35,9 +35,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import observe
 from shardwise._torch import autograd, dtensor
-from shardwise.observe import Activity, Memory
+from shardwise.base import observe
+from shardwise.base.observe import Activity, Memory
 from shardwise.sharding.extension import Extension, has_extension, is_extended
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout

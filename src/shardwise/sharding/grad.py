@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise import observe
 from shardwise._torch import autograd, dtensor
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.observe import Activity
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import backend_for
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
-from shardwise.errors import MisuseError
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.errors import MisuseError
+from shardwise.base.observe import Activity
 from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam

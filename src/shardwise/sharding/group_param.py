@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
-from shardwise.errors import MisuseError
+from shardwise.base.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
 

@@ -27,8 +27,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch import autograd, dtensor, fsdp
-from shardwise.errors import MisuseError
-from shardwise.observe import Activity
+from shardwise.base.errors import MisuseError
+from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import FSDPState
 from shardwise.sharding.states import GroupState, Pass, Phase

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from shardwise import devices
 from shardwise._torch import dtensor, fsdp
+from shardwise.base import devices
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import FSDPState, states_of
 from shardwise.sharding.summon import full_value

@@ -19,10 +19,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shardwise import devices
 from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
-from shardwise.errors import MisuseError
+from shardwise.base import devices
+from shardwise.base.errors import MisuseError
 from shardwise.transport.base import Transport
 from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.local import LocalTransport

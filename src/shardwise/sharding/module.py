@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
-from shardwise import devices
+from shardwise.base import devices
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.ledger import GradientReductionHandle

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from shardwise import observe
-from shardwise.errors import OffloadError
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.errors import OffloadError
+from shardwise.base.observe import Activity
 from shardwise.sharding.param import ShardedParam
 
 

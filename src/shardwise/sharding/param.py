@@ -20,10 +20,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shardwise import observe
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
-from shardwise.observe import Activity, Memory
+from shardwise.base import observe
+from shardwise.base.observe import Activity, Memory
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
 from shardwise.sharding.state_dict import check_origin

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from shardwise import devices
 from shardwise._torch import autograd, fsdp
-from shardwise.errors import OffloadError
-from shardwise.scratch import file
-from shardwise.scratch.file import ScratchFile, file_in
+from shardwise.base import devices
+from shardwise.base.errors import OffloadError
+from shardwise.base.scratch import file
+from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.sharding.tree import map_tensors
 from shardwise.transport.base import Reduce
 

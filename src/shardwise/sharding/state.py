@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
-from shardwise.observe import Activity
+from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import autograd, dtensor
-from shardwise.errors import MisuseError
+from shardwise.base.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import ShardedParam

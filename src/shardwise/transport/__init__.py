@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from shardwise._lazy import lazy_names
+from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.transport.base import FullBuffers, Reduce, Transport, Work

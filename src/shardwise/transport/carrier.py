@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import coalesced
-from shardwise.devices import Backend
+from shardwise.base.devices import Backend
 from shardwise.transport import hosts
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers

@@ -26,7 +26,7 @@ from typing import Protocol
 import torch
 
 from shardwise._torch import fake
-from shardwise.devices import CPU
+from shardwise.base.devices import CPU
 from shardwise.transport.memory import reported
 from shardwise.transport.mixing import mix
 from shardwise.transport.runner import is_beside

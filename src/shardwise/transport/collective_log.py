@@ -1,6 +1,6 @@
 """A log of the collectives that a rank has called, to compare between ranks that wait too long.
 
-What is logged is also reported to what watches this process (:mod:`shardwise.observe`).
+What is logged is also reported to what watches this process (:mod:`shardwise.base.observe`).
 
 Ranks that call different collectives wait for each other forever: one waits for a gather, say,
 that the other never begins. So every rank logs what it calls. A rank that has waited for seconds
@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from shardwise import observe
-from shardwise.errors import RanksDivergedError
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.errors import RanksDivergedError
+from shardwise.base.observe import Activity
 from shardwise.transport.base import Label
 from shardwise.transport.peers import Peers
 
@@ -67,7 +67,7 @@ class CollectiveLog:
 
         Args:
             call: what :meth:`add` returned: an all-gather, a reduce-scatter or an all-reduce.
-            launches: as in :meth:`shardwise.observe.Observer.collective`.
+            launches: as in :meth:`shardwise.base.observe.Observer.collective`.
             nbytes: computes what it says there, if anybody watches.
         """
         if not observe.is_observed():

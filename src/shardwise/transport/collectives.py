@@ -30,8 +30,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise import devices
-from shardwise.devices import Backend
+from shardwise.base import devices
+from shardwise.base.devices import Backend
 from shardwise.transport.base import Call, FinishedWork, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import (
     Bucket,

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from shardwise import devices
+from shardwise.base import devices
 from shardwise.transport.base import (
     Call,
     FinishedWork,

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from shardwise._torch import fake
-from shardwise.devices import CPU
+from shardwise.base.devices import CPU
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
 from shardwise.transport.codecs import Codec, Noise, Piece, Room, decode, encode

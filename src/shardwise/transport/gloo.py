@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import GLOO
+from shardwise.base.devices import GLOO
 from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
 from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
 from shardwise.transport.carrier import Ends, carrier

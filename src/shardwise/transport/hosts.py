@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise._torch import c10d
-from shardwise.errors import RanksDivergedError
+from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.peers import Peers, polling
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

@@ -8,8 +8,9 @@ waits end with the timeout, and the error names who is missing.
 Every wait for peers is a :meth:`PeerWatch.wait`. A rank that has lost a peer on gloo closes its own
 connections to all others, so that they notice too, wherever they wait.
 
-Above the transport a lost peer is a :class:`~shardwise.errors.PeerLostError`, or an error raised
-from one (:func:`~shardwise.errors.lost_peer_behind`). Only this file reads what backends say.
+Above the transport a lost peer is a :class:`~shardwise.base.errors.PeerLostError`, or an error
+raised from one (:func:`~shardwise.base.errors.lost_peer_behind`). Only this file reads what
+backends say.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise import devices, observe
 from shardwise._torch import c10d
-from shardwise.errors import PeerLostError, RanksDivergedError, ShardwiseError
-from shardwise.observe import Activity, Route
+from shardwise.base import devices, observe
+from shardwise.base.errors import PeerLostError, RanksDivergedError, ShardwiseError
+from shardwise.base.observe import Activity, Route
 
 T = TypeVar("T")
 

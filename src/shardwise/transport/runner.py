@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from shardwise import devices
+from shardwise.base import devices
 from shardwise.transport.base import PendingWork, Work
 from shardwise.transport.waiter import Launched
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.devices import Backend
+from shardwise.base.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Transport
 from shardwise.transport.carrier import carrier

@@ -14,9 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from shardwise import observe
-from shardwise.errors import RanksDivergedError, ShardwiseError
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.errors import RanksDivergedError, ShardwiseError
+from shardwise.base.observe import Activity
 from shardwise.transport.peers import Loss, Pace, Peers, PeerWatch, how_lost
 
 #: A message: what the peer sent before it left arrives at once.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
-from shardwise.errors import NotPossibleError
+from shardwise.base.errors import NotPossibleError
 
 
 class WireFormat(enum.Enum):

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from shardwise import checkpoint
+from shardwise.base.errors import PeerLostError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError, storage
 from shardwise.checkpoint.disk import commit, safetensors
 from shardwise.checkpoint.disk.entries import ModelFacts
@@ -28,7 +29,6 @@ from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
-from shardwise.errors import PeerLostError, lost_peer_behind
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
 

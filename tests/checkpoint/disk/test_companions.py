@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk import companions
 from shardwise.checkpoint.disk.companions import copy_companions, has_tokenizer, is_companion
-from shardwise.errors import CheckpointError
 
 
 @pytest.mark.parametrize(

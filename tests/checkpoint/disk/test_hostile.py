@@ -540,7 +540,7 @@ import sys
 from pathlib import Path
 from shardwise.checkpoint.formats import archive, dcp, hf, native, torchfile
 from shardwise.checkpoint.formats.detect import open_source
-from shardwise.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
 
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()

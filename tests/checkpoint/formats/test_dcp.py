@@ -26,12 +26,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from shardwise import checkpoint, fully_shard
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
-from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.parity.models import MODELS, make_model
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import checkpoint
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
@@ -24,7 +25,6 @@ from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.hf import save_hf
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
-from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
 from tests.parity.models import make_model
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.formats.archive import Archive
 from shardwise.checkpoint.formats.dcp import read_metadata
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load
 from shardwise.checkpoint.formats.torchfile import TorchSource, read_tree
-from shardwise.errors import CheckpointError
 from tests.fuzz.mutations import archive_of
 
 _TENSOR = (

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import fully_shard
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import consolidate
 from shardwise.checkpoint.ranks.xla import (
     consolidate_sharded_model_checkpoints,
@@ -23,7 +24,6 @@ from shardwise.checkpoint.ranks.xla import (
     rank_file,
     save_rank_checkpoint,
 )
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import get_shard_metadata
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.parity.models import make_model

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.base.errors import PeerLostError, lost_peer_behind
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.ranks import agreement
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.errors import PeerLostError, lost_peer_behind
 
 
 class Threads(Ranks):

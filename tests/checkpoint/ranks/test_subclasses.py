@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import checkpoint, fully_shard
 from shardwise._torch import c10d, dtensor
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.subclasses import SHARDS, put_together, taken_apart
-from shardwise.errors import CheckpointError
 from tests.checkpoint.blocked import BLOCK, Blocked
 
 Ranks = Callable[..., list[Any]]

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from shardwise import checkpoint
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import DestinationError
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
@@ -25,7 +26,6 @@ from shardwise.checkpoint.formats.source import LEAST_BUFFER
 from shardwise.checkpoint.formats.torchfile import read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
 from shardwise.checkpoint.tools.convert import consolidate, convert
-from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.harness import run_ranks
 from tests.parity.models import make_model

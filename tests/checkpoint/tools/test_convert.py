@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import checkpoint
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -29,7 +30,6 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import Difference, differences
-from shardwise.errors import CheckpointError
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 
 

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise import devices
+from shardwise.app.recipes import lm
+from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
+from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
+from shardwise.app.recipes.text.packing import Packing
+from shardwise.base import devices
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.errors import CheckpointError
-from shardwise.recipes import lm
-from shardwise.recipes.core.config import Existing, OptionError, PrecisionName
-from shardwise.recipes.core.plan import plan_training
-from shardwise.recipes.text.config import LmConfig
-from shardwise.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
-from shardwise.recipes.text.packing import Packing
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.text.chat import Chat, ChatError, Completion, load_chats, parse_chat
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.text.chat import Chat, ChatError, Completion, load_chats, parse_chat
 from tests.recipes.text.published import chats, write_lines
 
 USER = {"role": "user", "content": "2 + 2?"}

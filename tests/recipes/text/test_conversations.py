@@ -13,11 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
-from shardwise.recipes.core.config import OptionError
-from shardwise.recipes.text.chat import ChatError, ChatLines, load_chats
-from shardwise.recipes.text.conversations import (
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.text.chat import ChatError, ChatLines, load_chats
+from shardwise.app.recipes.text.conversations import (
     ChatBatches,
     ChatRows,
     Survey,
@@ -25,9 +23,11 @@ from shardwise.recipes.text.conversations import (
     survey,
     target_loss,
 )
-from shardwise.recipes.text.data import Tokenizer
-from shardwise.recipes.text.packing import Packing
-from shardwise.recipes.text.turns import IGNORED, ChatEncoder
+from shardwise.app.recipes.text.data import Tokenizer
+from shardwise.app.recipes.text.packing import Packing
+from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines
 
 Ranks = Callable[..., list[Any]]

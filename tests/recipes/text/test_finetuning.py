@@ -14,24 +14,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.checkpoint.formats.detect import Format
-from shardwise.checkpoint.tools.convert import convert
-from shardwise.elastic.world import World
-from shardwise.recipes.core.config import Existing
-from shardwise.recipes.text.chat import ChatData
-from shardwise.recipes.text.config import LmConfig
-from shardwise.recipes.text.conversations import (
+from shardwise.app.recipes.core.config import Existing
+from shardwise.app.recipes.text.chat import ChatData
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.conversations import (
     ChatBatches,
     ChatRows,
     Survey,
     TargetBatch,
     target_loss,
 )
-from shardwise.recipes.text.data import Tokenizer
-from shardwise.recipes.text.documents import Documents, StreamSource
-from shardwise.recipes.text.packing import Packing
-from shardwise.recipes.text.streams import StreamBatches
-from shardwise.recipes.text.turns import ChatEncoder
+from shardwise.app.recipes.text.data import Tokenizer
+from shardwise.app.recipes.text.documents import Documents, StreamSource
+from shardwise.app.recipes.text.packing import Packing
+from shardwise.app.recipes.text.streams import StreamBatches
+from shardwise.app.recipes.text.turns import ChatEncoder
+from shardwise.checkpoint.formats.detect import Format
+from shardwise.checkpoint.tools.convert import convert
+from shardwise.elastic.world import World
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.running import train
 from tests.recipes.small import losses, validation

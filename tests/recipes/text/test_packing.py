@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shardwise.recipes.text.packing import Packing, lay_out
+from shardwise.app.recipes.text.packing import Packing, lay_out
 
 
 @pytest.mark.parametrize("seed", range(20))

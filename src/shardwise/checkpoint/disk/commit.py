@@ -32,11 +32,11 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import Manifest
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.errors import CheckpointError
 
 #: A path, as text or as an object.
 StrPath = str | os.PathLike[str]

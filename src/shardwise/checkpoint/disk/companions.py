@@ -9,8 +9,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
-from shardwise.errors import CheckpointError
 
 #: The folder of a run that contains its tokenizer.
 TOKENIZER = "tokenizer"

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.strict import refuse
-from shardwise.errors import CheckpointError
 
 _SYNC_EVERY = 32 << 20  # bytes
 

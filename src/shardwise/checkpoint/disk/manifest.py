@@ -27,6 +27,7 @@ from typing import Any
 
 import xxhash
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
@@ -51,7 +52,6 @@ from shardwise.checkpoint.disk.strict import (
     refuse,
 )
 from shardwise.checkpoint.disk.values import decode, encode
-from shardwise.errors import CheckpointError
 
 __all__ = ["Manifest", "StoredPiece", "TensorEntry", "Value", "read_manifest", "write_manifest"]
 

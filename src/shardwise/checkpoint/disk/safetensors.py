@@ -24,6 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import DTYPE_NAMES, TensorInfo
 from shardwise.checkpoint.disk.files import Links, NewFile, open_file, read_exactly
 from shardwise.checkpoint.disk.strict import (
@@ -34,7 +35,6 @@ from shardwise.checkpoint.disk.strict import (
     parse,
     refuse,
 )
-from shardwise.errors import CheckpointError
 
 #: The longest header, in bytes, that the safetensors library reads.
 MAX_HEADER = 100_000_000

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from shardwise.errors import CheckpointError
+from shardwise.base.errors import CheckpointError
 
 MAX_INT = 2**62  # no file has more bytes or elements, and the sum of two still fits in 64 bits
 MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two for each

@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
     PathKey,
@@ -30,7 +31,6 @@ from shardwise.checkpoint.disk.entries import (
     torch_dtype,
 )
 from shardwise.checkpoint.disk.strict import Collisions, refuse
-from shardwise.errors import CheckpointError
 
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _DEEPEST = 64

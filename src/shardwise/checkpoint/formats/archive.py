@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import read_exactly
 from shardwise.checkpoint.disk.strict import check_memory, refuse
-from shardwise.errors import CheckpointError
 
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")

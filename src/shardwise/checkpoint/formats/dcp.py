@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise._torch import c10d
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file, read_small, size_of, write_new
@@ -53,7 +54,6 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import save
-from shardwise.errors import CheckpointError
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"

@@ -6,11 +6,11 @@ import contextlib
 from enum import Enum
 from pathlib import Path
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import latest, steps
 from shardwise.checkpoint.disk.companions import TOKENIZER, has_tokenizer
 from shardwise.checkpoint.disk.manifest import NAME as MANIFEST
 from shardwise.checkpoint.formats.source import Source
-from shardwise.errors import CheckpointError
 
 _DCP = ".metadata"
 _INDEX = "model.safetensors.index.json"

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
@@ -37,7 +38,6 @@ from shardwise.checkpoint.formats.source import (
     Source,
     model_tensors,
 )
-from shardwise.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.entries import (
     Manifest,
@@ -23,7 +24,6 @@ from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, wr
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
 from shardwise.checkpoint.formats.source import BaseSource, ReadWindow, Source
-from shardwise.errors import CheckpointError
 
 
 class ShardwiseSource(BaseSource):

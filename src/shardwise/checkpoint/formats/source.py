@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.checkpoint.disk.safetensors import as_bytes
-from shardwise.errors import CheckpointError
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.

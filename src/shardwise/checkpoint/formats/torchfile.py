@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
@@ -27,7 +28,6 @@ from shardwise.checkpoint.disk.strict import Collisions, check_number, check_sha
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
 from shardwise.checkpoint.formats.source import BaseSource, Extent, ExtentReader
-from shardwise.errors import CheckpointError
 
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150

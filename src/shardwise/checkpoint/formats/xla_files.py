@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
@@ -24,7 +25,6 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import FORMAT, VERSION
 
 _MAX_DIMS = 64

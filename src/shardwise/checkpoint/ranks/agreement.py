@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.devices import GLOO
-from shardwise.errors import CheckpointError, PeerLostError, lost_peer_behind
+from shardwise.base.devices import GLOO
+from shardwise.base.errors import CheckpointError, PeerLostError, lost_peer_behind
 from shardwise.transport.peers import Peers, Told, new_group
 
 T = TypeVar("T")

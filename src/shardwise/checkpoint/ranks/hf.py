@@ -23,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
@@ -44,7 +45,6 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import parts
 from shardwise.checkpoint.ranks.state import check_tensor, config_of
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import sharded_state_dict
 
 

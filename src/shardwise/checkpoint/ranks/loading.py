@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, dotted
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -28,7 +29,6 @@ from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tr
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, local_of, model_state
 from shardwise.checkpoint.storage import Reader
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import sharded_state_dicts
 
 

@@ -16,16 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor import empty as empty_dtensor
 
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
-from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
-from shardwise.errors import CheckpointError
-from shardwise.optim_names import (
+from shardwise.base.errors import CheckpointError
+from shardwise.base.optim_names import (
     keys_in_order,
     names_in_order,
     parameters_in_order,
     without_wrappers,
 )
-from shardwise.optim_states import home_like, new_state
+from shardwise.base.optim_states import home_like, new_state
+from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
+from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, even if it has the shape of its parameter

@@ -20,15 +20,15 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from shardwise import devices
 from shardwise._torch import dtensor
+from shardwise.base import devices
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import ModelFacts, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, local_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
-from shardwise.errors import CheckpointError
 
 
 def save(

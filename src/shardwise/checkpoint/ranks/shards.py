@@ -8,12 +8,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, torch_dtype
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.ranks.state import check_tensor
-from shardwise.errors import CheckpointError
 
 
 def parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:

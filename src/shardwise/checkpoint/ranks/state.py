@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import (
     ModelFacts,
     Origin,
@@ -32,7 +33,6 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.subclasses import taken_apart
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state import groups_of
 from shardwise.sharding.state_dict import sharded_state_dicts
 

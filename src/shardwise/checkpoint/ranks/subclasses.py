@@ -30,9 +30,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box, is_tiling
 from shardwise.checkpoint.disk.entries import PathKey, StatePath
-from shardwise.errors import CheckpointError
 
 #: The key under which the shards of a state are.
 SHARDS = "$shards"

@@ -23,6 +23,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
+from shardwise.base.units import printable
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import torch_dtype
@@ -36,7 +38,6 @@ from shardwise.checkpoint.ranks.optimizer import (
     optimizer_tree,
     parameter_names,
 )
-from shardwise.errors import CheckpointError
 from shardwise.sharding.state_dict import (
     get_shard_metadata,
     own_rank,
@@ -45,7 +46,6 @@ from shardwise.sharding.state_dict import (
     sharded_state_dicts,
     world_size,
 )
-from shardwise.units import printable
 
 SUFFIX = "_rank-*-of-*.pth"
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import check_complete, check_files, step_folder
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, Watch, unwatched
-from shardwise.errors import CheckpointError
 
 _LOOKS = 50  # attempts to list a folder that a run changes at the same time
 _PATIENCE = 10  # attempts after which an incomplete list is accepted

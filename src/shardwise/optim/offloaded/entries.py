@@ -9,8 +9,8 @@ import torch
 
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
+from shardwise.base.scratch import file
 from shardwise.optim.offloaded.staging import aligned
-from shardwise.scratch import file
 
 #: Tensors with fewer bytes on a rank stay in memory.
 SMALLEST = file.SMALLEST

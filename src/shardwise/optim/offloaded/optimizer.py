@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shardwise import devices
 from shardwise._torch import dtensor
-from shardwise.errors import OffloadError
+from shardwise.base import devices
+from shardwise.base.errors import OffloadError
+from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.base.optim_states import MakesStates
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -22,8 +24,6 @@ from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
-from shardwise.optim_names import keys_in_order, parameters_in_order
-from shardwise.optim_states import MakesStates
 from shardwise.sharding.param import forms_of
 from shardwise.sharding.state_dict import check_origin
 

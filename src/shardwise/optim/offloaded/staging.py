@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise import devices, observe
-from shardwise.observe import Memory
-from shardwise.scratch.file import ALIGNMENT
+from shardwise.base import devices, observe
+from shardwise.base.observe import Memory
+from shardwise.base.scratch.file import ALIGNMENT
 
 
 @dataclass(eq=False)

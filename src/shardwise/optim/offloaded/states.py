@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from shardwise import observe
 from shardwise._torch import dtensor
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.observe import Activity
+from shardwise.base.scratch.file import Run
 from shardwise.optim.offloaded.entries import Entry, EntryForm
 from shardwise.optim.offloaded.staging import StagingBlock, StateStaging
 from shardwise.optim.offloaded.stores import Store, Wait
-from shardwise.scratch.file import Run
 
 _STATES = "optimizer states"  # what a timeline calls waiting for them
 

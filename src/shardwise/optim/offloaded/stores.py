@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from shardwise import devices
+from shardwise.base import devices
+from shardwise.base.scratch.file import Run, ScratchFile
 from shardwise.optim.offloaded.staging import StagingBlock, aligned_memory
-from shardwise.scratch.file import Run, ScratchFile
 
 #: Waits until bytes have arrived: the host, or the current stream of a device.
 Wait = Callable[[], None]

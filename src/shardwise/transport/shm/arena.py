@@ -21,9 +21,9 @@ from typing import Self
 
 import torch
 
-from shardwise import observe
-from shardwise.observe import Memory
-from shardwise.scratch.libc import (
+from shardwise.base import observe
+from shardwise.base.observe import Memory
+from shardwise.base.scratch.libc import (
     DONT_NEED,
     MAP_FAILED,
     MAP_FIXED,

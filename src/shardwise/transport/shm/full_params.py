@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shardwise._torch import dtensor
-from shardwise.observe import Memory
+from shardwise.base.observe import Memory
 from shardwise.transport.collective_log import LoggedCall
 from shardwise.transport.memory import pack_offsets
 from shardwise.transport.shm.arena import (

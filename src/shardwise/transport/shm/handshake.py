@@ -23,10 +23,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.base.units import brief_size
 from shardwise.transport.peers import Peers, PeerWatch, polling
 from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena
-from shardwise.units import brief_size
 
 _DOING = "the handshake of shared memory"
 #: Seconds within which a rank that has come answers.

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from shardwise.observe import Memory
+from shardwise.base.observe import Memory
 from shardwise.transport.base import PendingWork, Work
 from shardwise.transport.collective_log import LoggedCall
 from shardwise.transport.memory import pack_offsets

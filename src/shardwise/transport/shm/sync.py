@@ -21,9 +21,9 @@ import time
 import weakref
 from collections.abc import Sequence
 
-from shardwise import observe
-from shardwise.errors import RanksDivergedError
-from shardwise.observe import Activity
+from shardwise.base import observe
+from shardwise.base.errors import RanksDivergedError
+from shardwise.base.observe import Activity
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.peers import Pace, Peers, PeerWatch
 from shardwise.transport.shm import futex

@@ -1,0 +1,331 @@
+"""Options in a file: ``--config run.yaml`` reads them, ``--save-config`` and every run write them.
+
+    model: llama-34m
+    batch-size: 8
+    activation-checkpointing: selective
+
+A key is the name of an option without its hyphens in front, whatever part of the configuration it
+belongs to: what the help lists, a file may have, and no option has to be looked up twice. Values
+are read by the type of the option, and not by YAML's guess: ``1e-3`` is a number, ``no`` is a name.
+Each mistake is reported with its line and column.
+
+PyYAML parses a file into nodes with their places, from which nothing is constructed; it expands no
+aliases. What is written is the part of YAML that JSON has in common, and needs no library.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import enum
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args, get_origin
+
+import typer
+
+from shardwise.app.cli.generate import Keys, Options, Setting, parameter_name
+from shardwise.app.cli.values import read_integer, read_name, read_path
+from shardwise.app.recipes.core.begin import require_installed
+from shardwise.app.recipes.core.option import Reads
+from shardwise.base.units import printable
+from shardwise.elastic.errors import UserError
+
+_MAX_BYTES = 1 << 20  # of a file of options
+
+#: What is different on each host, or is done once: read from a file, but not written to one.
+_OF_ONE_START = frozenset(
+    {"--node-rank", "--dry-run", "--plan", "--world-size", "--existing", "--out"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Value:
+    """A value in a file.
+
+    Attributes:
+        value: of the type of the option.
+        place: where its key is: ``run.yaml, line 3, column 1``.
+    """
+
+    value: Any
+    place: str
+
+
+@dataclasses.dataclass
+class ConfigFile:
+    """The options that a file gives.
+
+    Attributes:
+        values: by the names of options, ``--batch-size``.
+    """
+
+    values: dict[str, _Value] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path, options: Sequence[Options[Any]], command: str) -> ConfigFile:
+        """Read a file.
+
+        Args:
+            path: the file.
+            options: that it may have.
+            command: whose options they are, for messages: ``train lm``.
+
+        Raises:
+            UserError: it cannot be read, or has an option that does not exist, twice, or with a
+                value that cannot be; the message names line and column.
+        """
+        readers = {name: reader for each in options for name, reader in _readers(each)}
+        found: dict[str, _Value] = {}
+        for key, node in _pairs(path):
+            place = _place(path, key)
+            name = "--" + str(key.value).replace("_", "-")
+            if name not in readers:
+                near = difflib.get_close_matches(name, readers, n=1)
+                hint = f"; did you mean {near[0][2:]}?" if near else ""
+                raise UserError(
+                    f"{place}: found {_brief(key.value)}, expected an option of {command} without "
+                    f"its hyphens{hint}"
+                )
+            if name in found:
+                first = found[name].place
+                raise UserError(f"{place}: found {key.value} again, expected it once ({first})")
+            value = readers[name](node, _place(path, node), str(key.value))
+            if value is not None:
+                found[name] = _Value(value, place)
+        return cls(found)
+
+    def drop(self, *names: str) -> None:
+        """Forget options, which something on the command line has made meaningless."""
+        for name in names:
+            self.values.pop(name, None)
+
+    def value(self, name: str) -> Any:
+        """Return the value of an option; None: the file does not have it."""
+        found = self.values.get(name)
+        return None if found is None else found.value
+
+    def by_keys(self, options: Options[Any]) -> dict[Keys, Any]:
+        """Return the values by the fields of a configuration; absent parts of a tuple are None."""
+        values: dict[Keys, Any] = {}
+        for setting in options.settings():
+            names = _names(setting)
+            found = [self.value(name) for name in names]
+            if any(value is not None for value in found):
+                values[setting.keys] = tuple(found) if setting.option.parts else found[0]
+        return values
+
+    def place(self, name: str) -> str | None:
+        """Return where an option is in the file; None: nowhere."""
+        found = self.values.get(name)
+        return None if found is None else found.place
+
+
+def written(command: str, values: Iterable[tuple[Setting, Any]]) -> str:
+    """Return the file that repeats a command.
+
+    Args:
+        command: ``shardwise train lm``.
+        values: of its options; None: the option is not given.
+    """
+    lines = [
+        f"# {command} --config FILE repeats this; options on the command line win.",
+        "# Without --out, a run takes a folder of its own. Relative paths were given in",
+        f"# {printable(os.getcwd())}",
+    ]
+    panel: str | None = ""
+    for setting, value in values:
+        names = _names(setting)
+        if value is None or names[0] in _OF_ONE_START:
+            continue
+        if setting.option.panel != panel:
+            panel = setting.option.panel
+            lines += ["", *([f"# {panel}"] if panel else [])]
+        parts = value if setting.option.parts else (value,)
+        lines += [f"{n[2:]}: {_text(v)}" for n, v in zip(names, parts, strict=True)]
+    return "\n".join(lines) + "\n"
+
+
+def save(path: Path, text: str) -> None:
+    """Write a new file.
+
+    Raises:
+        UserError: there is one, or it cannot be written.
+    """
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"--save-config: found {path}, expected the name of a new file") from None
+    except OSError as error:
+        raise UserError(f"--save-config: {path}: {error.strerror}") from None
+
+
+def _names(setting: Setting) -> list[str]:
+    """Return the options of a setting, one for each of its parts."""
+    return list(setting.option.parts) or [setting.name.partition("/")[0]]
+
+
+# -- from a file to nodes --------------------------------------------------------------------------
+
+
+def _pairs(path: Path) -> list[tuple[Any, Any]]:
+    """Return the keys and values of a file as nodes."""
+    require_installed("--config", ["yaml"], "train")
+    import yaml
+
+    try:
+        with path.open("rb") as file:
+            content = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        raise UserError(f"--config: {path}: {error.strerror}") from None
+    if len(content) > _MAX_BYTES:
+        raise UserError(f"--config: found {path} of more than {_MAX_BYTES:,} bytes, expected fewer")
+    try:
+        node = yaml.compose(content, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        raise UserError(
+            f"{path}{where}: found no YAML ({error.problem or error.context})"
+        ) from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: found no YAML ({reason})") from None
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{_place(path, node)}: found a {node.id}, expected lines of option: value")
+    for key, _ in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            raise UserError(
+                f"{_place(path, key)}: found a {key.id}, expected the name of an option"
+            )
+    return list(node.value)
+
+
+def _place(path: Path, node: Any) -> str:
+    return f"{path}, line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
+
+
+def _brief(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+# -- from nodes to values --------------------------------------------------------------------------
+
+_NULL = "tag:yaml.org,2002:null"
+
+#: Reads the value of a node; gets its place and the name of its key, for messages.
+_Reader = Callable[[Any, str, str], Any]
+
+
+def _readers(options: Options[Any]) -> Iterator[tuple[str, _Reader]]:
+    """Return what reads the values of all options, by their names."""
+    for setting in options.settings():
+        kind: Any = float if setting.option.parts else setting.kind
+        choices = options.choices(setting) if _is_enum(kind) else []
+        read = _reader_of(kind, setting, choices)
+        for name in _names(setting):
+            yield name, read
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, enum.Enum)
+
+
+def _reader_of(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) -> _Reader:
+    if get_origin(kind) is tuple:
+        inner = _scalar_reader(get_args(kind)[0], setting, choices)
+
+        def read_all(node: Any, place: str, key: str) -> Any:
+            if node.id != "sequence":
+                value = inner(node, place, key)
+                return None if value is None else (value,)
+            path = Path(place.rpartition(", line ")[0])
+            for each in node.value:
+                if each.tag == _NULL:
+                    raise UserError(
+                        f"{_place(path, each)}: found nothing in the list for {key}, expected text"
+                    )
+            return tuple(inner(each, _place(path, each), key) for each in node.value)
+
+        return read_all
+    return _scalar_reader(kind, setting, choices)
+
+
+def _scalar_reader(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) -> _Reader:
+    by_name = {each.value: each for each in choices}
+
+    def read(node: Any, place: str, key: str) -> Any:
+        if node.id != "scalar":
+            raise UserError(f"{place}: found a {node.id} for {key}, expected {expected}")
+        if node.tag == _NULL:
+            return None
+        try:
+            return convert(node.value)
+        except (KeyError, ValueError):
+            found = _brief(node.value)
+            raise UserError(f"{place}: found {found} for {key}, expected {expected}") from None
+        except typer.BadParameter as error:
+            raise UserError(f"{place}: {error.message} for {key}") from None
+
+    convert: Callable[[str], Any]
+    if _is_enum(kind):
+        convert, expected = by_name.__getitem__, f"one of {', '.join(by_name)}"
+    elif kind is bool:
+        convert, expected = _BOOLEANS.__getitem__, "true or false"
+    elif kind is int:
+        convert, expected = read_integer, "an integer"
+    elif kind is float:
+        convert, expected = float, "a number"
+    elif kind is Path:
+        convert, expected = read_path, "a path"
+    else:
+        convert, expected = read_name if setting.option.reads is Reads.NAME else str, "a text"
+    return read
+
+
+_BOOLEANS = {"true": True, "false": False}
+
+# -- from values to a file -------------------------------------------------------------------------
+
+_PLAIN = re.compile(r"[A-Za-z0-9./][\w./=-]*", re.ASCII)
+_UNPRINTABLE = re.compile(
+    r"[^\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+)
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML."""
+    match value:
+        case enum.Enum():
+            return _text(value.value)
+        case bool() | int() | float():
+            return json.dumps(value) if isinstance(value, bool) else repr(value)
+        case tuple() | list():
+            return f"[{', '.join(map(_text, value))}]"
+        case Path():
+            return _text(str(value))
+    text = str(value)
+    if _PLAIN.fullmatch(text) and text.lower() != "null":
+        return text
+    quoted = json.dumps(text, ensure_ascii=False)
+    return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
+
+
+def names_place(error: Exception, file: ConfigFile, given: Mapping[str, Any]) -> str | None:
+    """Return where the option that an error is about is in the file.
+
+    Args:
+        error: about an option, or about something else.
+        file: the options of the file.
+        given: what the command line gave, by the names of parameters: such options are from there.
+    """
+    option = getattr(error, "option", None)
+    if option is None or given.get(parameter_name(option)) is not None:
+        return None
+    return file.place(option)

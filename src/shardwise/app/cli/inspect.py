@@ -1,0 +1,202 @@
+"""``shardwise inspect``: plan a layout, or that of a run, and print it or write it to a file."""
+
+from __future__ import annotations
+
+import difflib
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from typer import Argument, Option
+
+from shardwise.app.cli.values import Integer, read_name, read_path
+from shardwise.app.recipes.catalog import Subject, make_plan
+from shardwise.app.recipes.core.config import OptionError, require
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.base.units import brief_size, printable
+from shardwise.elastic.errors import UserError
+from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.insight.planning.presets import MODELS
+
+if TYPE_CHECKING:
+    from shardwise.insight.inspect.report import ParameterReport, Report
+
+_MODEL, _MESH = "llama-150m", "dp=8"
+
+EXAMPLES = """
+[bold]Examples[/bold]
+
+A small Llama, sharded over two ranks on top of tensor parallelism over four:
+  [cyan]shardwise inspect --model llama-150m --mesh dp=2,tp=4[/cyan]
+
+What rank 5 holds:
+  [cyan]shardwise inspect --model llama-150m --mesh dp=2,tp=4 --rank 5[/cyan]
+
+All blocks of the embedding, and a picture of it:
+  [cyan]shardwise inspect --model llama-150m --mesh dp=8 \\
+      --param model.embed_tokens.weight --svg embedding.svg[/cyan]
+
+What the ranks of a run hold:
+  [cyan]shardwise inspect runs/lm[/cyan]
+
+A page for the browser, for a transformers model on 512 ranks:
+  [cyan]shardwise inspect --model my-llama/config.json \\
+      --mesh dp_replicate=4,dp_shard=16,tp=8 --html plan.html[/cyan]
+"""
+
+Run = Annotated[
+    Path | None,
+    Argument(
+        parser=read_path,
+        metavar="RUN",
+        help="The folder of a run of shardwise train: its model, on the mesh of its last session.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None,
+    Option(
+        parser=read_name,
+        metavar="NAME",
+        help=", ".join(MODELS) + ", or the path of a config.json of transformers.",
+        show_default=_MODEL,
+    ),
+]
+Mesh = Annotated[
+    str | None,
+    Option(
+        help="Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.",
+        metavar="MESH",
+        show_default=f"{_MESH}, or that of the run",
+    ),
+]
+Rank = Annotated[int | None, Integer(help="Show what this rank holds.", show_default="all ranks")]
+Param = Annotated[
+    str | None,
+    Option(
+        metavar="NAME",
+        help="Show all blocks of these parameters: a name, or a pattern with *.",
+        show_default="all, in brief",
+    ),
+]
+Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
+Full = Annotated[
+    bool, Option("--full", help="Show layers one by one, and all blocks of every parameter.")
+]
+Values = Annotated[
+    bool, Option("--values", help="Show where elements go, as if parameters counted 0, 1, 2, ...")
+]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Html = Annotated[
+    Path | None,
+    Option(parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False),
+]
+Svg = Annotated[
+    Path | None,
+    Option(
+        parser=read_path,
+        metavar="FILE",
+        help="Write a picture of the --param, which has to be one.",
+        show_default=False,
+    ),
+]
+
+
+def inspect(
+    *,
+    run: Run = None,
+    model: Model = None,
+    mesh: Mesh = None,
+    rank: Rank = None,
+    param: Param = None,
+    layers: Layers = False,
+    full: Full = False,
+    values: Values = False,
+    json: Json = False,
+    html: Html = None,
+    svg: Svg = None,
+) -> None:
+    """Show which rank holds what of a model, before anything runs or of a run.
+
+    One process, and no memory for parameters: the model is built on the meta
+    device and sharded over a mesh that need not exist. In a running job,
+    shardwise.inspect(model) makes the same report.
+    """
+    subject = _subject(run, model)
+    wanted = _wanted(mesh, subject)
+    if rank is not None:
+        last = wanted.size - 1
+        require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
+    require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
+    report = make_plan(subject, wanted)
+    found = _matching(report, param)
+    if svg is not None:
+        _write(svg, _drawing(report, found, rank))
+    if html is not None:
+        _write(html, _page(report))
+    if values:
+        report = _with_values(report)
+    if json:
+        print(json_module.dumps(report.to_json(param), separators=(",", ":")))
+    elif html is None and svg is None:
+        from shardwise.insight.inspect.text import View, as_text
+
+        print(as_text(report, View(rank=rank, pattern=param, layers=layers, full=full)))
+
+
+def _subject(run: Path | None, model: str | None) -> Subject:
+    if run is None:
+        return Subject.of_model(_MODEL if model is None else model)
+    require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
+    return Subject.of_run(RunDir(run))
+
+
+def _wanted(mesh: str | None, subject: Subject) -> WantedMesh:
+    if mesh is None and subject.mesh is not None:
+        return subject.mesh
+    try:
+        return WantedMesh.parse(_MESH if mesh is None else mesh)
+    except MeshError as error:
+        raise OptionError("--mesh", error.found, error.expected) from None
+
+
+def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
+    found = report.matching(param)
+    if param is not None and not found:
+        names = [name for each in report.parameters for name in (each.name, *each.aliases)]
+        near = difflib.get_close_matches(param, names, n=1, cutoff=0.3)
+        hint = f", such as {near[0]}" if near else ""
+        count = len(report.parameters)
+        expected = f"the name of one of the {count} parameters{hint}, or a pattern with *"
+        raise OptionError("--param", param, expected)
+    return found
+
+
+def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None) -> str:
+    from shardwise.insight.inspect.picture import drawing
+
+    what = f"a pattern that matches {len(found)} parameters"
+    require(len(found) == 1, "--param", what, "one that matches a single parameter, for --svg")
+    return drawing(report, found[0], rank)
+
+
+def _page(report: Report) -> str:
+    from shardwise.insight.inspect.page import page
+
+    return page(report)
+
+
+def _with_values(report: Report) -> Report:
+    from shardwise.insight.inspect.api import with_counted_values
+
+    return with_counted_values(report)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}") from error
+    typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)

@@ -1,0 +1,152 @@
+"""The command ``shardwise``: its commands, and how a mistake on a command line ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import io
+import os
+import sys
+from typing import Annotated, NoReturn
+
+import typer
+
+from shardwise import __version__
+from shardwise.app.cli import (
+    calibrate,
+    checkpoint,
+    generation,
+    hosts,
+    inspect,
+    merge,
+    plan,
+    script,
+    train,
+    watch,
+)
+from shardwise.app.cli.values import UsageError, describe
+from shardwise.base.units import printable
+from shardwise.elastic.errors import UserError
+
+_LONGEST = 2000  # characters of a message
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIGPIPE
+
+cli = typer.Typer(
+    name="shardwise",
+    help="Fully sharded data parallel training that you can see into.",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+cli.add_typer(train.commands)
+script.add_to(cli)
+cli.add_typer(checkpoint.commands)
+cli.command("merge-lora", epilog=merge.EXAMPLES)(merge.merge)
+cli.command("generate", epilog=generation.EXAMPLES)(generation.generate)
+cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
+cli.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
+plan.add_to(cli)
+cli.command("watch", epilog=watch.WATCH)(watch.watch)
+cli.command("compare", epilog=watch.COMPARE)(watch.compare)
+hosts.add_to(cli)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"shardwise {__version__}")
+        raise typer.Exit
+
+
+@checkpoint.commands.callback()
+def _checkpoint(context: typer.Context) -> None:
+    _help_if_alone(context)
+
+
+@train.commands.callback()
+def _train(context: typer.Context) -> None:
+    _help_if_alone(context)
+
+
+@cli.callback()
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    del version
+    _help_if_alone(context)
+
+
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def app() -> NoReturn:
+    """Run the command line: a mistake of its user is one line on stderr and exit code 2.
+
+    Exit code 130: stopped by Ctrl-C. 141: the reader of its output has gone, as in ``| head``.
+    1: what it prints cannot be written, since the disk is full or standard output is closed.
+    """
+    _check_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The name of a file may be what no text can hold; it is shown nevertheless.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = cli(standalone_mode=False)
+        print(end="", flush=True)  # now, while an error can be reported
+    except UserError as error:
+        _end(str(error), error.exit_code)
+    except UsageError as error:
+        _end(describe(error, sys.argv[1:]), 2)
+    except KeyboardInterrupt:
+        code = _STOPPED
+    except BrokenPipeError:
+        _end_unread()
+    except OSError as error:
+        if error.errno in _FULL:
+            _end(f"cannot write: {error.strerror}", 1)
+        if error.filename is None:
+            raise  # about no file that the command line could have named
+        _end(f"{error.filename}: {error.strerror}", 2)
+    except SystemExit as ended:
+        # Typer and rich raise it for a pipe without a reader, with the exit code of an error.
+        if isinstance(ended.__context__, BrokenPipeError):
+            _end_unread()
+        raise
+    if code == _STOPPED:  # what typer makes of KeyboardInterrupt, without a word
+        _end("stopped", _STOPPED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _check_streams() -> None:
+    """Give closed streams to the null device, else a checkpoint could get the number of stderr.
+
+    Without a standard output that can be written to, every command ends, as coreutils do.
+    """
+    while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(handle, True)
+    os.close(handle)
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+    reads_only = fcntl.fcntl(1, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+    if sys.stdout is None or reads_only:
+        _end("cannot write: standard output is closed; >/dev/null discards what is printed", 1)
+
+
+def _end(message: str, code: int) -> NoReturn:
+    line = printable(" ".join(message.split()))
+    if len(line) > _LONGEST:  # of what was typed; the end says what to do
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    print(f"error: {line}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _end_unread() -> NoReturn:
+    # What is still in the buffer is dropped, without a complaint when the process ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(_UNREAD)

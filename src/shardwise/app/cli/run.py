@@ -1,0 +1,365 @@
+"""From a configuration to running ranks, the same way for every recipe."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from shardwise.app.recipes.core.config import check_nproc, require
+from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.app.recipes.core.option import HOSTS, Bounds, Count, Natural, Seconds, option
+from shardwise.base.units import show
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
+from shardwise.elastic.rank import StopSignals, importing, run_rank
+from shardwise.elastic.restarts import run_here, run_over_hosts
+from shardwise.elastic.world import (
+    LOCKED,
+    ReplicaWorld,
+    World,
+    find_replica,
+    find_world,
+    launched_here,
+    usable_cores,
+)
+from shardwise.insight.planning.settings import MOST_RANKS
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostsConfig:
+    """The hosts of a job, as each of them is given them."""
+
+    nnodes: str | None = field(
+        default=None,
+        metadata=option(
+            "Hosts of the job. Run the same command on each, with its own --node-rank. MIN:MAX: "
+            "start with MIN or more; others may join later.",
+            HOSTS,
+            metavar="N|MIN:MAX",
+            shown="1",
+        ),
+    )
+    node_rank: Natural | None = field(
+        default=None,
+        metadata=option("Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS),
+    )
+    rdzv: str | None = field(
+        default=None,
+        metadata=option(
+            "Address of host 0, where the hosts meet; [ADDRESS]:PORT for IPv6.",
+            HOSTS,
+            metavar="HOST:PORT",
+        ),
+    )
+    rdzv_token_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "File with the token that lets a host take part, the same on all of them; or set "
+            "SHARDWISE_RDZV_TOKEN.",
+            HOSTS,
+            metavar="FILE",
+        ),
+    )
+    rdzv_backend: JobBackend = field(
+        default=JobBackend.OURS,
+        metadata=option(
+            "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
+            "of --rdzv, which may outlive host 0.",
+            HOSTS,
+        ),
+    )
+    rdzv_id: str | None = field(
+        default=None,
+        metadata=option(
+            "Name of the job, which tells it from others in the same store of --rdzv-backend.",
+            HOSTS,
+            metavar="NAME",
+            shown="shardwise",
+        ),
+    )
+
+    def nodes_within(self, timeout: float) -> Nodes | None:
+        """Return the hosts of the job, which come within ``seconds``; see :meth:`Nodes.of`."""
+        return Nodes.of(
+            self.nnodes,
+            self.node_rank,
+            self.rdzv,
+            timeout,
+            self.rdzv_token_file,
+            self.rdzv_backend,
+            self.rdzv_id,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchConfig(HostsConfig):
+    """How many processes on how many hosts, and what happens when some are lost."""
+
+    nproc: Count | None = field(
+        default=None,
+        metadata=option(
+            "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
+        ),
+    )
+    dry_run: bool = field(
+        default=False, metadata=option("Show what ranks would hold and a step needs, and exit.")
+    )
+    plan: bool = field(
+        default=False,
+        metadata=option(
+            "Say first what the training needs and how fast it will be; stop if it cannot fit."
+        ),
+    )
+    world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = field(
+        default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
+    )
+    rdzv_timeout: Seconds = field(
+        default=300.0, metadata=option("Seconds to wait for all hosts.", HOSTS)
+    )
+    max_restarts: Natural = field(
+        default=0,
+        metadata=option(
+            "How often to restart from the last checkpoint when a process or a host is lost, with "
+            "the hosts that are left.",
+            HOSTS,
+        ),
+    )
+
+    def nodes(self) -> Nodes | None:
+        """Return the hosts of the job; see :meth:`Nodes.of`."""
+        return self.nodes_within(self.rdzv_timeout)
+
+
+#: What runs a rank in a process that is not its own; see :func:`in_workers`.
+_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], None]], None] | None] = (
+    ContextVar("be_worker", default=None)
+)
+
+
+@contextlib.contextmanager
+def in_workers(
+    be_worker: Callable[[World, Callable[[World, StopSignals], None]], None],
+) -> Iterator[None]:
+    """Let :func:`run` return or raise, in a process that another program has started.
+
+    Args:
+        be_worker: what runs a rank there.
+    """
+    token = _BE_WORKER.set(be_worker)
+    try:
+        yield
+    finally:
+        _BE_WORKER.reset(token)
+
+
+def run(job: TrainingJob, launch: LaunchConfig) -> None:
+    """Be a rank of the world that the environment names, or start this host's part of a world.
+
+    Args:
+        job: what to run.
+        launch: how many processes, and where.
+
+    Raises:
+        UserError: before any process is started.
+        SystemExit: when all processes have ended.
+    """
+    nodes = launch.nodes()
+    if launch.dry_run:
+        _dry_run(job, launch, nodes)
+        return
+    size = launch.world_size
+    require(size is None, "--world-size", f"{size} without --dry-run", "--nproc, or torchrun's")
+    if spans_hosts(nodes):
+        job.span_hosts()
+    world = find_world()
+    replica = find_replica()
+    if world is not None and replica is not None:
+        job.be_replica(replica)
+        job.check(replica.among_all(world))
+        run_rank(world, job.run)
+    processes = check_nproc(launch.nproc, world)
+    if world is not None:
+        if not launched_here():
+            _check_no_launcher(launch, nodes)
+            expected = "none given: a launcher of Shardwise starts such replicas, with --nproc"
+            require(job.deadline is None, "--diloco-deadline", job.deadline, expected)
+        job.check(world)
+        if launch.plan and world.rank == 0 and not launched_here():
+            held = contextlib.ExitStack()
+            held.enter_context(job.plan(world))
+            atexit.register(held.close)
+        if (be_worker := _BE_WORKER.get()) is not None:
+            out = job.config.train.output.out
+            expected = "an absolute path, since workers may run in folders of their own"
+            require(out.is_absolute(), "--out", out, expected)
+            be_worker(world, job.run)
+            return
+        run_rank(world, job.run)
+    expected = "none given with --nnodes: replicas that are worlds of their own are on one host"
+    require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
+    # Several hosts may each have a disk of their own, and would each choose for themselves.
+    chosen = job.choose_folder() if nodes is None else None
+    hosts = 1 if nodes is None else _expected_hosts(job, processes, nodes)
+    job.check(_world(hosts, processes))
+    with contextlib.ExitStack() as held:
+        if nodes is None or nodes.rank == 0:
+            # The other hosts may see the folder that host 0 has made already.
+            nothing_to_do = job.check_folder()
+            if chosen is not None:
+                show(chosen)
+            if nothing_to_do is not None:
+                show(nothing_to_do)
+                sys.exit(0)
+            if launch.plan:
+                held.enter_context(job.plan(_world(hosts, processes)))
+        if nodes is None:
+            # Over several hosts rank 0 locks it, which may be on another host after a restart.
+            held.enter_context(job.lock_folder())
+            os.environ[LOCKED] = "1"
+            held.callback(os.environ.pop, LOCKED)
+        if job.deadline is not None:
+            code = _launch_replicas(job, processes, job.deadline, launch.max_restarts)
+        else:
+            code = _launch(job, processes, nodes, launch.max_restarts)
+    if code and nodes is None:
+        job.report_lost()
+    sys.exit(code)
+
+
+def _dry_run(job: TrainingJob, launch: LaunchConfig, nodes: Nodes | None) -> None:
+    expected = "none with --dry-run: say --world-size, and --replicas for hybrid strategies"
+    require(nodes is None, "--nnodes", launch.nnodes, expected)
+    size = launch.world_size or launch.nproc or 1
+    job.show_dry_run(World(0, size, 0, size))
+
+
+def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
+    """Check that nothing is asked of a launcher where torchrun is the launcher."""
+    count = "" if nodes is None else nodes.nnodes
+    require(not count, "--nnodes", count, "none given: the environment has a world")
+    restarts = launch.max_restarts
+    require(not restarts, "--max-restarts", restarts, "none given: see torchrun's")
+
+
+def _launch(job: TrainingJob, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
+    """Start this host's ranks, and wait for them."""
+    _say_starting(processes)
+    command = _command_of(job)
+    if nodes is None:
+        return run_here(command, processes, max_restarts)
+    show(meeting(nodes))
+    if nodes.least is None:
+        return run_over_hosts(command, processes, nodes, max_restarts)
+    terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
+    return run_over_hosts(command, processes, nodes, max_restarts, terms)
+
+
+def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_restarts: int) -> int:
+    """Start every replica as a world of its own, and wait for them."""
+    count = job.replicas(_world(1, processes))
+    _say_starting(processes)
+    with importing():  # here, and not before: it takes seconds
+        from shardwise.app.recipes.core.rounds import RoundsFile
+        from shardwise.diloco import QuorumServer
+        from shardwise.diloco.coordinator import Event
+        from shardwise.elastic.replicas import ReplicaLauncher
+    with contextlib.ExitStack() as held:
+        file = RoundsFile(job.begin_folder().quorum, count)
+        held.callback(file.close)
+        token = secrets.token_hex()
+
+        def report(event: Event) -> None:
+            file.happened(event)
+            if event.attempt is not None:
+                launcher.made_round(tuple(event.attempt.members))
+
+        server = held.enter_context(
+            QuorumServer(count, deadline=deadline, token=token, report=report)
+        )
+        launcher = ReplicaLauncher(
+            _command_of(job),
+            ReplicaWorld(0, count, f"127.0.0.1:{server.port}", token, 0),
+            processes // count,
+            max_restarts,
+            started=file.started,
+            lost=file.lost,
+        )
+        code = launcher.run()
+        if launcher.finished and 0 not in launcher.finished:
+            first = min(launcher.finished)
+            show(f"run        {job.config.train.output.out}/replicas/{first} has the model")
+        return code
+
+
+def meeting(nodes: Nodes) -> str:
+    """Return lines that say where the hosts meet, and whether strangers may take part."""
+    who = f"{nodes.least} to {nodes.count}"
+    if nodes.least is None:
+        who = f"this is {nodes.rank} of {nodes.count}"
+    lines = [f"hosts      {who}; meeting at {nodes.where}"]
+    if nodes.backend is JobBackend.OURS and not nodes.token:
+        lines.append(
+            f"hosts      warning: no token, so anyone who reaches {nodes.where} may take part; set "
+            f"{TOKEN} or {TOKEN_FILE} on all hosts"
+        )
+    return "\n".join(lines)
+
+
+def _say_starting(processes: int) -> None:
+    threads = max(1, usable_cores() // processes)
+    print(
+        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
+        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
+        flush=True,
+    )
+
+
+def _world(hosts: int, processes: int) -> World:
+    """Return the world over n hosts, as its first rank sees it."""
+    return World(0, hosts * processes, 0, processes)
+
+
+def _expected_hosts(job: TrainingJob, processes: int, nodes: Nodes) -> int:
+    """Return the number of hosts to check the configuration with: the largest one that fits."""
+    least = nodes.count if nodes.least is None else nodes.least
+    fitting = (
+        hosts
+        for hosts in range(nodes.count, least - 1, -1)
+        if _why_not(job, _world(hosts, processes)) is None
+    )
+    return next(fitting, nodes.count)
+
+
+def _why_not(job: TrainingJob, world: World) -> str | None:
+    """Return why a job cannot run over a world; None: it can."""
+    try:
+        job.check_world(world)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _command_of(job: TrainingJob) -> Callable[[int], list[str]]:
+    """Return what a rank is started with: this command, in every attempt.
+
+    Whether an earlier attempt has begun the run, only the run's folder says: see
+    :func:`shardwise.app.recipes.core.begin.decided`.
+    """
+    words = sys.argv[1:]
+    if job.chosen is not None:  # behind ``train RECIPE``: whatever follows a -- is no option
+        at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
+        words = [*words[:at], "--out", str(job.chosen), *words[at:]]
+    # -P: the current folder is the user's, not a place to import from.
+    return lambda attempt: [sys.executable, "-P", "-m", "shardwise", *words]
+
+
+def _number(count: int, noun: str, plural: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"

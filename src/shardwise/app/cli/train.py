@@ -1,0 +1,285 @@
+"""``shardwise train``: a command for each recipe, with options generated from its configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
+from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.run import LaunchConfig, run
+from shardwise.app.cli.values import read_path
+from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.recipes.core.config import OptimizerConfig, OptimizerName
+from shardwise.app.recipes.core.job import Folder, TrainingJob
+from shardwise.app.recipes.core.recipe import Recipe, RecipeConfig
+from shardwise.base.units import show
+from shardwise.elastic.errors import UserError
+
+_LM = """
+[bold]Examples[/bold]
+
+Two processes on this machine, about a minute:
+  [cyan]shardwise train lm --nproc 2[/cyan]
+
+Your own text, four processes, two copies of the model with two shards each:
+  [cyan]shardwise train lm --nproc 4 --data 'notes/**/*.md' \\
+    --strategy hybrid --replicas 2[/cyan]
+
+A published model, fine-tuned on chats:
+  [cyan]shardwise train lm --nproc 2 --from Qwen/Qwen3-0.6B --chat chats.jsonl \\
+    --epochs 3[/cyan]
+
+Two replicas that exchange parameters every 50 steps, as over a slow link:
+  [cyan]shardwise train lm --nproc 2 --strategy diloco --replicas 2 \\
+    --local-steps 50[/cyan]
+
+Go on with a run that was stopped, or train a finished one for longer:
+  [cyan]shardwise train lm --nproc 2 --out runs/lm --resume --steps 900[/cyan]
+
+Documents of the Hugging Face Hub, half a million tokens per step:
+  [cyan]shardwise train lm --nproc 8 --data hf:allenai/c4:en --model llama-150m \\
+    --tokenizer gpt2 --batch-tokens 524288[/cyan]
+
+Two hosts, a copy of the model on each; on the second, --node-rank 1:
+  [cyan]shardwise train lm --nproc 8 --strategy hybrid --nnodes 2 --node-rank 0 \\
+    --rdzv host-a:29400[/cyan]
+
+Hosts that may join later; only the first one needs --node-rank 0:
+  [cyan]shardwise train lm --nproc 8 --strategy diloco --nnodes 1:4 \\
+    --rdzv host-a:29400[/cyan]
+
+Under torchrun:
+  [cyan]torchrun --nproc-per-node 2 -m shardwise train lm --model llama-34m[/cyan]
+"""
+
+_MNIST = """
+[bold]Examples[/bold]
+
+Two processes; the folder has MNIST's four files, gzipped or not:
+  [cyan]shardwise train mnist --data-dir mnist --nproc 2[/cyan]
+
+Each convolution block a group of its own, activations recomputed:
+  [cyan]shardwise train mnist --data-dir mnist --nproc 2 --nested-fsdp \\
+    --activation-checkpointing[/cyan]
+"""
+
+_IMAGENET = """
+[bold]Examples[/bold]
+
+The published schedule, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
+  [cyan]shardwise train imagenet --data-dir imagenet --model resnet50 --nproc 8[/cyan]
+
+A small network on images of your own, on two CPUs:
+  [cyan]shardwise train imagenet --data-dir images --model resnet18 \\
+    --image-size 96 --nproc 2 --batch-size 16 --lr 0.05 --epochs 20 \\
+    --warmup-epochs 1[/cyan]
+
+Speed without reading images:
+  [cyan]shardwise train imagenet --fake-data --nproc 2 --batch-size 8 --steps 20[/cyan]
+"""
+
+_VIT = """
+[bold]Examples[/bold]
+
+What each of 128 ranks would hold of 10 billion parameters, without training:
+  [cyan]shardwise train vit --model vit-10b --dry-run --world-size 128[/cyan]
+
+ImageNet, on 8 GPUs; the folder has train/CLASS/ and val/CLASS/:
+  [cyan]shardwise train vit --data-dir imagenet --model vit-huge --nproc 8 \\
+    --param-dtype bf16 --activation-checkpointing[/cyan]
+
+Speed without reading images, on two CPUs:
+  [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
+"""
+
+_FILES = (
+    Parameter(
+        "config",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                "--config",
+                metavar="FILE",
+                parser=read_path,
+                help="Options in YAML, by their names; those of the command line win.",
+            ),
+        ],
+    ),
+    Parameter(
+        "save_config",
+        Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[
+            Path | None,
+            typer.Option(
+                "--save-config",
+                metavar="FILE",
+                parser=read_path,
+                help="Write the options to a new file for --config, and exit.",
+            ),
+        ],
+    ),
+)
+
+_BY_EPOCHS = {
+    "batch_size": "Images per rank and microbatch.",
+    "steps": "End after this many optimizer steps, if that is before --epochs.",
+    "eval_every": "Epochs between evaluations; 0: only at the end.",
+}
+_ONLY_LM = frozenset({"diloco"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Command:
+    """A training as a command.
+
+    Attributes:
+        recipe: what trains.
+        text: of ``--help``.
+        examples: the end of ``--help``.
+        without, help, by_model: see :class:`Options`.
+    """
+
+    recipe: Recipe
+    text: str
+    examples: str
+    without: frozenset[str] = frozenset()
+    help: Mapping[str, str] = field(default_factory=dict)
+    by_model: frozenset[str] = frozenset()
+
+    def add_to(self, commands: typer.Typer) -> None:
+        """Register the command."""
+        launch = Options(default=LaunchConfig())
+        options: Options[RecipeConfig] = Options(
+            default=self.recipe.config,
+            without=self.without,
+            help=self.help,
+            by_model=self.by_model,
+        )
+
+        def act(given: Mapping[str, Any]) -> None:
+            file = ConfigFile()
+            if given["config"] is not None:
+                name = f"train {self.recipe.name}"
+                file = ConfigFile.read(given["config"], [launch, options], name)
+            try:
+                start(given, file)
+            except UserError as error:
+                place = names_place(error, file, given)
+                if place is None:
+                    raise
+                located = UserError(f"{error} ({place})")
+                located.exit_code = error.exit_code
+                raise located from error
+
+        def start(given: Mapping[str, Any], file: ConfigFile) -> None:
+            weights, model = given.get("from_"), given.get("model")
+            # One of two says it: what is on the line replaces either in the file.
+            if weights is not None or model is not None:
+                file.drop("--from", "--model")
+            if given["epochs"] is not None or given["steps"] is not None:
+                file.drop("--epochs", "--steps")
+            weights, model = weights or file.value("--from"), model or file.value("--model")
+            config = None
+            if self.recipe.config_from is not None and weights is not None:
+                config = self.recipe.config_from(weights)
+            elif self.recipe.config_for is not None and model is not None:
+                config = self.recipe.config_for(model)
+            algorithm = given.get("optimizer") or file.value("--optimizer")
+            if algorithm is not None:
+                config = _with_usual(self.recipe.config if config is None else config, algorithm)
+            config = options.read(given, config, file.by_keys(options))
+            epochs = given["epochs"] is not None or file.value("--epochs") is not None
+            if epochs and given["steps"] is None and file.value("--steps") is None:
+                # In place of a default number of steps.
+                config = replace(config, train=replace(config.train, steps=None))
+            launching = launch.read(given, None, file.by_keys(launch))
+            processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
+            values = (*processes, *options.values_of(config))
+            text = written(f"shardwise train {self.recipe.name}", values)
+            if given["save_config"] is not None:
+                save(given["save_config"], text)
+                show(f"options    {given['save_config']}")
+                return
+            named = given["out"] is not None or file.value("--out") is not None
+            folder = Folder.NAMED if named else Folder.DEFAULT
+            run(TrainingJob(self.recipe, config, folder, text), launching)
+
+        command = with_options(act, [launch, options], self.text, _FILES)
+        commands.command(self.recipe.name, epilog=self.examples)(command)
+
+
+def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
+    """Return a configuration with the defaults that go with ``--optimizer``."""
+    assert isinstance(config.train.optimizer, OptimizerConfig)
+    usual = config.train.optimizer.usual_for(algorithm)
+    return replace(config, train=replace(config.train, optimizer=usual))
+
+
+_COMMANDS = (
+    _Command(
+        recipe=RECIPES["lm"],
+        text="""Train a language model on text, sharded over processes.
+
+        A Llama learns to continue text, byte by byte. Every process keeps its part of
+        the parameters, gradients and optimizer state.
+        """,
+        examples=_LM,
+        help={
+            "batch_size": "Sequences per rank and microbatch.",
+            "epochs": "Epochs of the whole run, with --chat; in place of --steps.",
+        },
+        by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
+    ),
+    _Command(
+        recipe=RECIPES["mnist"],
+        text="""Train a convolutional network on MNIST, sharded over processes.
+
+        At the end the model is written as one safetensors file, loaded into a plain
+        module, and evaluated again; a chart shows which digits it confuses.
+        """,
+        examples=_MNIST,
+        without=_ONLY_LM,
+        help=_BY_EPOCHS,
+    ),
+    _Command(
+        recipe=RECIPES["imagenet"],
+        text="""Train a residual network on images in folders, sharded over processes.
+
+        The defaults are ImageNet's published schedule for 1,024 images per step. At
+        the end the model is written as one safetensors file, loaded into a plain
+        module, and evaluated again.
+        """,
+        examples=_IMAGENET,
+        without=_ONLY_LM,
+        help=_BY_EPOCHS,
+    ),
+    _Command(
+        recipe=RECIPES["vit"],
+        text="""Train a Vision Transformer on images in folders, built block by block.
+
+        Neither a host nor a device ever holds the full model. The defaults are those
+        of PyTorch/XLA's example with 10 billion parameters, for 1,024 images per
+        step. At the end the model is written as one safetensors file, loaded into new
+        shards, and evaluated again.
+        """,
+        examples=_VIT,
+        without=_ONLY_LM,
+        help=_BY_EPOCHS,
+        by_model=frozenset({"batch_size", "image_size"}),
+    ),
+)
+
+commands = typer.Typer(
+    name="train", help="Train a model over several processes.", invoke_without_command=True
+)
+for _each in _COMMANDS:
+    _each.add_to(commands)

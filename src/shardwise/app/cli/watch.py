@@ -1,0 +1,126 @@
+"""``shardwise watch`` and ``shardwise compare``: the pages of runs."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Argument, Option
+
+from shardwise.app.cli.values import Integer, read_path
+from shardwise.app.recipes.core.config import OptionError, require
+from shardwise.app.runs import files
+from shardwise.app.runs.page import Updates, page
+from shardwise.app.runs.serve import ADDRESS, Server
+from shardwise.app.runs.snapshot import RunReader
+from shardwise.app.runs.text import compared
+from shardwise.base.units import brief_size, printable, show
+from shardwise.elastic.errors import UserError
+
+WATCH = """
+[bold]Examples[/bold]
+
+Follow a training in the browser, on this computer:
+  [cyan]shardwise watch runs/lm[/cyan]
+
+Follow several, in the same charts:
+  [cyan]shardwise watch runs/lm runs/lm-2[/cyan]
+
+A training on another computer:
+  [cyan]ssh -L 8300:127.0.0.1:8300 other shardwise watch runs/lm --port 8300[/cyan]
+"""
+
+COMPARE = """
+[bold]Examples[/bold]
+
+What differs between two runs, and how they went:
+  [cyan]shardwise compare runs/lm runs/lm-2[/cyan]
+
+The same with their curves, as a page:
+  [cyan]shardwise compare runs/* --html compared.html[/cyan]
+"""
+
+_PORT = 8265
+
+Runs = Annotated[
+    list[Path],
+    Argument(
+        parser=read_path,
+        metavar="RUN...",
+        help="Folders of runs of shardwise train.",
+        show_default=False,
+    ),
+]
+Port = Annotated[
+    int | None,
+    Integer(
+        help="Port on this computer; 0: any that is free.",
+        show_default=f"{_PORT}, or any that is free",
+    ),
+]
+Html = Annotated[
+    Path | None,
+    Option(parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False),
+]
+Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+
+
+def watch(runs: Runs, port: Port = None) -> None:
+    """Show runs in the browser, and follow them while they train.
+
+    The page is served to this computer alone. It shows the curves, memory against
+    the plan, ranks and hosts, checkpoints, samples and the configuration.
+    """
+    _check(runs)
+    require(port is None or 0 <= port < 65536, "--port", port, "a port, 0 to 65535")
+    server = _serve(runs, port)
+    typer.echo(f"watching   {server.url} shows {_names(runs)}; Ctrl-C ends this")
+    try:
+        server.serve_forever()
+    finally:
+        server.close()
+
+
+def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
+    """Compare runs: how they went, and which settings differ.
+
+    Of runs that are under way, it is what they have done so far.
+    """
+    _check(runs)
+    require(len(runs) > 1, "RUN...", "one run", "two or more")
+    found = [RunReader(root).read() for root in runs]
+    if html is not None:
+        # Into the file that is there: it may be a device, such as /dev/stdout.
+        size = html.write_bytes(page(_names(runs), found, Updates.NEVER).encode())
+        typer.echo(printable(f"wrote {html}: {brief_size(size)}"), err=True)
+    if json:
+        print(json_module.dumps(compared(found).to_json()))  # ASCII: some text has no encoding
+    elif html is None:
+        show(compared(found))
+
+
+def _check(runs: list[Path]) -> None:
+    for root in runs:
+        if not root.is_dir():
+            raise OptionError("RUN...", root, "the folder of a run")
+        is_run = any((root / name).exists() for name in (files.RECORD, files.METRICS))
+        expected = f"the folder of a run, with a {files.RECORD}"
+        require(is_run, "RUN...", f"{root}, which has none", expected)
+
+
+def _serve(runs: list[Path], port: int | None) -> Server:
+    try:
+        return Server(runs, _names(runs), _PORT if port is None else port)
+    except OSError as error:
+        if port is None:
+            return Server(runs, _names(runs))
+        raise UserError(
+            f"--port: found {port}, which cannot be listened on at {ADDRESS} ({error.strerror}); "
+            "another one, or 0 for any that is free"
+        ) from None
+
+
+def _names(runs: list[Path]) -> str:
+    return printable(", ".join(root.resolve().name for root in runs))

@@ -1,0 +1,212 @@
+"""Check whether a run may begin, or go on, in its folder. No torch here."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import zlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.app.recipes.core.checkpointing import Checkpoints
+from shardwise.app.recipes.core.config import (
+    Existing,
+    LogName,
+    OptimizerName,
+    OptionError,
+    OutputConfig,
+    PrecisionName,
+    flatten,
+)
+from shardwise.app.recipes.core.journal import check_metrics
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.recipe import Inputs
+from shardwise.app.recipes.core.rundir import RunDir, check_same
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import job_id
+
+# A checkpoint brings these back whatever the options say, or they change the order of the data.
+_FIXED = {
+    "seed": "--seed",
+    "shard_dtype": "--shard-dtype",
+    "master_dtype": "--master-dtype",
+    "weight_decay": "--weight-decay",
+    "betas": "--beta1 and --beta2",
+    "momentum": "--momentum",
+    "algorithm": "--optimizer",
+    "param_groups": "--param-group",
+}
+
+# Modules whose package has another name.
+_PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
+
+# Where things are on a host, and what to do about a run that is there: hosts may differ in these.
+_OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"}) | {
+    "pretrained",
+    "chat",
+    "eval_data",
+}
+
+
+def decided(output: OutputConfig) -> OutputConfig:
+    """Return the output with ``--auto-resume`` decided: resume if there are checkpoints.
+
+    The same if this very job has begun the run and was then restarted: ``--overwrite`` has been
+    done, and would now delete what the job has trained.
+
+    This looks at the disk, so one process calls it, the launcher or rank 0, and tells the others.
+    """
+    files = RunDir(output.out)
+    if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
+        return output
+    if files.has_checkpoints():
+        return replace(
+            output, existing=Existing.RESUME
+        )  # refused later if none of them is complete
+    begins_anew = files.run_json.is_file()
+    return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
+
+
+def newest_step(checkpoints: Checkpoints, files: RunDir) -> int:
+    """Return the step to resume from.
+
+    Raises:
+        OptionError: no checkpoint is complete.
+        UserError: a newer checkpoint is damaged; resuming would replace what it holds.
+    """
+    steps = checkpoints.steps()
+    if not steps:
+        raise OptionError(
+            "--resume", f"no complete checkpoint in {files.checkpoints}", "one; or use --overwrite"
+        )
+    damaged = checkpoints.damage()
+    if damaged is not None:
+        path, problem = damaged
+        raise UserError(f"--resume: {problem}; {how_to_go_on_without(path, steps[-1])}")
+    return steps[-1]
+
+
+def how_to_go_on_without(damaged: Path, step: int) -> str:
+    """Return what to do to go on from an older step than that of a damaged checkpoint."""
+    return (
+        f"move {damaged} away, or delete it, to go on from step {step} "
+        f"(shardwise checkpoint verify {damaged} lists what is damaged)"
+    )
+
+
+def check_folder(inputs: Inputs) -> Position:
+    """Check the folder of the run.
+
+    Returns:
+        Where to go on from; the beginning for a new run.
+
+    Raises:
+        OptionError: a run is there that would be lost, or none to resume, or another one.
+        UserError: the newest checkpoint is damaged, or a file about the run.
+    """
+    output = decided(inputs.train.output)
+    files = RunDir(output.out)
+    files.check(output)
+    if output.existing is not Existing.RESUME:
+        return Position()
+    before = files.read()
+    found = before.get("recipe")
+    if found != inputs.recipe:
+        raise OptionError("--resume", f"a run of train {found} in {files.root}", "one of this kind")
+    inputs.check_same(before)
+    _check_fixed(before.get("config", {}), inputs.facts()["config"])
+    checkpoints = Checkpoints(files.checkpoints)
+    position = checkpoints.position(newest_step(checkpoints, files))
+    check_metrics(files.metrics, position.step)
+    return position
+
+
+def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    known = flatten(now)
+    # As before there was a choice.
+    usual: dict[str, Any] = {
+        "shard_dtype": PrecisionName.FP32.value,
+        "master_dtype": None,
+        "algorithm": OptimizerName.ADAMW.value,
+        "param_groups": [],
+    }
+    before = {**usual, **before}
+    check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
+
+
+def check_alike(hosts: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all hosts were started with the same options, model and data.
+
+    Args:
+        hosts: for each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
+
+    Raises:
+        OptionError: names the first difference, and the host.
+    """
+    expected = compared(hosts[0])
+    for host, facts in enumerate(hosts):
+        for option, found in compared(facts).items():
+            if found != expected.get(option):
+                raise OptionError(
+                    option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
+                )
+
+
+def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what all hosts have to agree on, by the names of the options.
+
+    Args:
+        facts: the name of the recipe and :meth:`Inputs.facts`.
+    """
+    settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
+    options = {
+        _FIXED.get(name, f"--{name.replace('_', '-')}"): value
+        for name, value in flatten(facts["config"]).items()
+        if name not in _OWN
+    }
+    return {
+        "train": facts["recipe"],
+        **options,
+        "--model": f"settings with checksum {zlib.crc32(settings.encode()):08x}",
+        "--data": f"data with fingerprint {facts['data'].get('fingerprint')}",
+    }
+
+
+def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:
+    """Check that the packages that a recipe needs are installed.
+
+    Args:
+        names: the modules that it imports.
+        logs: where its metrics go.
+
+    Raises:
+        UserError: naming those that are not.
+    """
+    events = ["tensorboard"] if LogName.TENSORBOARD in logs else []
+    require_installed("training", [*names, *events], "train")
+    if LogName.WANDB in logs:
+        require_installed("--log wandb", ["wandb"], "wandb")
+
+
+def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
+    """Check that optional packages are installed.
+
+    Args:
+        purpose: what needs them, for the message.
+        modules: the names that they are imported by.
+        extra: the extra of this package that installs them.
+
+    Raises:
+        UserError: naming those that are not, and how to install them.
+    """
+    missing = [
+        _PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None
+    ]
+    if missing:
+        raise UserError(
+            f"{purpose} needs {' and '.join(missing)}, which the extra {extra!r} installs: "
+            f"pip install '.[{extra}]' in a clone of Shardwise, or pip install "
+            f"{' '.join(missing)} anywhere"
+        )

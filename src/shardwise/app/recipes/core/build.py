@@ -1,0 +1,386 @@
+"""What recipes build their tasks from: sharded models, optimizers and learning rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shardwise import (
+    CPUOffloadPolicy,
+    DiskOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    checkpoint_module,
+    fully_shard,
+)
+from shardwise.app.recipes.core.config import (
+    MOMENTA,
+    OptimizerConfig,
+    OptimizerName,
+    PrecisionName,
+    ScheduleName,
+    SgdConfig,
+    ShardingConfig,
+    TrainConfig,
+    rules_of,
+)
+from shardwise.app.recipes.core.recipe import Task, TrainContext
+from shardwise.elastic.errors import UserError
+from shardwise.frontends.activation import batch_norms, keep_products
+from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.insight.planning.settings import Checkpointing, Stepping
+from shardwise.optim import (
+    Adafactor,
+    AdamW8bit,
+    Lion,
+    Muon,
+    in_backward,
+    muon_groups,
+    offload,
+    param_groups,
+)
+from shardwise.optim.offloaded import place as places
+from shardwise.sharding.state import states_of
+from shardwise.transport.base import Transport
+from shardwise.transport.peers import Peers
+
+DTYPES = {PrecisionName.FP32: torch.float32, PrecisionName.BF16: torch.bfloat16}
+
+
+def shard(
+    model: nn.Module,
+    units: Sequence[nn.Module],
+    config: ShardingConfig,
+    place: TrainContext,
+    placement: Callable[[nn.Parameter], Shard | None] | None = None,
+) -> FSDPModule:
+    """Shard every unit, then the rest.
+
+    Batch norm is kept and computes in float32 whatever the rest does, as its statistics are.
+
+    Args:
+        model: on the meta device, or the same on every rank.
+        units: modules of it that are to be gathered one at a time, inner ones first.
+        config: dtypes and transport.
+        place: mesh and strategy.
+        placement: along which dimension a parameter is cut; by default the first.
+
+    Returns:
+        ``model``.
+    """
+    store_in(model, DTYPES[config.shard_dtype])
+    precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
+    )
+    shard_blocks(
+        model,
+        units,
+        mesh=place.plan.sharding_mesh(place.mesh),
+        reshard_after_forward=place.plan.reshard_after_forward,
+        precision=precision,
+        placement=placement,
+        transport=None if config.transport is None else config.transport.value,
+        offload_policy=_offload_policy(config),
+        wire=config.wires.argument,
+    )
+    assert isinstance(model, FSDPModule)
+    return model
+
+
+def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
+    """Return where a configuration has parameters kept."""
+    if config.offload_parameters is None:
+        return OffloadPolicy()
+    folder = places.StateHome.parse(config.offload_parameters).folder
+    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing) -> None:
+    """Have blocks recompute activations in backward, before they are sharded and compiled.
+
+    Args:
+        blocks: modules that keep their inputs alone.
+        mode: which activations are recomputed; none changes nothing.
+    """
+    if mode is Checkpointing.NONE:
+        return
+    contexts = keep_products if mode is Checkpointing.SELECTIVE else None
+    for block in blocks:
+        checkpoint_module(block, context_fn=contexts)
+
+
+BACKEND = "inductor"  # of torch.compile
+VARIANTS = 4  # of each compiled block: training and evaluation, full and last batches
+
+
+def compile_blocks(blocks: Sequence[nn.Module]) -> None:
+    """Compile every block by itself, after it was sharded.
+
+    The hooks of sharding stay what they are: a block is compiled between them. All blocks of a
+    kind share their code, and each may be specialized for what differs, such as its number.
+    """
+    limits = torch.compiler.config
+    limits.recompile_limit = max(limits.recompile_limit, VARIANTS * len(blocks))
+    for block in blocks:
+        block.compile(backend=BACKEND)
+
+
+def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that a configuration names, over all trained parameters."""
+    momentum = MOMENTA.get(config.algorithm, 0.0) if config.momentum is None else config.momentum
+    match config.algorithm:
+        case OptimizerName.ADAMW:
+            return make_adamw(model, config)
+        case OptimizerName.ADAMW8BIT:
+            return AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
+        case OptimizerName.MUON:
+            return Muon(
+                _divided(model, config, muon_groups(model, adamw={"betas": config.betas})),
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                momentum=momentum,
+                adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
+            )
+        case OptimizerName.LION:
+            return Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
+        case OptimizerName.ADAFACTOR:
+            return Adafactor(_decaying(model, config), lr=config.lr)
+        case OptimizerName.SGD:
+            return torch.optim.SGD(_decaying(model, config), config.lr, momentum)
+
+
+def _decaying(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return parameter groups with weight decay on matrices only, not on norms and biases."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return _divided(model, config, groups)
+
+
+#: The key of a parameter group for its peak learning rate, where that is not the one of all.
+_PEAK = "peak_lr"
+
+
+def _divided(
+    model: nn.Module, config: OptimizerConfig | SgdConfig, groups: Sequence[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Divide parameter groups as ``--param-group`` says.
+
+    Raises:
+        UserError: a pattern does not fit the model.
+    """
+    rules: dict[str, dict[str, Any]] = rules_of(config.param_groups)
+    try:
+        divided = param_groups(model, rules, groups=groups)
+    except ValueError as error:
+        found = str(error).removeprefix("param_groups: ")
+        raise UserError(f"--param-group: {found}") from error
+    for group in divided:
+        if "lr" in group:
+            group[_PEAK] = group["lr"]
+    return divided
+
+
+def check_param_groups(model: nn.Module, config: OptimizerConfig | SgdConfig) -> None:
+    """Check that ``--param-group`` fits a model, of which no values are needed.
+
+    Raises:
+        UserError: a pattern does not fit.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    _divided(model, config, [{"params": trained}])
+
+
+def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Return AdamW with weight decay on matrices only, not on norms and biases."""
+    return torch.optim.AdamW(
+        _decaying(model, config),
+        lr=config.lr,
+        betas=config.betas,
+        fused=True,  # one kernel for all shards; a shard may be small, a call is not free
+    )
+
+
+def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
+    """Return stochastic gradient descent with weight decay on all parameters."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(
+        _divided(model, config, [{"params": trained}]),
+        lr=config.lr,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+    )
+
+
+FLOOR = 0.1  # the learning rate at the end, as a part of its peak, unless --min-lr says another
+DECAY = 0.1  # the part of a run in which warmup-stable-decay decays, unless --decay-steps does
+
+
+def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[float], float]:
+    """Return a schedule: linear warmup, the peak for as long as nothing decays, and the decay.
+
+    ``cosine`` and ``linear`` decay from the end of the warmup on, ``warmup-stable-decay`` in the
+    last tenth of the run by ``1 - sqrt(part of the decay that is done)``, which Hägele et al.
+    (2024, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations") found to be
+    better than a line. ``decay_steps`` begins any of them at another step, at the earliest after
+    the warmup. Until then a run can be resumed with more ``steps`` as if it had always had these.
+
+    Args:
+        config: peak, warmup and decay.
+        steps: of the whole run.
+
+    Returns:
+        The learning rate of step 1, 2, .. ``steps``.
+    """
+    # A run shorter than its warm-up still sees a peak.
+    warmup = min(config.warmup, max(1, steps // 2)) if config.warmup else 0
+    decay = config.decay_steps
+    if decay is None and config.schedule is ScheduleName.WARMUP_STABLE_DECAY:
+        decay = max(1, round(DECAY * steps))
+    begin = warmup if decay is None else max(warmup, steps - decay)
+    peak = config.lr
+    least = FLOOR * peak if config.min_lr is None else config.min_lr
+
+    def lr(step: float) -> float:
+        if step <= warmup:
+            return peak * step / warmup
+        done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
+        return least + (peak - least) * _remaining(config.schedule, done)
+
+    return lr
+
+
+def _remaining(schedule: ScheduleName, done: float) -> float:
+    """Return the part of the way from the lowest rate to the peak that is left, 1 to 0.
+
+    Args:
+        schedule: the shape.
+        done: the part of the decay that is done, 0 to 1.
+    """
+    match schedule:
+        case ScheduleName.COSINE:
+            return 0.5 * (1 + math.cos(math.pi * done))
+        case ScheduleName.LINEAR:
+            return 1 - done
+        case ScheduleName.WARMUP_STABLE_DECAY:
+            return 1 - math.sqrt(done)
+        case ScheduleName.CONSTANT:
+            return 1.0
+
+
+def offloading(task: Task, config: TrainConfig) -> Task:
+    """Return the task, whose optimizer keeps its states where the configuration says."""
+    sharding = config.sharding
+    if sharding.offload is None:
+        return task
+    masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
+    made = offload(task.optimizer, sharding.offload, masters=masters)
+    return dataclasses.replace(task, optimizer=made)
+
+
+def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
+    """Return the task, whose groups step in backward if the configuration says so."""
+    if config.stepping is Stepping.AFTER_BACKWARD:
+        return task
+    limit = config.optimizer.clip_grad or math.inf
+    made = in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
+    return dataclasses.replace(task, optimizer=made)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float, peak: float) -> None:
+    """Set the learning rate of every parameter group.
+
+    Args:
+        optimizer: the optimizer.
+        lr: the learning rate of the step.
+        peak: the largest one of the training. Groups with a peak of their own get the same part of
+            that.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr * (group[_PEAK] / peak) if _PEAK in group else lr
+
+
+@contextmanager
+def kept_between_forwards(model: nn.Module) -> Iterator[None]:
+    """Keep parameters unsharded over several forwards that no backward follows."""
+    with ExitStack() as stack:
+        for state in states_of(model):
+            top = state.modules[0]
+            if isinstance(top, FSDPModule) and any(
+                not group.options.reshard_after_forward for group in state.groups
+            ):
+                stack.enter_context(top.keep_unsharded(recurse=False))
+        yield
+
+
+class RunningStatistics:
+    """The running means and variances of a model's batch norms, equal on all ranks.
+
+    In training, every rank normalizes by the statistics of its own part of the batch, and moves its
+    running mean and variance toward them, so ranks drift apart. Here the running statistics are
+    averaged after every step. A running value is a linear function of the statistics, so the
+    average is what the mean over ranks would have given: all data count, and evaluations and
+    checkpoints see the same values on every rank. (DDP keeps those of rank 0, and so of one part of
+    the data.)
+
+    Args:
+        model: what has batch norms, or none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Average over all ranks of the default process group. Every rank calls it."""
+        # Asked each time: materializing a model replaces its buffers.
+        mine = [
+            value
+            for norm in batch_norms(self._model)
+            for value in (norm.running_mean, norm.running_var)
+            if value is not None
+        ]
+        if not mine or dist.get_world_size() == 1:
+            return
+        flat = torch.cat([value.flatten() for value in mine])
+        with Peers().collective("the average of running statistics"):
+            dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+        for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
+            value.copy_(part)
+
+
+def count(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the number of elements; sharded parameters count in full."""
+    return sum(p.numel() for p in parameters)
+
+
+def shard_bytes(model: nn.Module) -> int:
+    """Return the bytes of parameters that this rank holds."""
+    locals_ = (p.to_local() if isinstance(p, DTensor) else p for p in model.parameters())
+    return sum(t.numel() * t.element_size() for t in locals_)
+
+
+def transport_name(model: nn.Module) -> str:
+    """Return the transport of each dimension of the mesh, outermost first."""
+    state = fully_shard.state(model)  # type: ignore[attr-defined]
+    for group in state.groups if state is not None else []:
+        outer = group.mesh.replicate
+        names = [_name_of(each) for each in (outer, group.mesh.shard) if each is not None]
+        return "/".join(names)
+    return "none"
+
+
+def _name_of(transport: Transport) -> str:
+    return transport.name if transport.wire.is_plain else f"{transport.name} ({transport.wire})"

@@ -1,0 +1,205 @@
+"""A training as the launcher starts it: check first, import torch later."""
+
+from __future__ import annotations
+
+import enum
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwise.app.recipes.core.begin import check_folder, compared, decided
+from shardwise.app.recipes.core.config import Existing, check_folders, resolve_sharding
+from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
+from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.elastic.rank import StopSignals, importing
+from shardwise.elastic.world import ReplicaWorld, World
+
+
+class Folder(enum.Enum):
+    """Who has chosen the folder of the run."""
+
+    NAMED = "named"  # the user
+    DEFAULT = "default"  # no one: if a run is there, another folder may be taken
+
+
+class TrainingJob:
+    """What the command line starts.
+
+    Args:
+        recipe: what trains.
+        config: what the user asks for.
+        folder: who has chosen the folder of the run.
+        options: the file that repeats the command, which a run keeps.
+
+    Attributes:
+        config: the configuration.
+        chosen: the folder that :meth:`choose_folder` took in place of the default one, if it did.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        config: RecipeConfig,
+        folder: Folder = Folder.NAMED,
+        options: str = "",
+    ) -> None:
+        self.config = config
+        self.chosen: Path | None = None
+        self._recipe = recipe
+        self._folder = folder
+        self._options = options
+        self._inputs: Inputs | None = None
+        self._size = 1
+
+    def span_hosts(self) -> None:
+        """Note that the job is over several hosts."""
+        sharding = replace(self.config.train.sharding, over_hosts=True)
+        self.config = replace(self.config, train=replace(self.config.train, sharding=sharding))
+
+    def be_replica(self, replica: ReplicaWorld) -> None:
+        """Note that this process is a rank of a replica that is a world of its own."""
+        output = self.config.train.output
+        if replica.number:
+            out = RunDir(output.out).replicas / str(replica.number)
+            output = replace(output, out=out)
+        self.config = replace(self.config, train=replace(self.config.train, output=output))
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds that a round waits for a replica; None: replicas are no worlds of their own."""
+        diloco = self.config.train.diloco
+        return None if diloco is None else diloco.deadline
+
+    def replicas(self, world: World) -> int:
+        """Return the number of replicas in a world."""
+        return resolve_sharding(self.config.train.sharding, world.size).shape[0]
+
+    def begin_folder(self) -> RunDir:
+        """Make the folder of the run, and delete what is to be overwritten."""
+        output = self._checked().train.output
+        files = RunDir(output.out)
+        files.begin(decided(output))
+        return files
+
+    def choose_folder(self) -> str | None:
+        """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.
+
+        A new run takes the first folder that is free. ``--resume`` and ``--auto-resume`` go on
+        with the newest run. ``--overwrite`` means the default folder.
+
+        Returns:
+            A line that says so; None where it is the default folder.
+        """
+        output = self.config.train.output
+        if self._folder is Folder.NAMED or output.existing is Existing.OVERWRITE:
+            return None
+        if output.existing is Existing.REFUSE:
+            out = free_folder(output.out)
+            why = f"{output.out} has a run; --resume --out {output.out} goes on with it"
+        else:
+            out = newest_folder(output.out)
+            why = f"the newest run beside {output.out}"
+        if out == output.out:
+            return None
+        self.chosen = out
+        train = replace(self.config.train, output=replace(output, out=out))
+        self.config = replace(self.config, train=train)
+        return f"run        {out}; {why}"
+
+    def show_dry_run(self, world: World) -> None:
+        """Print what every rank of a world would hold, and what a step needs, without starting it.
+
+        Raises:
+            UserError: the configuration is wrong, or does not fit the world.
+        """
+        self.config.check_dry_run(world)
+        from shardwise.app.recipes.core.dry_run import describe  # imports torch
+        from shardwise.app.recipes.core.plan import reporting
+
+        config = self.config
+        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        with reporting("--dry-run", "`shardwise inspect` shows who holds what"):
+            print(describe(blueprint, config.train, example, world))
+
+    def plan(self, world: World) -> AbstractContextManager[None]:
+        """Print what the training needs and how fast it will be, and check that it fits.
+
+        Returns:
+            A context in which ranks find the plan, for the folder of the run.
+
+        Raises:
+            UserError: it does not fit.
+        """
+        from shardwise.app.recipes.core.plan import (
+            check_fits,
+            kept_for_the_run,
+            plan_training,
+            reporting,
+        )
+
+        config = replace(self.config, train=self._checked().train)
+        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        with reporting("--plan", "leave out --plan to train all the same"):
+            plan = plan_training(blueprint, config.train, example, world)
+            print(plan, flush=True)
+            check_fits(plan)
+        return kept_for_the_run(plan)
+
+    def check(self, world: World) -> None:
+        """See :meth:`RecipeConfig.check`."""
+        check_folders(self.config.train.sharding)
+        self._inputs, self._size = self.config.check(world), world.size
+
+    def check_world(self, world: World) -> None:
+        """See :meth:`RecipeConfig.check_world`."""
+        self.config.check_world(world)
+
+    def options(self) -> dict[str, Any]:
+        """Return what all hosts have to agree on, by the names of the options."""
+        inputs = self._checked()
+        return compared({"recipe": inputs.recipe, **inputs.facts()})
+
+    def lock_folder(self) -> AbstractContextManager[None]:
+        """See :func:`locked`."""
+        return locked(RunDir(self._checked().train.output.out))
+
+    def check_folder(self) -> str | None:
+        """Check that the run may begin, or go on; see :func:`check_folder`.
+
+        A run that ended after its last checkpoint and before its results goes on, to make these.
+
+        Returns:
+            A line that says so if the run is complete already.
+        """
+        inputs = self._checked()
+        position = check_folder(inputs)
+        if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
+            return None
+        if not RunDir(inputs.train.output.out).is_finished():
+            return None
+        span = inputs.span
+        option = "--steps" if span.steps is not None and position.step >= span.steps else "--epochs"
+        return (
+            f"Nothing to do: the run in {inputs.train.output.out} is at "
+            f"{span.shown(position)}. To go on, say --resume with more {option}."
+        )
+
+    def report_lost(self) -> None:
+        """Write the page of the run once more if its ranks were killed. Its lock is free again."""
+        from shardwise.app.recipes.core.report import write_report_of_lost
+
+        write_report_of_lost(RunDir(self._checked().train.output.out))
+
+    def run(self, world: World, signals: StopSignals) -> None:
+        """Train, as one rank."""
+        inputs = self._checked()
+        with importing():  # here, and not before: it takes seconds
+            from shardwise.app.recipes.core.training import train
+
+            assemble = self._recipe.assemble()
+        train(inputs, assemble, world, signals, self._options)
+
+    def _checked(self) -> Inputs:
+        assert self._inputs is not None, "check() comes first"
+        return self._inputs

@@ -1,0 +1,370 @@
+"""What rank 0 records about a run: metrics, event files, ``run.json``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import secrets
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from shardwise.app.recipes.core.checkpointing import Best
+from shardwise.app.recipes.core.rundir import RunDir, naming
+from shardwise.app.recipes.core.sinks import Sink
+from shardwise.app.runs.metrics import MAX_LINE, parse_line, without_nan
+from shardwise.app.runs.ranks import RanksFile, RankStep
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.files import open_file
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import LOST, job_id
+
+
+class Journal(Protocol):
+    """Where the training loop records what happens."""
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
+        """Record a step, and what each rank says of it."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Record an evaluation after a step."""
+
+    def saved(self) -> None:
+        """Flush the metrics to disk, as a checkpoint is saved."""
+
+    def best(self, best: Best) -> None:
+        """Record the best checkpoint so far, which is complete."""
+
+    def failed(self, error: BaseException) -> None:
+        """Record at once that the training failed: there may be little time for more."""
+
+
+class NoJournal:
+    """The journal of every rank but rank 0."""
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
+        """Do nothing."""
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Do nothing."""
+
+    def saved(self) -> None:
+        """Do nothing."""
+
+    def best(self, best: Best) -> None:
+        """Do nothing."""
+
+    def failed(self, error: BaseException) -> None:
+        """Do nothing."""
+
+
+class FileJournal:
+    """Writes ``metrics.jsonl`` and ``ranks.jsonl``, and passes metrics to other sinks.
+
+    Args:
+        files: of the run.
+        record: of the run, which names the best checkpoint.
+        unit: what speed counts.
+        done: steps done before; records of later steps are dropped.
+        sinks: what draws curves; closed with the journal.
+    """
+
+    def __init__(
+        self,
+        files: RunDir,
+        record: RunRecord,
+        unit: str,
+        done: int,
+        sinks: Sequence[Sink] = (),
+    ) -> None:
+        self._record = record
+        self._unit = unit
+        self._metrics = MetricsFile(files.metrics, done)
+        self._ranks = RanksFile(files.ranks)
+        self._newest: tuple[int, Sequence[RankStep]] = (0, ())
+        self._sinks = sinks
+
+    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
+        """Write one step."""
+        if ranks:
+            self._newest = (metrics.step, ranks)
+            self._ranks.step(*self._newest)
+        record = metrics.record(self._unit)
+        self._metrics.write(record)
+        self._draw(metrics.step, {k: v for k, v in record.items() if k not in ("step", "eta_s")})
+
+    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
+        """Write an evaluation."""
+        self._metrics.write({"step": step, **values})
+        self._draw(step, values)
+
+    def saved(self) -> None:
+        """Flush everything to disk."""
+        self._metrics.sync()
+        for sink in self._sinks:
+            sink.flush()
+
+    def best(self, best: Best) -> None:
+        """Name the checkpoint in ``run.json``."""
+        self._record.best(best)
+
+    def failed(self, error: BaseException) -> None:
+        """Record that the training failed, as far as that can be written."""
+        with contextlib.suppress(OSError, UserError):
+            self._record.failed(error)
+
+    def close(self, failed: BaseException | None = None) -> None:
+        """Close the files, and all sinks.
+
+        Args:
+            failed: the error that ended the training, if one did.
+        """
+        with contextlib.ExitStack() as stack:
+            for sink in self._sinks:
+                stack.callback(sink.close, failed)
+            stack.callback(self._ranks.close, *self._newest)
+            self._metrics.close()
+
+    def _draw(self, step: int, values: Mapping[str, float]) -> None:
+        for sink in self._sinks:
+            sink.write(step, values)
+
+
+class RunRecord:
+    """``run.json``: configuration, machine and outcome, one session per start or resume.
+
+    Args:
+        files: of the run.
+        facts: configuration, model, data: what is the same in every session.
+        session: what belongs to this session.
+    """
+
+    def __init__(self, files: RunDir, facts: Mapping[str, Any], session: Mapping[str, Any]) -> None:
+        self._files = files
+        known = files.read() if files.run_json.is_file() else {}
+        before = known.get("sessions", [])
+        #: The same in every session: by it, what draws curves knows the run again.
+        self.identity: str = known.get("identity", secrets.token_hex(8))
+        begun = {"job": job_id(), "status": "running", "started": _now()}
+        if lost := os.environ.get(LOST):
+            begun["lost"] = lost[:500]
+        self._session = {**session, **surroundings(), **begun}
+        self._record = {**facts, "identity": self.identity, "sessions": [*before, self._session]}
+        self._files.write(self._record)
+
+    def best(self, best: Best) -> None:
+        """Record the checkpoint with the lowest validation loss."""
+        self._record["best"] = {"step": best.step, "validation_loss": best.loss}
+        self._files.write(self._record)
+
+    def end(self, status: str, **results: Any) -> None:
+        """Record the outcome, ``finished``, ``stopped`` or ``failed``, and the results."""
+        self._session.update(status=status, ended=_now(), **results)
+        self._files.write(self._record)
+
+    def failed(self, error: BaseException) -> None:
+        """Record that the session failed, and with which error."""
+        self.end("failed", error=f"{type(error).__name__}: {error}"[:2000])
+
+
+def surroundings() -> dict[str, Any]:
+    """Return command, versions and host of this process."""
+    names = ("shardwise", "torch", "transformers", "numpy")
+    return {
+        "command": command_line(sys.argv[1:]),
+        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+        "host": {
+            "name": platform.node(),
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads_per_rank": os.environ.get("OMP_NUM_THREADS"),
+        },
+    }
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return the command as one would type it."""
+    return shlex.join(["shardwise", *arguments])
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step, over all ranks.
+
+    Attributes:
+        step: 1, 2, ...
+        loss: mean over ranks and microbatches.
+        grad_norm: of the whole gradient, before clipping.
+        lr: learning rate.
+        units_per_s: tokens (or images) per second of all ranks together.
+        memory_mib: peak memory of any rank so far, in MiB: resident memory on a CPU, allocated
+            memory on a GPU.
+        eta_s: seconds until the last step.
+        epoch: epochs done, with their fraction; None where nothing is counted in epochs.
+        mfu: model FLOPs utilization, 0 to 1; None: not known.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+    units_per_s: float
+    memory_mib: float
+    eta_s: float
+    epoch: float | None = None
+    mfu: float | None = None
+
+    def line(self, unit: str) -> str:
+        """Return ``step=12 loss=3.214 ...``, for grep."""
+        epoch = "" if self.epoch is None else f"epoch={self.epoch:.3f} "
+        mfu = "" if self.mfu is None else f" mfu={self.mfu:.3g}"
+        return (
+            f"step={self.step} {epoch}loss={self.loss:.4f} grad_norm={self.grad_norm:.3f} "
+            f"lr={self.lr:.2e} {unit}_per_s={self.units_per_s:.0f} "
+            f"memory_mib={self.memory_mib:.0f} eta={clock(self.eta_s)}{mfu}"
+        )
+
+    def record(self, unit: str) -> dict[str, Any]:
+        """Return the record for ``metrics.jsonl``, in full precision to compare runs."""
+        values = asdict(self)
+        values[f"{unit}_per_s"] = values.pop("units_per_s")
+        unknown = [name for name in ("epoch", "mfu") if values[name] is None]
+        return {name: value for name, value in values.items() if name not in unknown}
+
+
+def clock(seconds: float) -> str:
+    """Return ``01:05``, or ``2:01:05`` from an hour up."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute:02}:{second:02}"
+
+
+class MetricsFile:
+    """``metrics.jsonl``, open for appending.
+
+    Args:
+        path: the file.
+        last_step: what comes after the lines of this step is cut off first, readable or not: a
+            run that was killed may have gone on after the checkpoint it resumes from.
+
+    Raises:
+        UserError: a line before is damaged.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        if os.path.lexists(path):
+            _cut(path, last_step)
+        self._path = path
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line; readers see it at once."""
+        with naming(self._path):
+            self._file.write(json.dumps(without_nan(record), allow_nan=False) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Flush what was written to disk."""
+        with naming(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file, after another try to write what could not be written."""
+        with naming(self._path):
+            self._file.close()
+
+
+def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, Any]]:
+    """Return the lines of a ``metrics.jsonl``, without a last one that is unfinished.
+
+    Args:
+        path: the file.
+        last_step: end after the lines of this step; None: with the file.
+
+    Raises:
+        UserError: another line is damaged.
+    """
+    return [line.record for line in _lines(path, last_step)]
+
+
+def check_metrics(path: Path, last_step: int) -> None:
+    """Check that the lines of a ``metrics.jsonl`` up to a step are readable.
+
+    Raises:
+        UserError: a line is damaged, or it is no file.
+    """
+    if os.path.lexists(path):
+        for _ in _lines(path, last_step):
+            pass
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A line of the file.
+
+    Attributes:
+        record: what it says.
+        end: the byte behind it.
+        is_whole: whether it ends as a line does.
+    """
+
+    record: dict[str, Any]
+    end: int
+    is_whole: bool
+
+
+def _cut(path: Path, last_step: int) -> None:
+    """Cut off everything after the lines of a step."""
+    kept = None
+    for line in _lines(path, last_step):
+        kept = line
+    with path.open("r+b") as file:
+        file.truncate(kept.end if kept else 0)
+        if kept and not kept.is_whole:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
+
+
+def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
+    """The lines up to those of a step, or all; without a last one that was left unfinished.
+
+    Raises:
+        UserError: a line is damaged that belongs to them.
+    """
+    try:
+        handle, _ = open_file(path)
+        with os.fdopen(handle, "rb") as file:
+            number, end, reached = 0, 0, last_step == 0
+            while line := file.readline(MAX_LINE + 1):
+                number, end, is_whole = number + 1, end + len(line), line.endswith(b"\n")
+                try:
+                    record = parse_line(line, f"{path}, line {number}")
+                except CheckpointError:
+                    if reached or not (is_whole or len(line) > MAX_LINE):
+                        return
+                    raise
+                if last_step is not None and record["step"] > last_step:
+                    return
+                reached = reached or record["step"] == last_step
+                yield _Line(record, end, is_whole)
+    except CheckpointError as error:
+        raise UserError(f"--out: {error}") from None

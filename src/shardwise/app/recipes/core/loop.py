@@ -1,0 +1,372 @@
+"""The training loop that every recipe shares.
+
+A recipe hands in a :class:`~shardwise.app.recipes.core.recipe.Task`: model, optimizer, schedule,
+data, loss. Accumulation, clipping, metrics, checkpoints, progress and stopping are done here, alike
+for all.
+
+One step, on every rank:
+
+    forward, backward      x accumulate; gradients are reduced once, in the last backward
+    clip                   unless groups step in backward
+    exchange               one small all-gather: loss, memory, times, "was I asked to stop?"
+    optimizer step
+    record, evaluate, save
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from shardwise import clip_grad_norm_
+from shardwise.app.recipes.core.build import set_lr
+from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
+from shardwise.app.recipes.core.config import TrainConfig
+from shardwise.app.recipes.core.journal import Journal, StepMetrics
+from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
+from shardwise.app.recipes.core.timeline import TimelineOfRun
+from shardwise.app.runs.ranks import RankStep
+from shardwise.base import devices, observe
+from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.elastic.rank import StopSignals
+from shardwise.optim import OptimizerInBackward
+from shardwise.transport.peers import Peers
+
+RECENT = 20  # steps over which speed is averaged
+
+
+class DivergedError(UserError):
+    """The loss or the gradient is no longer a finite number."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One step, as all ranks know it after the exchange."""
+
+    position: Position
+    loss: float
+    grad_norm: float
+    lr: float
+    memory_mib: float
+    stop: int  # the signal that asked any rank to stop, or 0
+    saved: bool  # all ranks have finished writing the checkpoint under way, or failed to
+    ranks: Sequence[RankStep]  # what each rank says of the step; empty where replicas train apart
+
+
+class Loop:
+    """Trains a :class:`Task`.
+
+    Args:
+        task: what to train.
+        config: how to train.
+        span: how long.
+        place: where.
+        checkpoints: of the run.
+        journal: where to record what happens.
+        signals: which may ask to stop.
+        how_to_resume: for the message of a run that was stopped.
+        timeline: records some of the steps.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        config: TrainConfig,
+        span: TrainingSpan,
+        place: TrainContext,
+        *,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        signals: StopSignals,
+        how_to_resume: str,
+        timeline: TimelineOfRun,
+    ) -> None:
+        self._task = task
+        self._config = config
+        self._span = span
+        self._readers = place.readers
+        self._device = place.device
+        self._per_step = config.examples_per_step(place.readers.size)
+        self._checkpoints = checkpoints
+        self._journal = journal
+        self._display = place.display
+        self._signals = signals
+        self._how_to_resume = how_to_resume
+        self._timeline = timeline
+        self._durations: deque[float] = deque(maxlen=RECENT)
+        self._updating = 0.0  # seconds of the last step behind its exchange
+        self._loading = 0.0  # seconds of this step in which batches were waited for
+
+    def run(self, position: Position) -> tuple[Position, dict[str, float]]:
+        """Train until the end.
+
+        Args:
+            position: how far the run is already.
+
+        Returns:
+            How far it is now, and the evaluation there.
+
+        Raises:
+            Stopped: a signal asked any rank to stop, or this one after its last step; the run
+                is saved.
+            DivergedError: the loss is not finite; the last checkpoint is from before.
+        """
+        left = self._left(position)
+        self._display.begin(position.step, position.step + left, self._task.unit)
+        evaluated: dict[str, float] = {}
+        try:
+            with self._signals.deferred(), self._timeline, self._recording_failure():
+                while self._left(position):
+                    with self._timeline.step(position.step + 1):
+                        started = time.perf_counter()
+                        before, outcome = position, self._step(position)
+                        self._durations.append(time.perf_counter() - started)
+                    position = self._reached(outcome.position)
+                    self._write(outcome)
+                    self._signals.stepped()
+                    if outcome.saved:
+                        self._wait_for_checkpoint()
+                    if self._task.replicas is not None and not self._left(position):
+                        self._task.replicas.end()
+                    evaluated = self._evaluate_if_due(before, position, outcome.stop)
+                    self._save_if_due(position, outcome.stop)
+                    if outcome.stop:
+                        self._signals.agree(outcome.stop)
+                        raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
+            # It came after the last exchange, when other ranks may have left the loop.
+            if noted := self._signals.noted:
+                raise Stopped(noted, self._farewell(position, noted))
+        finally:
+            self._display.end()
+            self._task.close()
+        evaluated = evaluated or self._evaluate(position)
+        self._record_best(position.step)
+        return position, evaluated
+
+    @contextlib.contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        """Record a failure first: a launcher ends the ranks soon after, and files take time."""
+        try:
+            yield
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._journal.failed(error)
+            raise
+
+    def _left(self, position: Position) -> int:
+        return self._span.left(position, self._per_step)
+
+    def _step(self, before: Position) -> _Outcome:
+        task = self._task
+        began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
+        position = Position(before.step + 1, before.examples + self._per_step)
+        lr = task.schedule(position)
+        set_lr(task.optimizer, lr, self._config.optimizer.lr)
+        loss = self._accumulate(before)
+        norm = _item(self._clip())
+        seconds = self._updating + time.perf_counter() - began
+        own = (seconds, observe.waited() - waited, self._loading)
+        mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
+        exchanged = time.perf_counter()
+        if not (math.isfinite(mean) and math.isfinite(norm)):
+            raise DivergedError(self._divergence(position.step, mean, norm))
+        if task.replicas is not None:
+            task.replicas.count(self._config.accumulate * self._config.batch_size)
+        task.optimizer.step()
+        task.optimizer.zero_grad()
+        task.after_step()
+        self._updating = time.perf_counter() - exchanged
+        return _Outcome(position, mean, norm, lr, memory_mib, stop, saved, ranks)
+
+    def _reached(self, position: Position) -> Position:
+        """Return how far this rank is after a step; the replicas may be further than it was."""
+        replicas = self._task.replicas
+        if replicas is None:
+            return position
+        step = replicas.reached(position.step)
+        if self._span.steps is not None:
+            step = max(position.step, min(step, self._span.steps))
+        return Position(step, position.examples + (step - position.step) * self._per_step)
+
+    def _accumulate(self, position: Position) -> torch.Tensor:
+        """Run forward and backward over this rank's microbatches; return the mean loss."""
+        task, count = self._task, self._config.accumulate
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        batches: Iterable[Any] = (self._batch(position, micro) for micro in range(count))
+        divisor: float = count
+        if task.targets is not None:
+            batches = list(batches)  # counted before the first backward
+            divisor = self._mean_targets(sum(map(task.targets, batches)))
+        for micro, batch in enumerate(batches):
+            last = micro == count - 1
+            if task.gathers is Gathers.EVERY_MICROBATCH:
+                task.model.set_requires_gradient_sync(last)
+            loss = task.loss(task.module, batch)
+            if task.gathers is Gathers.EVERY_STEP:
+                # After forward, which takes what the backward before has left in memory.
+                task.model.set_requires_gradient_sync(last)
+                task.model.set_reshard_after_backward(last)
+                task.model.set_is_last_backward(last)
+            (loss / divisor).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach().float() / divisor
+        return total
+
+    def _clip(self) -> torch.Tensor:
+        """Clip the gradients of the step, unless backward did; return their norm."""
+        optimizer = self._task.optimizer
+        if isinstance(optimizer, OptimizerInBackward):
+            assert optimizer.grad_norm is not None
+            return optimizer.grad_norm
+        limit = self._config.optimizer.clip_grad or math.inf
+        return clip_grad_norm_(list(self._task.module.parameters()), limit)
+
+    def _batch(self, position: Position, micro: int) -> Any:
+        """Return this rank's part of a microbatch of the step from a position on."""
+        size = self._config.batch_size
+        first = position.examples + (micro * self._readers.size + self._readers.rank) * size
+        began = time.perf_counter()
+        batch = self._task.data.batch(first, size)
+        self._loading += time.perf_counter() - began
+        return batch
+
+    def _mean_targets(self, mine: int) -> float:
+        """Return the targets of the step over the ranks, of which gradients are averaged.
+
+        A rank's loss divided by it has the gradient of the mean over all targets, once gradients
+        are averaged: ranks with fewer targets count less.
+        """
+        replicas = self._task.replicas
+        group = None if replicas is None else replicas.own_group
+        count = torch.tensor(mine, dtype=torch.float64)
+        return Peers(group).gather_numbers(count, "the count of targets").mean().item()
+
+    def _exchange(
+        self, loss: torch.Tensor, step: int, own: tuple[float, float, float]
+    ) -> tuple[float, float, int, bool, Sequence[RankStep]]:
+        """Return mean loss, largest memory, stop, saved and ranks; see :class:`_Outcome`.
+
+        Where replicas train apart, most exchanges are within a replica, which does not stop alone.
+        """
+        replicas = self._task.replicas
+        group = None if replicas is None else replicas.group_after(step)
+        mine = torch.tensor(
+            [
+                *(loss.item(), devices.peak_memory(self._device) / 2**20),
+                *(self._signals.noted, self._checkpoints.has_ended),
+                *own,
+            ],
+            dtype=torch.float64,
+        )
+        everyone = Peers(group).gather_numbers(mine, "the exchange of losses and signals")
+        losses, memory, asked, ended, *times = everyone.T.tolist()
+        # Summed in the order of ranks: the same bits on every rank, every time.
+        stop = int(max(asked)) if group is None else 0
+        ranks = tuple(map(RankStep, *times, memory)) if replicas is None else ()
+        return sum(losses) / len(losses), max(memory), stop, all(ended), ranks
+
+    def _write(self, outcome: _Outcome) -> None:
+        seconds = sum(self._durations) / len(self._durations)
+        speed = self._per_step * self._task.units_per_example / seconds
+        peak = self._task.peak_units_per_s
+        metrics = StepMetrics(
+            step=outcome.position.step,
+            loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            lr=outcome.lr,
+            units_per_s=speed,
+            memory_mib=outcome.memory_mib,
+            eta_s=self._left(outcome.position) * seconds,
+            epoch=self._span.epoch(outcome.position),
+            mfu=None if peak is None else speed / peak,
+        )
+        self._journal.step(metrics, outcome.ranks)
+        self._display.step(metrics)
+
+    def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
+        every = self._config.output.eval_every
+        if self._config.output.keep_best and not (stop or self._left(position)):
+            return self._evaluate(position)  # before the last save, which deletes what is worse
+        done, now = self._span.evaluation_count(before), self._span.evaluation_count(position)
+        due = every and done // every < now // every
+        return self._evaluate(position) if due else {}
+
+    def _evaluate(self, position: Position) -> dict[str, float]:
+        replicas = self._task.replicas
+        with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
+            values = self._task.evaluate()
+        self._journal.evaluated(position.step, values)
+        shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
+        self._display.say(f"evaluation step={position.step} {shown}")
+        if self._config.output.keep_best:
+            self._checkpoints.improves(position.step, values.get("validation_loss", math.nan))
+        return values
+
+    def _save_if_due(self, position: Position, stop: int) -> None:
+        every = self._config.output.checkpoint_every
+        last = not self._left(position)
+        best = self._checkpoints.best
+        is_best = best is not None and best.step == position.step
+        if not (stop or last or is_best or (every and position.step % every == 0)):
+            return
+        self._wait_for_checkpoint()
+        self._journal.saved()
+        model, optimizer = self._task.module, self._task.optimizer
+        if self._config.output.async_checkpoint and not (stop or last):
+            self._checkpoints.begin(position, model, optimizer)
+        else:
+            self._checkpoints.save(position, model, optimizer)
+            self._say_saved(position.step)
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait for the checkpoint that is being written, if one is.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        step = self._checkpoints.wait()
+        if step is not None:
+            self._say_saved(step)
+
+    def _say_saved(self, step: int) -> None:
+        self._display.say(f"checkpoint step={step} {self._checkpoints.path(step)}")
+        self._record_best(step)
+
+    def _record_best(self, step: int) -> None:
+        """Record the best checkpoint, if it is that of this step, which is complete."""
+        best = self._checkpoints.best
+        if best is not None and best.step == step:
+            self._journal.best(best)
+
+    def _divergence(self, step: int, loss: float, norm: float) -> str:
+        try:
+            self._wait_for_checkpoint()
+            saved = self._checkpoints.steps()
+            since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
+        except SaveError as error:
+            since = str(error)
+        return (
+            f"step {step}: found loss {loss} and gradient norm {norm}, expected finite numbers; "
+            f"{since}; try a lower --lr or a longer --warmup"
+        )
+
+    def _farewell(self, position: Position, stop: int) -> str:
+        return (
+            f"Stopped by {signal_name(stop)} after {self._span.shown(position)}, which is saved. "
+            f"{self._how_to_resume}"
+        )
+
+
+def _item(norm: torch.Tensor) -> float:
+    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())

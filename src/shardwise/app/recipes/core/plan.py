@@ -1,0 +1,223 @@
+"""``--plan``: what a training needs and how fast it will be, before it is started.
+
+The plan rehearses the step of the recipe itself: its model, sharded as it will be, its batches and
+its loss.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from shardwise.app.recipes.core.build import check_param_groups
+from shardwise.app.recipes.core.config import (
+    AUTO,
+    OptimizerConfig,
+    OptimizerName,
+    SgdConfig,
+    TrainConfig,
+    resolve_sharding,
+)
+from shardwise.app.recipes.core.recipe import PLAN_FILE, Example
+from shardwise.app.recipes.core.timeline import PREDICTION
+from shardwise.base import devices
+from shardwise.base.units import binary_size
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
+from shardwise.insight.planning.fit import nearest
+from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
+from shardwise.insight.planning.report import Available
+from shardwise.insight.planning.settings import (
+    Checkpointing,
+    Compiled,
+    PlannedExchange,
+    RehearsalError,
+    Settings,
+    SettingsError,
+    UntraceableError,
+)
+from shardwise.insight.planning.text import verdict
+from shardwise.insight.timeline.merged import prediction_to_json
+
+_FLAGS = {
+    Checkpointing.NONE: "--keep-activations",
+    Checkpointing.SELECTIVE: "--selective-checkpointing",
+    Checkpointing.FULL: "--activation-checkpointing",
+}
+
+
+def plan_training(
+    blueprint: Blueprint,
+    config: TrainConfig,
+    example: Example,
+    world: World,
+    rehearsed: Rehearsed = Rehearsed.EACH_KIND,
+) -> ModelPlan:
+    """Plan a training.
+
+    Args:
+        blueprint: its model.
+        config: what it is asked for.
+        example: its batches and its loss.
+        world: of how many ranks, and hosts.
+        rehearsed: the ranks to plan for.
+
+    Raises:
+        RehearsalError, UntraceableError: the training cannot be rehearsed.
+        UserError: a pattern of ``--param-group`` does not fit the model.
+    """
+    check_param_groups(blueprint.model, config.optimizer)
+    device, machine = _machine_for(config, world)
+    settings = settings_for(config, example, world)
+    free = devices.free_memory(device)
+    if device.type == devices.CPU.type:
+        free //= world.local_size
+    if example.keeps(blueprint.model, free):
+        settings = replace(settings, reshard_after_forward=False)
+    if machine is None and device.type != devices.CPU.type:
+        # No times are known, but the device is here: it says what is free.
+        own = devices.backends_for(device).rpartition(":")[2]
+        settings = replace(settings, backend=own)
+        available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
+        return make_plan(blueprint, settings, None, available, rehearsed)
+    return make_plan(blueprint, settings, machine, None, rehearsed)
+
+
+@contextmanager
+def reporting(option: str, otherwise: str) -> Iterator[None]:
+    """Report a training that cannot be rehearsed as a mistake of the user.
+
+    Args:
+        option: what asked for the plan.
+        otherwise: what to do without it.
+
+    Raises:
+        UserError: the training cannot be rehearsed.
+    """
+    try:
+        yield
+    except (MachineError, MeshError, RehearsalError, SettingsError, UntraceableError) as error:
+        raise UserError(f"{option}: {error}; {otherwise}") from error
+
+
+def settings_for(config: TrainConfig, example: Example, world: World) -> Settings:
+    """Return what a training is, as a plan sees it."""
+    sharding = config.sharding
+    plan = resolve_sharding(sharding, world.size, world.hosts)
+    match config.optimizer:
+        case SgdConfig(momentum=0) | OptimizerConfig(algorithm=OptimizerName.SGD, momentum=0):
+            optimizer = "sgd"
+        case SgdConfig() | OptimizerConfig(algorithm=OptimizerName.SGD):
+            optimizer = "sgd-momentum"
+        case OptimizerConfig(algorithm=name):
+            optimizer = name.value
+    outer, exchange = 0, None
+    if config.diloco is not None:
+        exchange = PlannedExchange(config.diloco.format, config.diloco.local_steps)
+        outer = 3 if config.diloco.keeps_errors else 2
+    return Settings(
+        mesh=WantedMesh(plan.names, plan.shape),
+        strategy=sharding.strategy,
+        batch_size=config.batch_size,
+        accumulate=config.accumulate,
+        seq_length=example.seq_length,
+        param_dtype=sharding.compute_dtype.value,
+        reduce_dtype=sharding.reduce_dtype.value,
+        shard_dtype=sharding.shard_dtype.value,
+        optimizer=optimizer,
+        clip_grad=config.optimizer.clip_grad,
+        stepping=config.stepping,
+        offload=sharding.offload,
+        offload_parameters=sharding.offload_parameters,
+        master_dtype=None if sharding.master_dtype is None else sharding.master_dtype.value,
+        checkpointing=sharding.activation_checkpointing,
+        transport="auto" if sharding.transport is None else sharding.transport.value,
+        wire=sharding.wires,
+        reshard_after_forward=(
+            None if sharding.reshard_after_forward is None else plan.reshard_after_forward
+        ),
+        ranks_per_host=world.local_size,
+        compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
+        outer_states=outer,
+        exchange=exchange,
+        batch=example.batch,
+        step=example.loss,
+    )
+
+
+def _machine_for(config: TrainConfig, world: World) -> tuple[torch.device, Machine | None]:
+    """Return the device that ranks will compute on, and the machine if its speed is known."""
+    kind = config.device
+    if kind == AUTO:
+        enough = devices.count() >= world.local_size
+        kind = devices.default_type() if enough else devices.CPU.type
+    if kind == devices.CPU.type:
+        return devices.CPU, find_machine(None, None, world.local_size, None, world.size)
+    device = torch.device(kind)
+    found = device_reported_as(devices.name(device))
+    name = None if found is None else found.name
+    return device, None if name is None else find_machine(name, None, world.local_size)
+
+
+def check_fits(plan: ModelPlan) -> None:
+    """Check that a training fits into the memory of its ranks.
+
+    Raises:
+        UserError: it does not; the message says what would.
+    """
+    if plan.fits is not False:
+        return
+    found: dict[Settings, ModelPlan] = {}
+
+    def fits(settings: Settings) -> bool:
+        # Two microbatches need as much memory as many.
+        few = replace(settings, accumulate=min(settings.accumulate, 2))
+        found[settings] = make_plan(plan.blueprint, few, None, plan.available)
+        return bool(found[settings].fits)
+
+    other = nearest(plan.settings, fits)
+    if other is None:
+        advice = "more ranks, or shorter sequences or smaller images"
+    else:
+        peak = binary_size(found[other].peak)
+        advice = f"{' '.join(_changes(plan.settings, other))}, which needs {peak}"
+    raise UserError(f"--plan: found {verdict(plan)}; expected {advice}")
+
+
+def _changes(before: Settings, after: Settings) -> Iterator[str]:
+    """The options that lead from one to another."""
+    if after.checkpointing is not before.checkpointing:
+        yield _FLAGS[after.checkpointing]
+    if after.strategy is not before.strategy:
+        yield f"--strategy {after.strategy.value}"
+    if after.batch_size != before.batch_size:
+        yield f"--batch-size {after.batch_size} --accumulate {after.accumulate}"
+
+
+@contextmanager
+def kept_for_the_run(plan: ModelPlan | None) -> Iterator[None]:
+    """Hand a plan to the rank that makes the folder of the run, in a file."""
+    if plan is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
+        path = Path(folder) / "plan.json"
+        path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
+        if plan.step is not None:
+            text = json.dumps(prediction_to_json(plan.step))
+            path.with_name(PREDICTION).write_text(text, encoding="utf-8")
+        os.environ[PLAN_FILE] = str(path)
+        try:
+            yield
+        finally:
+            os.environ.pop(PLAN_FILE, None)

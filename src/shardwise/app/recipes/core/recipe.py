@@ -1,0 +1,262 @@
+"""What a recipe is: a configuration, what it refers to once it is checked, and a task to train.
+
+    config.check(world)                -> Inputs    without torch: mistakes are reported at once
+    recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
+    recipe.blueprint(config)           -> Blueprint the model alone, for a plan
+    recipe.example(config)             -> Example   its batches and its loss, for a plan
+
+The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+
+from shardwise.app.recipes.core.checkpointing import Resumable
+from shardwise.app.recipes.core.config import TrainConfig
+from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.elastic.world import ReplicaWorld, World
+from shardwise.frontends.strategies import ShardingPlan
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise import FSDPModule
+    from shardwise.app.recipes.core.progress import Display  # imports rich's progress bars
+    from shardwise.app.recipes.core.replicas import Replicas
+    from shardwise.insight.inspect.api import Blueprint
+
+
+#: Builds model, optimizer and data on one rank. All ranks call it at the same time.
+Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
+
+
+class RecipeConfig(Protocol):
+    """The configuration of one kind of training: a frozen dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+
+    def check(self, world: World) -> Inputs:
+        """Find the model and the data; raise ``UserError`` if the training is not possible."""
+
+    def check_world(self, world: World) -> None:
+        """Raise ``UserError`` unless the configuration fits the world; looks at no files."""
+
+    def check_dry_run(self, world: World) -> None:
+        """Raise ``UserError`` unless ``--dry-run`` is possible; looks at no data and no folder."""
+
+
+class Inputs(Protocol):
+    """A configuration that was checked, and what it refers to."""
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe on the command line."""
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+
+    @property
+    def span(self) -> TrainingSpan:
+        """How long the training is."""
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One kind of training.
+
+    Attributes:
+        name: on the command line.
+        config: the configuration with all its defaults.
+        module: has ``assemble(inputs, place)``, ``blueprint(config)`` and ``example(config)``. It
+            is imported when it is needed: torch and transformers take seconds.
+        config_for: returns the configuration with the defaults that go with ``--model``.
+        config_from: the same for ``--from``; ``None``: the recipe does not have it.
+    """
+
+    name: str
+    config: RecipeConfig
+    module: str
+    config_for: Callable[[str], RecipeConfig] | None = None
+    config_from: Callable[[str], RecipeConfig] | None = None
+
+    def assemble(self) -> Assemble:
+        """Import what builds model, optimizer and data on one rank."""
+        assemble: Assemble = import_module(self.module).assemble
+        return assemble
+
+    def blueprint(self, config: RecipeConfig) -> Blueprint:
+        """Return the model of a configuration, without memory, and how it would be sharded."""
+        blueprint: Blueprint = import_module(self.module).blueprint(config)
+        return blueprint
+
+    def example(self, config: RecipeConfig) -> Example:
+        """Return the batches and the loss of a configuration."""
+        example: Example = import_module(self.module).example(config)
+        return example
+
+
+#: Environment variable: the file with the plan, for the rank that makes the folder of the run.
+PLAN_FILE = "SHARDWISE_PLAN_FILE"
+
+
+def as_the_strategy_says(model: nn.Module, free: int) -> bool:
+    """Keep nothing, as most recipes do."""
+    del model, free
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """The batches and the loss of a training, for a plan.
+
+    Attributes:
+        batch: makes a batch of n examples, without values that matter.
+        loss: the loss of the model on a batch.
+        seq_length: tokens of an example; ``None``: it has none.
+        keeps: whether full parameters of a model stay in memory between forward and backward
+            whatever the strategy says, where so many bytes are free for each rank.
+    """
+
+    batch: Callable[[int], Any]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    seq_length: int | None = None
+    keeps: Callable[[nn.Module, int], bool] = as_the_strategy_says
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainContext:
+    """Where a rank trains.
+
+    Attributes:
+        world: this rank among those that are in one process group.
+        readers: this rank among all that train together, between whom examples are divided; the
+            same, unless replicas are worlds of their own.
+        replica: the replica that this world is, if it is one.
+        device: where it computes.
+        plan: how the model is sharded.
+        mesh: over which ranks.
+        display: where lines and progress are shown.
+    """
+
+    world: World
+    readers: World
+    device: torch.device
+    plan: ShardingPlan
+    mesh: DeviceMesh
+    display: Display
+    replica: ReplicaWorld | None = None
+
+
+#: The learning rate of a step, by the position that the step leads to.
+Schedule: TypeAlias = Callable[[Position], float]
+
+
+class Data(Protocol):
+    """Training examples in an order that does not depend on the world."""
+
+    def batch(self, position: int, count: int) -> Any:
+        """Return examples ``position`` .. ``position + count``, on this rank's device."""
+
+
+def nothing() -> None:
+    """Do nothing, as most recipes after a step and at the end of training."""
+
+
+def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the results as they are."""
+    del checkpoint
+    return results
+
+
+class Gathers(enum.Enum):
+    """How often parameters that stay in memory between forward and backward are gathered."""
+
+    EVERY_MICROBATCH = "every microbatch"
+    EVERY_STEP = "every step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What to train. Every rank has one, and calls its functions at the same time.
+
+    Attributes:
+        model_name: for the first line.
+        model: after ``fully_shard``.
+        model_config: its ``config.json`` as ``transformers`` reads it; None: it is not theirs.
+        generation_config: the same of its ``generation_config.json``; None: nothing special.
+        save_tokenizer: writes the tokenizer of its texts to a folder; None: there is none.
+        optimizer: over the model's shards.
+        schedule: the learning rate of a step, by the position that the step leads to.
+        data: where batches come from.
+        loss: maps model and batch to a scalar, the mean over the batch; or the sum over its
+            targets, if these are counted.
+        targets: counts the targets of a batch, so that a step is the mean over those of all ranks
+            and microbatches; None: all batches have the same number.
+        evaluate: evaluates the model on validation data; one of the values may be
+            ``validation_loss``, which the report shows.
+        unit: what speed counts: ``tokens``, ``images``.
+        units_per_example: units in an example.
+        peak_units_per_s: the speed at an MFU of 1; None: not known.
+        span: how long the training is, now that the data are open; None: as the inputs say.
+        position: data that save a position of their own; None: the number of examples is enough.
+        example: what an example is called, for the first lines: ``sequences x 128 tokens``.
+        introduction: more of the first lines, each a label and a text.
+        after_step: makes equal on all ranks what is not sharded.
+        close: called after the last batch, or when training failed: stops reading ahead.
+        base: where the frozen parameters are from, which checkpoints leave out; None: they hold all
+            parameters.
+        gathers: how often a group whose parameters stay in memory after forward is gathered.
+        replicas: the replicas, if they train apart.
+        finish: called with the last checkpoint and the last evaluation; returns the results to
+            record.
+    """
+
+    model_name: str
+    model: FSDPModule
+    model_config: str | None = None
+    generation_config: str | None = None
+    save_tokenizer: Callable[[Path], object] | None = None
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    data: Data
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    targets: Callable[[Any], int] | None = None
+    evaluate: Callable[[], dict[str, float]]
+    unit: str
+    units_per_example: int = 1
+    peak_units_per_s: float | None = None
+    span: TrainingSpan | None = None
+    position: Resumable | None = None
+    example: str
+    introduction: Sequence[tuple[str, str]] = ()
+    after_step: Callable[[], None] = nothing
+    close: Callable[[], None] = nothing
+    base: str | None = None
+    gathers: Gathers = Gathers.EVERY_MICROBATCH
+    replicas: Replicas | None = None
+    finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, typed as a module."""
+        return cast("nn.Module", self.model)

@@ -1,0 +1,308 @@
+"""Replicas that train apart (DiLoCo): their exchanges, and a checkpoint for each of them.
+
+checkpoints/step-00000040/               replica 0, committed last: complete if all others are
+checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and optimizer differ
+
+The other replicas keep what the first one keeps, and nothing of theirs is deleted before it has
+committed. Whatever else they have is left from an attempt that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.app.recipes.core.checkpointing import Checkpoints, Resumable, SaveError, on_rank_zero
+from shardwise.app.recipes.core.config import DilocoConfig
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.rundir import REPLICAS
+from shardwise.base import devices
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.commit import delete, step_folder, steps
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.diloco import DiLoCo, Quorum
+from shardwise.diloco.quorum import TIMEOUT
+from shardwise.elastic.world import ReplicaWorld
+from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.transport.peers import Peers
+
+#: The most steps until all ranks tell each other whether they were asked to stop.
+MEET_EVERY = 10
+
+
+class Replicas:
+    """The replicas of a run, as its training loop sees them.
+
+    Args:
+        diloco: of this rank.
+        mesh: (replicate, shard).
+        config: how they exchange parameters.
+    """
+
+    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
+        self._diloco = diloco
+        self._every = min(MEET_EVERY, config.local_steps)
+        #: The ranks of this replica, which average gradients.
+        self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+
+    def group_after(self, step: int) -> dist.ProcessGroup | None:
+        """Return the ranks that exchange losses and signals after a step; ``None``: all."""
+        return self.own_group if step % self._every else None
+
+    def count(self, examples: int) -> None:
+        """Count the examples that a rank of this replica has trained on in a step."""
+
+    def reached(self, step: int) -> int:
+        """Return the step that this replica is at after ``step``: the same, as all go together."""
+        return step
+
+    def join(self, step: int) -> int:
+        """Take part from now on; return the step that this replica is at."""
+        return step
+
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model of every replica has the outer parameters."""
+        return self._diloco.outer_parameters()
+
+    def end(self) -> None:
+        """Make all replicas equal, after the last step."""
+        self._diloco.flush()
+
+
+class LooseReplicas(Replicas):
+    """The replicas of a run, each a world of its own, as one of them sees them.
+
+    Steps are counted in rounds: a replica that catches up, or that another one has called to an
+    exchange before it had done all of its steps, goes on at the first step of the next round. So
+    all have the same learning rate, and no example that has changed the parameters comes again.
+
+    Args:
+        diloco: of this rank.
+        mesh: (replicate, shard), of which the first has one rank.
+        config: how they exchange parameters.
+        tokens: of an example.
+    """
+
+    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig, tokens: int) -> None:
+        super().__init__(diloco, mesh, config)
+        self._local_steps = config.local_steps
+        self._tokens = tokens * mesh.size(1)
+
+    def group_after(self, step: int) -> dist.ProcessGroup | None:
+        """Return the ranks that exchange losses and signals: all of this world."""
+        del step
+        return None
+
+    def count(self, examples: int) -> None:
+        """Count the examples that each rank of this replica has trained on in a step."""
+        self._diloco.count_tokens(examples * self._tokens)
+
+    def reached(self, step: int) -> int:
+        """Return the step that this replica is at: at least the first one of the round."""
+        return max(step, self._diloco.rounds[0] * self._local_steps)
+
+    def join(self, step: int) -> int:
+        """Take part from now on; return the step that this replica is at."""
+        self._diloco.join()
+        return self.reached(step)
+
+    def has_peers(self) -> bool:
+        """Whether other replicas train already, of whom this one gets its parameters."""
+        return self._diloco.has_peers
+
+    def end(self) -> None:
+        """Bring the rest of the last round to the others, and leave."""
+        self._diloco.flush()
+        self._diloco.leave()
+
+
+def replicas_of(
+    model: nn.Module,
+    inner: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    config: DilocoConfig,
+    tokens: int,
+    replica: ReplicaWorld | None = None,
+    timeout: float | None = None,
+) -> tuple[DiLoCo, Replicas]:
+    """Return the optimizer of this rank's replica, and the replicas.
+
+    Args:
+        model: of this rank.
+        inner: the inner optimizer.
+        mesh: (replicate, shard).
+        config: how replicas exchange parameters.
+        tokens: of an example.
+        replica: the one that this world is; None: the world has all of them.
+        timeout: seconds that an exchange may take; None for the usual.
+    """
+    quorum: Quorum | None = None
+    if replica is not None:
+        quorum = Quorum(
+            server=replica.server,
+            replica=replica.number,
+            group=mesh.get_group(SHARD),
+            token=replica.token,
+            timeout=TIMEOUT if timeout is None else timeout,
+        )
+    diloco = DiLoCo(
+        model,
+        inner,
+        outer=config.outer,
+        every=config.local_steps,
+        group=mesh[REPLICATE] if quorum is None else quorum,
+        wire=config.format,
+        error_feedback=config.keeps_errors,
+        streaming=config.streaming,
+    )
+    if quorum is None:
+        return diloco, Replicas(diloco, mesh, config)
+    return diloco, LooseReplicas(diloco, mesh, config, tokens)
+
+
+class _PositionOfAll:
+    """The data positions of all ranks, for the checkpoint of each replica.
+
+    Args:
+        data: of this rank.
+    """
+
+    def __init__(self, data: Resumable) -> None:
+        self._data = data
+        self._collected: dict[str, Any] = {}
+
+    def collect(self) -> None:
+        """Collect the positions of all ranks. Every rank calls it."""
+        parts = Peers().gather_objects(self._data.state(), "the positions of streams")
+        self._collected = {name: value for part in parts for name, value in part.items()}
+
+    def state(self) -> dict[str, Any]:
+        """Return what was collected."""
+        return self._collected
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from a collected position.
+
+        Raises:
+            CheckpointError: it is no such state.
+        """
+        self._data.load_state(state, where)
+
+
+class ReplicaCheckpoints(Checkpoints):
+    """The checkpoints of a run whose replicas train apart: one for each replica.
+
+    Args:
+        folder: where they are.
+        keep_last: how many to keep.
+        mesh: (replicate, shard).
+        data: data that save a position of their own.
+    """
+
+    def __init__(
+        self, folder: Path, keep_last: int, mesh: DeviceMesh, data: Resumable | None
+    ) -> None:
+        self._count = mesh.size(0)
+        self._number = mesh.get_local_rank(REPLICATE)
+        self.own_group = mesh.get_group(SHARD)
+        self._device = devices.current(mesh.device_type)
+        self._position = None if data is None else _PositionOfAll(data)
+        self._root, self._keep = folder, keep_last
+        super().__init__(folder, keep_last)
+
+    def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Save every replica, the first one last. Every rank calls it.
+
+        What other replicas saved of this step in an attempt that failed is replaced.
+
+        Raises:
+            SaveError: a rank could not write; every rank raises it.
+        """
+        self._prepare(optimizer)
+
+        def part() -> None:
+            self._of(self._number).write(position, model, optimizer)
+
+        try:
+            self._in_turn(position, part)()
+        except CheckpointError as error:
+            raise SaveError(str(error)) from error
+
+    def copied(
+        self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Callable[[], None]:
+        """Copy this rank's part; return what writes the checkpoints of all replicas.
+
+        Raises:
+            CheckpointError: what is in the way of it cannot be deleted.
+        """
+        self._prepare(optimizer)
+        return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
+
+    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Do what all ranks do together, before replicas save in turn."""
+        if isinstance(optimizer, DiLoCo):
+            optimizer.finish_exchanges()
+        if self._position is not None:
+            self._position.collect()
+
+    def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that does this replica's part; the first replica comes last."""
+        ranks = Ranks(group_for(None))
+        doing = f"saving step {position.step}"
+
+        def nothing() -> None:
+            """Do nothing: it is the turn of others."""
+
+        def all_parts() -> None:
+            for first in (False, True):
+                own_turn = (self._number == 0) == first
+                ranks.all(doing, part if own_turn else nothing)
+            kept = ranks.first(doing, lambda: steps(self._root))
+            ranks.all(doing, lambda: self._delete_but(kept))
+
+        return all_parts
+
+    def _delete_but(self, kept: list[int]) -> None:
+        """Delete the steps of this replica that the first one does not have."""
+        if self._number == 0 or dist.get_rank(self.own_group) != 0:
+            return
+        folder = self._folder_of(self._number)
+        for step in steps(folder):
+            if step not in kept:
+                delete(step_folder(folder, step))
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
+        """Load the checkpoint of each replica. Every rank calls it.
+
+        If there are more replicas than before, the new ones begin as copies of the old ones.
+
+        Raises:
+            UserError: a checkpoint is damaged, or is of another model.
+        """
+        # The count decides which ranks load together.
+        count = on_rank_zero(f"looking at step {step}", lambda: self.replicas(step))
+        return self._of(self._number % count).load(step, model, optimizer)
+
+    def _of(self, number: int) -> Checkpoints:
+        """Return the checkpoints of a replica. The first one decides what the others keep."""
+        checkpoints = Checkpoints(
+            self._folder_of(number),
+            self._keep if number == 0 else None,
+            self._position,
+            group=self.own_group,
+            replicas=self._count,
+            device=self._device,
+        )
+        checkpoints.best = self.best
+        return checkpoints
+
+    def _folder_of(self, number: int) -> Path:
+        return self._root if number == 0 else self._root / REPLICAS / str(number)

@@ -1,0 +1,611 @@
+"""The folder of a run: what lies in it, and whether a new run may begin in it.
+
+    runs/lm/
+      run.json         configuration, versions, how it went
+      config.yaml      the options of the last session, for --config
+      config.json      the model's, for transformers
+      generation_config.json    how it generates, if it began with --from (lm)
+      tokenizer/       as transformers saves it (lm)
+      metrics.jsonl    a line a step
+      ranks.jsonl      how long each rank computed, every few seconds
+      layout.html      who holds what
+      report.html      the page of the run
+      plan.json        what was predicted, with --plan
+      timeline/        what every rank did in a step, with --timeline
+      sample.txt       what the model writes at the end (lm)
+      model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
+      checkpoints/     step-00000100/, ...
+      quorum.jsonl     what happened among replicas, with --diloco-deadline
+      replicas/        1/, ...: the runs of all replicas but the first, the same
+      run.lock         locked while the run trains; says by which process
+      tensorboard/     with --log tensorboard
+      wandb/           with --log wandb
+
+No torch here: the command line asks before it starts processes.
+
+The lock on a run's folder: two runs never train into one.
+
+The launcher of host 0 holds it, or rank 0 where no launcher of ours is above; so a job that begins
+again is not in its own way. The lock is the kernel's (``flock``) and ends with the process that
+holds it, however that ends. The file stays, and says who held it last; a file that says anything
+else is not ours, and not written to. No torch here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import json
+import os
+import re
+import shutil
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.app.recipes.core.config import Existing, OptionError, OutputConfig, flatten
+from shardwise.app.runs import files
+from shardwise.app.runs.metrics import without_nan
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.commit import is_partial
+from shardwise.checkpoint.disk.companions import TOKENIZER
+from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.elastic.errors import UserError, say
+
+#: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
+REPLICAS = "replicas"
+
+_MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
+_LOCK_TRIES, _LOCK_SECONDS = 20, 0.01
+_MAX_PATH = 4095  # bytes, of Linux
+# As long as a name below the folder of a run gets.
+_DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of a run and the paths in it.
+
+    Attributes:
+        root: the folder.
+    """
+
+    root: Path
+
+    @property
+    def run_json(self) -> Path:
+        """Configuration, versions, outcome. A folder with this file is a run."""
+        return self.root / files.RECORD
+
+    @property
+    def options(self) -> Path:
+        """The options of the last session, as ``--config`` reads them."""
+        return self.root / files.OPTIONS
+
+    @property
+    def model_config(self) -> Path:
+        """The model's configuration, as transformers reads it."""
+        return self.root / "config.json"
+
+    @property
+    def tokenizer(self) -> Path:
+        """Folder of the tokenizer, as transformers saves it; see :meth:`keep_tokenizer`."""
+        return self.root / TOKENIZER
+
+    @property
+    def generation_config(self) -> Path:
+        """How the model generates, as transformers reads it."""
+        return self.root / "generation_config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per step."""
+        return self.root / files.METRICS
+
+    @property
+    def timeline(self) -> Path:
+        """Folder of the timeline."""
+        return self.root / "timeline"
+
+    @property
+    def sample(self) -> Path:
+        """The text that the model writes at the end."""
+        return self.root / files.SAMPLE
+
+    @property
+    def weights(self) -> Path:
+        """The full model at the end, in one file."""
+        return self.root / "model.safetensors"
+
+    @property
+    def ranks(self) -> Path:
+        """How long each rank computed and waited, a line every few seconds."""
+        return self.root / files.RANKS
+
+    @property
+    def layout(self) -> Path:
+        """Who holds what, as the inspector's page."""
+        return self.root / files.LAYOUT
+
+    @property
+    def plan(self) -> Path:
+        """What was predicted of the run."""
+        return self.root / files.PLAN
+
+    @property
+    def report(self) -> Path:
+        """The page of the run."""
+        return self.root / files.REPORT
+
+    @property
+    def confusion(self) -> Path:
+        """The confusion matrix."""
+        return self.root / files.CONFUSION
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of checkpoints."""
+        return self.root / files.CHECKPOINTS
+
+    @property
+    def adapters(self) -> Path:
+        """Folder of the adapters at the end, in the format of peft."""
+        return self.root / "adapters"
+
+    @property
+    def merged(self) -> Path:
+        """Folder of the weights at the end, with the adapters merged into them."""
+        return self.root / "merged"
+
+    @property
+    def lock(self) -> Path:
+        """The file that a run keeps locked while it trains."""
+        return self.root / files.LOCK
+
+    @property
+    def quorum(self) -> Path:
+        """What happened among replicas that are worlds of their own, a line each."""
+        return self.root / files.QUORUM
+
+    @property
+    def replicas(self) -> Path:
+        """Folder of the runs of all such replicas but the first."""
+        return self.root / files.REPLICAS
+
+    @property
+    def wandb(self) -> Path:
+        """Folder that Weights & Biases writes to."""
+        return self.root / "wandb"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Folder of event files."""
+        return self.root / "tensorboard"
+
+    def check(self, config: OutputConfig) -> None:
+        """Check that a run may begin, or go on, here. Changes nothing.
+
+        Raises:
+            OptionError: the folder holds something that would be lost, or nothing to resume; or it
+                cannot be looked into.
+        """
+        length = len(os.fsencode(self.root / _DEEPEST))
+        if length > _MAX_PATH:
+            most = _MAX_PATH - (length - len(os.fsencode(self.root)))
+            raise OptionError("--out", "a path that is too long", f"{most} bytes at most")
+        try:
+            self._check(config)
+        except OSError as error:
+            found = f"{error.filename or self.root}, which cannot be used ({error.strerror})"
+            raise OptionError("--out", found, "a folder that can be read and written") from None
+
+    def _check(self, config: OutputConfig) -> None:
+        root = self.root
+        if root.exists() and not root.is_dir():
+            raise OptionError("--out", f"{root}, which is a file", "a folder")
+        is_run = self.run_json.is_file()
+        if config.existing is Existing.RESUME:
+            if not is_run:
+                raise OptionError("--resume", f"no run in {root}", "a run; see --out")
+            return
+        if is_run and config.existing is not Existing.OVERWRITE:
+            raise OptionError(
+                "--out",
+                f"a run in {root} already",
+                "another folder, --resume to go on, or --overwrite to delete that run",
+            )
+        if is_run:
+            self._check_links()
+        if root.is_dir() and not is_run and not all(map(self._is_trace, root.iterdir())):
+            raise OptionError("--out", f"other files in {root}", "an empty or new folder")
+        parent = root
+        while not parent.exists():
+            parent = parent.parent
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise OptionError("--out", f"no permission to write in {parent}", "a writable folder")
+
+    def _check_links(self) -> None:
+        """Check that the run that is to be deleted lies in its folder, and nowhere else."""
+        for path in (self.root, *self._folders, *self._files):
+            if path.is_symlink():
+                raise OptionError(
+                    "--out",
+                    f"{path}, a symbolic link",
+                    "no link where --overwrite deletes: remove it yourself, or take another folder",
+                )
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        results = (self.tokenizer, self.adapters, self.merged)
+        logs = (self.timeline, self.tensorboard, self.wandb, self.replicas)
+        return (self.checkpoints, *logs, *results)
+
+    @property
+    def _files(self) -> tuple[Path, ...]:
+        # run.json is last: a deletion that is cut short leaves what still is a run.
+        results = (self.sample, self.weights, self.confusion, self.report, self.plan)
+        return (
+            self.quorum,
+            self.metrics,
+            self.ranks,
+            self.layout,
+            self.options,
+            self.model_config,
+            self.generation_config,
+            *results,
+            self.root / "loss.png",  # which earlier versions drew
+            self.run_json,
+        )
+
+    def has_checkpoints(self) -> bool:
+        """Return whether a checkpoint was ever committed here, even if damaged by now.
+
+        A partial folder is none. Neither is what further replicas saved, of which the first is
+        committed last.
+        """
+        if not self.checkpoints.is_dir():
+            return False
+        return any(
+            not is_partial(path) and path.name != REPLICAS for path in self.checkpoints.iterdir()
+        )
+
+    def is_taken(self) -> bool:
+        """Return whether a run or another file is here, or a run is about to begin here."""
+        try:
+            found = list(self.root.iterdir())
+        except FileNotFoundError:
+            return False
+        except OSError:  # a file, or a folder of somebody else
+            return True
+        return not all(map(self._is_trace, found)) or files.is_locked(self.lock)
+
+    def was_begun_by(self, job: str | None) -> bool:
+        """Return whether a job has begun, or resumed, the run that is here.
+
+        Args:
+            job: its id, see :func:`shardwise.elastic.world.job_id`; None is no job.
+        """
+        if job is None:
+            return False
+        try:
+            sessions = self.read().get("sessions", [])
+        except UserError:  # none is here, or it was damaged: jobs of ours write it whole
+            return False
+        return any(session.get("job") == job for session in sessions)
+
+    def is_finished(self) -> bool:
+        """Return whether the last session of the run finished, with its results.
+
+        Raises:
+            UserError: ``run.json`` cannot be read.
+        """
+        sessions = self.read().get("sessions", [])
+        return bool(sessions) and sessions[-1].get("status") == "finished"
+
+    def make(self) -> None:
+        """Make the folder.
+
+        Raises:
+            OptionError: it cannot be made.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            reason = f"{self.root}, which cannot be made ({error.strerror})"
+            raise OptionError("--out", reason, "a folder in a place that can be written") from None
+
+    def begin(self, config: OutputConfig) -> None:
+        """Make the folder; with ``OVERWRITE``, delete the run that is in it, and only that.
+
+        Raises:
+            OptionError: it cannot be made.
+            OSError: what is in it cannot be deleted.
+        """
+        self.make()
+        if config.existing is not Existing.OVERWRITE or not self.run_json.is_file():
+            return
+        self._check_links()
+        try:
+            for folder in self._folders:
+                if folder.is_dir():
+                    shutil.rmtree(folder)
+            for file in self._files:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            found = f"{error.filename}, which cannot be deleted ({error.strerror})"
+            raise OptionError("--out", found, "a run that --overwrite may delete") from None
+
+    def _is_trace(self, path: Path) -> bool:
+        """Return whether a file was left by a run that was killed before its ``run.json``.
+
+        That of any file: a run that was deleted for the next one may have been killed as well.
+        """
+        names = (f".{file.name}" for file in self._files)
+        return path in (self.lock, self.quorum, self.replicas) or path.name.startswith(tuple(names))
+
+    def keep_tokenizer(self, save: Callable[[Path], object]) -> None:
+        """Keep the tokenizer in the folder, unless it has one. The folder is complete, or is not.
+
+        Args:
+            save: writes the tokenizer to a folder that exists.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        if self.tokenizer.is_dir():
+            return
+        partial = self.root / f".{TOKENIZER}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        save(partial)
+        partial.rename(self.tokenizer)
+
+    def read(self, option: str = "--out") -> dict[str, Any]:
+        """Return the content of ``run.json``, with its types checked.
+
+        Args:
+            option: what named the folder, for errors.
+
+        Raises:
+            UserError: it cannot be read; the message names the line or the field.
+        """
+        try:
+            return _checked_record(parse(_bytes_of(self.run_json), str(self.run_json)), self)
+        except CheckpointError as error:
+            raise UserError(f"{option}: {error}") from None
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Replace ``run.json`` atomically."""
+        text = json.dumps(without_nan(record), indent=2, allow_nan=False)
+        write_text(self.run_json, text + "\n")
+
+
+def _bytes_of(path: Path) -> bytes:
+    handle, size = open_file(path)
+    with os.fdopen(handle, "rb") as file:
+        if size > _MAX_RECORD:
+            refuse(str(path), f"{size:,} bytes", f"{_MAX_RECORD:,} at most")
+        return file.read(_MAX_RECORD)
+
+
+def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:
+    where = str(files.run_json)
+    fields = Fields(record, where)
+    known = fields.all()
+    if "recipe" in known:
+        fields.text("recipe")
+    for name in ("config", "model", "data"):
+        if name in known:
+            fields.object(name)
+    if "settings" in known.get("model", {}):
+        Fields(known["model"], f"{where}, 'model'").object("settings")
+    if "identity" in known:
+        fields.text("identity")
+    if "best" in known:
+        best = Fields(known["best"], f"{where}, 'best'")
+        best.number("step")
+    if "sessions" in known:
+        for number, session in enumerate(fields.items("sessions", _MAX_RECORD), start=1):
+            Fields(session, f"{where}, session {number}")
+    return known
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Check that a run is resumed with the settings that it began with.
+
+    Args:
+        before: configuration in its ``run.json``.
+        now: configuration asked for.
+        names: setting -> option, for those that may not change.
+
+    Raises:
+        OptionError: naming the first that differs.
+    """
+    old, new = flatten(before), flatten(now)
+    for name, option in names.items():
+        if old.get(name) != new.get(name):
+            raise OptionError(
+                option, new.get(name), f"{old.get(name)}, as the run began that --resume goes on"
+            )
+
+
+def check_same_model(
+    before: Mapping[str, Any], now: Mapping[str, Any], options: Mapping[str, str]
+) -> None:
+    """Check that a run is resumed with the model that it began with.
+
+    Args:
+        before: ``name`` and ``settings`` of the model in its ``run.json``.
+        now: those asked for.
+        options: setting -> option, for those that have one of their own.
+
+    Raises:
+        OptionError: naming the option by which it has become another model.
+    """
+    old, new = before.get("settings", {}), now["settings"]
+    differing = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if not differing:
+        return
+    if before.get("name") == now["name"] and set(differing) <= options.keys():
+        check_same(old, new, {name: options[name] for name in differing})
+    expected = f"{before.get('name')} as it was when the run began that --resume goes on"
+    raise OptionError("--model", f"{now['name']}, another model", expected)
+
+
+def _beside(path: Path) -> str:
+    """Return the prefix of temporary files that will replace another file."""
+    return f".{path.name}."
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file atomically, and flush it to disk.
+
+    Raises:
+        OSError: it cannot be written; the error names it.
+    """
+    with naming(path):
+        _write_text(path, text)
+
+
+def _write_text(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        # mkstemp keeps it from others; a file of a run is as readable as any.
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask)
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+_MOST_BYTES = 300  # of a holder: the name of a host, and a number
+_HOLDER = re.compile(rb"process \d+ on [^\n]*\n?")
+
+
+def free_folder(default: Path) -> Path:
+    """Return the first of ``runs/lm``, ``runs/lm-2``, ... that is free for a new run."""
+    return next(root for root in _numbered(default) if not RunDir(root).is_taken())
+
+
+def newest_folder(default: Path) -> Path:
+    """Return the last of ``runs/lm``, ``runs/lm-2``, ... that has a run; the first if none has."""
+    newest = default
+    for root in _numbered(default):
+        if not RunDir(root).is_taken():
+            return newest
+        newest = root if RunDir(root).run_json.is_file() else newest
+    raise AssertionError("numbers do not end")
+
+
+def _numbered(default: Path) -> Iterator[Path]:
+    yield default
+    for number in itertools.count(2):
+        yield default.with_name(f"{default.name}-{number}")
+
+
+@contextlib.contextmanager
+def locked(files: RunDir) -> Iterator[None]:
+    """Hold the lock of a folder, so that no other run trains into it. Makes the folder.
+
+    Where the file system has no locks, a line says so.
+
+    Raises:
+        OptionError: another run holds the lock, the folder cannot be written to, or the file is
+            not one that a run made.
+    """
+    files.make()
+    handle = _open(files)
+    try:
+        _lock(handle, files)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _open(files: RunDir) -> int:
+    # O_NOFOLLOW, O_NONBLOCK: who holds the lock is written into it, so never through a link; and a
+    # pipe would wait for its other end. O_CLOEXEC: not inherited by ranks: they end with their
+    # launcher, and a lock that outlived it would be in the way of the next start.
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(files.lock, flags, 0o666)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _not_ours(files, "a symbolic link") from None
+        reason = f"{files.lock}, which cannot be opened ({error.strerror})"
+        raise OptionError("--out", reason, "a folder that can be written to") from None
+    mode = os.fstat(handle).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(handle)
+        raise _not_ours(files, f"no regular file ({stat.filemode(mode)})")
+    return handle
+
+
+def _not_ours(files: RunDir, what: str) -> OptionError:
+    return OptionError(
+        "--out",
+        f"{files.lock}, {what}",
+        "the file that a run makes to lock its folder: remove this, or take another folder",
+    )
+
+
+def _lock(handle: int, files: RunDir) -> None:
+    try:
+        _lock_soon(handle)
+    except BlockingIOError:
+        holder = _content(handle).decode(errors="replace").strip()
+        raise OptionError(
+            "--out",
+            f"a run that is under way in {files.root} ({holder or 'it has only begun'})",
+            "another folder, or to wait until that run has ended",
+        ) from None
+    except OSError as error:
+        say(
+            f"warning    {files.lock} cannot be locked ({error.strerror}): start no other run there"
+        )
+        return
+    found = _content(handle)
+    if found and not _HOLDER.fullmatch(found):
+        raise _not_ours(files, "a file of something else")
+    # It only informs: on a full disk the lock holds all the same.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+
+def _lock_soon(handle: int) -> None:
+    """Lock a file, or give up soon: a page that looks whether it is locked locks it briefly."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_SECONDS)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _content(handle: int) -> bytes:
+    # A host that lost its power may leave zeros.
+    return os.pread(handle, _MOST_BYTES, 0).strip(b"\0")

@@ -1,0 +1,105 @@
+"""``--timeline``: recording a few steps of a training, see :mod:`shardwise.timeline`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+
+from shardwise.app.recipes.core.recipe import PLAN_FILE
+from shardwise.base.errors import CheckpointError
+from shardwise.elastic.errors import Stopped
+from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.timeline import Recording, record
+from shardwise.insight.timeline.merged import prediction_from_json
+
+#: The file beside that of ``PLAN_FILE``: what ``--plan`` says of a step, moment by moment.
+PREDICTION = "prediction.json"
+
+
+def read_prediction() -> StepTime | None:
+    """Return what ``--plan`` predicted; ``None`` if it was not asked for, or knows no times."""
+    planned = os.environ.get(PLAN_FILE)
+    if planned is None:
+        return None
+    path = Path(planned).with_name(PREDICTION)
+    try:
+        return prediction_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+class TimelineOfRun:
+    """Records some steps of a training, and nothing otherwise.
+
+    Args:
+        steps: which; empty: none.
+        folder: where the timeline is written.
+        say: tells the user what came of it.
+        prediction: what a plan says that a step takes.
+    """
+
+    def __init__(
+        self,
+        steps: range,
+        folder: Path,
+        say: Callable[[str], object],
+        prediction: StepTime | None = None,
+    ) -> None:
+        self._steps = steps
+        self._folder = folder
+        self._say = say
+        self._prediction = prediction
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> TimelineOfRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write what was recorded, also if the training ended before the last of the steps."""
+        if error is None or isinstance(error, Stopped):
+            self._finish()
+        elif self._recording is not None:
+            self._recording.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step, if it is one of those. Every rank calls it."""
+        if number not in self._steps:
+            yield
+            return
+        if self._recording is None:
+            recording = record(self._folder, prediction=self._prediction)
+            try:
+                recording.__enter__()
+            except OSError as error:  # on all ranks alike; the training matters more
+                self._say(f"warning    --timeline: {self._folder} cannot be written: {error}")
+                self._steps = range(0)
+                yield
+                return
+            self._recording = recording
+        with self._recording.step(number):
+            yield
+        if number == self._steps[-1]:
+            self._finish()
+
+    def _finish(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            recording.__exit__(None, None, None)
+        except (OSError, CheckpointError) as error:  # the training matters more
+            self._say(f"timeline   {self._folder} could not be written: {error}")
+            return
+        assert recording.timeline is not None
+        self._say(f"timeline   {recording.timeline.summary()}")
+        self._say(f"timeline   {self._folder}")

@@ -1,0 +1,435 @@
+"""A training on one rank from beginning to end, the same for every recipe."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.app.recipes.core import journal
+from shardwise.app.recipes.core.begin import (
+    check_alike,
+    check_folder,
+    decided,
+    how_to_go_on_without,
+    newest_step,
+)
+from shardwise.app.recipes.core.build import (
+    count,
+    offloading,
+    shard_bytes,
+    stepping_in_backward,
+    transport_name,
+)
+from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
+from shardwise.app.recipes.core.config import (
+    AUTO,
+    Existing,
+    OptionError,
+    TrainConfig,
+    resolve_sharding,
+    steps_to_record,
+)
+from shardwise.app.recipes.core.loop import Loop
+from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.app.recipes.core.progress import make_display
+from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
+from shardwise.app.recipes.core.replicas import LooseReplicas, ReplicaCheckpoints
+from shardwise.app.recipes.core.report import report_under_way, write_report
+from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
+from shardwise.app.recipes.core.sinks import Sink, open_sink
+from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
+from shardwise.base import devices
+from shardwise.elastic.connect import connected
+from shardwise.elastic.errors import Stopped, UserError
+from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
+from shardwise.insight.inspect.api import inspect
+from shardwise.insight.inspect.page import page as inspect_page
+from shardwise.transport.peers import Peers
+
+
+@dataclass(frozen=True)
+class _Run:
+    """All parts of a training on one rank."""
+
+    inputs: Inputs
+    place: TrainContext
+    task: Task
+    files: RunDir
+    checkpoints: Checkpoints
+    options: str
+    host_names: Sequence[str]
+
+    @property
+    def per_step(self) -> int:
+        """Examples of one step, over all ranks."""
+        return self.inputs.train.examples_per_step(self.place.readers.size)
+
+    @property
+    def span(self) -> TrainingSpan:
+        """How long the training is."""
+        return self.task.span or self.inputs.span
+
+
+def train(
+    inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals, options: str = ""
+) -> None:
+    """Train on this rank, as one of ``world``.
+
+    Args:
+        inputs: the checked configuration.
+        assemble: builds the task.
+        world: this rank among all.
+        signals: who may ask to stop.
+        options: the file that repeats the command, for the folder of the run; empty: none.
+
+    Raises:
+        UserError: what the user can put right.
+        Stopped: a signal asked to stop, and the run is saved.
+    """
+    replica = find_replica()
+    with contextlib.ExitStack() as held:
+        if world.rank == 0 and replica is None:  # else the launcher has done all this
+            # Before anything is written; again under the lock, for what has ended meanwhile.
+            check_folder(inputs)
+            if LOCKED not in os.environ:
+                held.enter_context(locked(RunDir(inputs.train.output.out)))
+                check_folder(inputs)
+        among = world if replica is None else replica.among_all(world)
+        device = _choose_device(inputs.train.device, among)
+        sharding = inputs.train.sharding
+        if device.type == "cpu" and sharding.offload is sharding.offload_parameters is None:
+            devices.keep_freed_memory()
+        elif device.type == "cpu":
+            devices.return_freed_memory()  # who offloads is short of it
+        backends = devices.backends_for(device)
+        with connected(world, backends, inputs.train.peer_timeout):
+            place = place_for(inputs.train, world, device, replica)
+            train_connected(inputs, assemble, place, signals, options)
+
+
+def train_connected(
+    inputs: Inputs, assemble: Assemble, place: TrainContext, signals: StopSignals, options: str = ""
+) -> None:
+    """Train on this rank, which is a member of the default process group already.
+
+    Raises:
+        OptionError: hosts were started with different options.
+    """
+    world = place.world
+    host_names = [platform.node()]
+    if world.hosts > 1:
+        # Each host has a command line of its own.
+        asked = {"recipe": inputs.recipe, **inputs.facts()}
+        own = (asked, host_names[0])
+        found = Peers().gather_objects(own, "the comparison of what hosts were asked")
+        check_alike([each for each, _ in found[:: world.local_size]])
+        host_names = [name for _, name in found[:: world.local_size]]
+    task = offloading(assemble(inputs, place), inputs.train)
+    task = stepping_in_backward(task, inputs.train)
+    # From here on every rank has random numbers of its own, for dropout.
+    readers = place.readers
+    torch.manual_seed(inputs.train.seed * readers.size + readers.rank)
+    output = inputs.train.output
+    files = RunDir(output.out)
+    checkpoints = (
+        Checkpoints(
+            files.checkpoints,
+            output.keep_last,
+            task.position,
+            device=place.device,
+            base=task.base,
+        )
+        if task.replicas is None or place.replica is not None
+        else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
+    )
+    run = _Run(inputs, place, task, files, checkpoints, options, host_names)
+    position = _joined(run, _resume(run))
+    if world.rank == 0:
+        _train_and_record(run, position, signals)
+    else:
+        _train(run, position, journal.NoJournal(), signals)
+
+
+def place_for(
+    config: TrainConfig, world: World, device: torch.device, replica: ReplicaWorld | None = None
+) -> TrainContext:
+    """Return where this rank trains; it is a member of the default process group."""
+    sharding = config.sharding
+    if replica is not None:
+        sharding = dataclasses.replace(sharding, mesh=None, replicas=1)
+    plan = resolve_sharding(sharding, world.size, world.hosts)
+    return TrainContext(
+        world=world,
+        readers=world if replica is None else replica.among_all(world),
+        replica=replica,
+        device=device,
+        plan=plan,
+        mesh=plan.make_mesh(device.type),
+        display=make_display(world.rank),
+    )
+
+
+def _resume(run: _Run) -> Position:
+    """Load the newest checkpoint, if the run goes on; return how far the run is."""
+    newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
+    if newest is None:
+        return Position()
+    if run.inputs.train.output.keep_best:
+        run.checkpoints.best = on_rank_zero(
+            "finding the best checkpoint", lambda: _best(run, newest)
+        )
+    try:
+        return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
+    except UserError as error:
+        if "is damaged" not in str(error):  # other ranks get the text alone
+            raise
+        raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
+
+
+def _best(run: _Run, newest: int) -> Best | None:
+    """Return the best checkpoint up to the one that the run goes on from."""
+    if not run.files.metrics.exists():
+        return None
+    steps = [step for step in run.checkpoints.steps() if step <= newest]
+    return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+
+
+def _how_to_go_on_without(run: _Run, newest: int) -> str:
+    """Return what to do about a damaged checkpoint: without it, every start would fail alike."""
+    older = [step for step in run.checkpoints.steps() if step < newest]
+    if not older:
+        return "no older checkpoint is complete: --overwrite starts over"
+    return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
+
+
+def _trains_already(run: _Run) -> bool:
+    """Whether other replicas are further than any checkpoint."""
+    replicas = run.task.replicas
+    return isinstance(replicas, LooseReplicas) and replicas.has_peers()
+
+
+def _joined(run: _Run, position: Position) -> Position:
+    """Join the other replicas, if there are any that train apart; return how far this one is."""
+    replicas = run.task.replicas
+    if replicas is None:
+        return position
+    step = replicas.join(position.step)
+    return Position(step, position.examples + (step - position.step) * run.per_step)
+
+
+def _take_folder(run: _Run) -> int | None:
+    """Prepare the folder; return the step to go on from, None for a new run.
+
+    Raises:
+        OptionError: it cannot be, or there is none.
+    """
+    asked = run.inputs.train.output
+    if run.place.replica is not None:
+        # The launcher has looked at the folder. What is in it may be of an earlier start.
+        run.files.make()
+        saved = run.checkpoints.steps()
+        return saved[-1] if saved and not _trains_already(run) else None
+    output = decided(asked)
+    resumes = output.existing is Existing.RESUME
+    newest = newest_step(run.checkpoints, run.files) if resumes else None
+    if asked.existing is not Existing.OVERWRITE and output.existing is Existing.OVERWRITE:
+        run.place.display.say(
+            f"resume     no checkpoint of the run in {asked.out} was committed; starting over"
+        )
+    run.files.begin(output)
+    return newest
+
+
+def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
+    """Train on rank 0, and write the files of the run."""
+    task, files, say = run.task, run.files, run.place.display.say
+    facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
+    facts["model"]["parameters"] = count(task.module.parameters())
+    _introduce(run, position)
+    record = journal.RunRecord(files, facts, _session(run, position))
+    if run.options:
+        write_text(files.options, run.options)
+    if planned := os.environ.get(PLAN_FILE):
+        write_text(files.plan, Path(planned).read_text(encoding="utf-8"))
+    if task.model_config is not None:
+        write_text(files.model_config, task.model_config)
+    if task.generation_config is not None:
+        write_text(files.generation_config, task.generation_config)
+    if task.save_tokenizer is not None:
+        files.keep_tokenizer(task.save_tokenizer)
+    if (best := run.checkpoints.best) is not None:
+        record.best(best)
+    log: journal.FileJournal | None = None
+    failed: BaseException | None = None
+    try:
+        sinks = _sinks(run, record.identity, position.step)
+        log = journal.FileJournal(files, record, task.unit, position.step, sinks)
+        write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
+        with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
+            results = _train(run, position, log, signals)
+    except BaseException as error:
+        failed = error
+        # The error matters more than a failure to record it.
+        with contextlib.suppress(OSError, UserError):
+            if isinstance(error, Stopped):
+                record.end("stopped", signal=error.signum)
+            else:
+                record.failed(error)
+        raise
+    finally:
+        if log is not None:
+            log.close(failed)
+        if failed is not None:
+            write_report(files)
+    record.end("finished", **results)
+    write_report(files)
+    say(f"report     {files.report}")
+    say(f"run        {files.root}")
+
+
+def _sinks(run: _Run, identity: str, done: int) -> list[Sink]:
+    """Open where metrics go, beside ``metrics.jsonl``."""
+    config, root = run.inputs.facts()["config"], run.files.root
+    names = sorted(run.inputs.train.output.logs, key=lambda name: name.value)
+    opened = (open_sink(name, root, done, identity, config) for name in names)
+    return [sink for sink in opened if sink is not None]
+
+
+def _train(
+    run: _Run, position: Position, log: journal.Journal, signals: StopSignals
+) -> Mapping[str, float]:
+    loop = Loop(
+        run.task,
+        run.inputs.train,
+        run.span,
+        run.place,
+        checkpoints=run.checkpoints,
+        journal=log,
+        signals=signals,
+        how_to_resume=_how_to_resume(),
+        timeline=_timeline(run, position),
+    )
+    position, results = loop.run(position)
+    return run.task.finish(run.checkpoints.path(position.step), results)
+
+
+def _timeline(run: _Run, position: Position) -> TimelineOfRun:
+    asked, say = run.inputs.train.output.timeline, run.place.display.say
+    left = run.span.left(position, run.per_step)
+    steps = range(0) if asked is None else steps_to_record(asked, position.step, left)
+    here = range(position.step + 1, position.step + left + 1)
+    if asked is not None and not (steps and steps[-1] in here):
+        found = f"steps {here[0]} to {here[-1]}" if here else "no step"
+        say(f"warning    --timeline {asked}: this session makes {found}")
+    return TimelineOfRun(steps, run.files.timeline, say, read_prediction() if steps else None)
+
+
+def _introduce(run: _Run, position: Position) -> None:
+    """Print the first lines: model, sharding, precision, data, step."""
+    task, place, config = run.task, run.place, run.inputs.train
+    say, sharding = place.display.say, config.sharding
+    parameters = list(task.module.parameters())
+    mine = shard_bytes(task.module) / 2**20
+    whole = sum(p.numel() * p.element_size() for p in parameters) / 2**20
+    say(f"model      {task.model_name}, {count(parameters):,} parameters, {place.device.type}")
+    say(
+        f"sharding   {sharding.strategy.value} over {place.plan}, transport "
+        f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
+    )
+    say(
+        f"precision  {sharding.compute_dtype.value} compute, {sharding.reduce_dtype.value} "
+        f"reduction, {sharding.shard_dtype.value} shards"
+    )
+    for label, text in task.introduction:
+        say(f"{label:<11}{text}")
+    readers = place.readers.size
+    ranks = f"{readers} {'rank' if readers == 1 else 'ranks'}"
+    accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
+    units = run.per_step * task.units_per_example
+    span = run.span
+    steps = f"{span.steps_in_all(run.per_step):,} steps"
+    epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
+    length = steps if span.epochs is None else f"{epochs}, {steps}"
+    say(
+        f"step       {config.batch_size} {task.example}{accumulate} x "
+        f"{ranks} = {units:,} {task.unit}; {length}"
+    )
+    if position.step:
+        say(f"resume     after {span.shown(position)}")
+        _warn_of_another_step(run)
+
+
+def _warn_of_another_step(run: _Run) -> None:
+    sessions = run.files.read().get("sessions", [])
+    before = sessions[-1].get("examples_per_step") if sessions else None
+    if before not in (None, run.per_step):
+        run.place.display.say(
+            f"warning    a step has {run.per_step} examples from here on, and had {before} before: "
+            "results depend on it; see --nproc, --batch-size and --accumulate"
+        )
+
+
+def _session(run: _Run, position: Position) -> dict[str, Any]:
+    plan = run.place.plan
+    return {
+        "from_step": position.step,
+        "steps_asked_for": run.inputs.train.steps,
+        "epochs_asked_for": run.inputs.train.epochs,
+        "examples_per_step": run.per_step,
+        "world_size": run.place.world.size,
+        "hosts": run.place.world.hosts,
+        "local_size": run.place.world.local_size,
+        "host_names": run.host_names,
+        "device": run.place.device.type,
+        "mesh": dict(zip(plan.names, plan.shape, strict=True)),
+        "transport": transport_name(run.task.module),
+    }
+
+
+def _how_to_resume() -> str:
+    if not launched_here():
+        return "To go on, start the same with --resume."
+    if "--auto-resume" in sys.argv:
+        return "To go on:\n  " + journal.command_line(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
+    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])
+
+
+# -- the device and the memory of this rank --------------------------------------------------------
+
+
+def _choose_device(wanted: str, world: World) -> torch.device:
+    """Return the device of this rank, made current.
+
+    ``auto`` takes accelerators where every rank of this host can have one of its own, else CPUs.
+
+    Raises:
+        OptionError: this process cannot compute on what is asked for, or there are too few.
+    """
+    found = devices.count()
+    enough = found >= world.local_size
+    if wanted == AUTO:
+        wanted = devices.default_type() if enough else devices.CPU.type
+    try:
+        devices.check_type(wanted)
+    except devices.UnusableError as error:
+        raise OptionError("--device", error.found, error.expected) from None
+    if wanted == devices.CPU.type:
+        return devices.CPU
+    if not enough:
+        raise OptionError(
+            "--device",
+            f"{wanted}, of which this host has {found}",
+            f"one for each of its {world.local_size} ranks, or --device cpu",
+        )
+    return devices.take(wanted, world.local_rank)

@@ -1,0 +1,58 @@
+"""``shardwise train imagenet``: a residual network of ``transformers`` on images in folders."""
+
+from __future__ import annotations
+
+import functools
+
+from shardwise.app.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
+from shardwise.app.recipes.core.config import SgdConfig
+from shardwise.app.recipes.core.model import build_classifier, config_json, initialize
+from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
+from shardwise.app.recipes.vision.task import (
+    Classifier,
+    ImageData,
+    example_of,
+    load_plain,
+    vision_task,
+)
+from shardwise.frontends.wrap import repeated_blocks
+from shardwise.insight.inspect.api import Blueprint
+
+
+def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
+    """Build model, optimizer and data on one rank."""
+    config, train = inputs.config, inputs.train
+    assert isinstance(train.optimizer, SgdConfig)
+    classes = len(inputs.classes)
+    model = build_classifier(inputs.settings, classes)
+    blocks = repeated_blocks(model)
+    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
+    sharded = shard(model, blocks, train.sharding, place)
+    initialize(model, train.seed)
+    if train.sharding.compile:
+        compile_blocks(blocks)
+    data = ImageData.of(inputs)
+    per_epoch = len(data.training)
+    build = functools.partial(build_classifier, inputs.settings, classes, device="cpu")
+    classifier = Classifier(
+        name=config.model,
+        model=sharded,
+        config_json=config_json(model),
+        optimizer=make_sgd(model, train.optimizer),
+        schedule=lambda position: config.lr(position.examples / per_epoch),
+        load=functools.partial(load_plain, build, place.device),
+        loaded_into="a plain module",
+    )
+    return vision_task(inputs, place, data, classifier)
+
+
+def blueprint(config: ImagenetConfig) -> Blueprint:
+    """Return the network without memory, and how it is sharded; it has ImageNet's 1000 classes."""
+    model = build_classifier(config.settings(), FAKE_CLASSES)
+    return Blueprint(config.model, model, repeated_blocks(model))
+
+
+def example(config: ImagenetConfig) -> Example:
+    """Return batches of images, and their loss."""
+    return example_of(3, config.image_size)

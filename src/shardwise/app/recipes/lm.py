@@ -1,0 +1,273 @@
+"""``shardwise train lm``: a language model of ``transformers`` on text, and a sample at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from shardwise import FSDPModule
+from shardwise.app.recipes.core.build import (
+    checkpoint_blocks,
+    compile_blocks,
+    learning_rate,
+    make_optimizer,
+    shard,
+)
+from shardwise.app.recipes.core.config import OptimizerConfig
+from shardwise.app.recipes.core.model import (
+    Utilization,
+    build,
+    config_json,
+    decoder_layers,
+    initialize,
+    next_token_loss,
+)
+from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext, no_more
+from shardwise.app.recipes.core.replicas import replicas_of
+from shardwise.app.recipes.core.rundir import write_text
+from shardwise.app.recipes.text.batches import open_data
+from shardwise.app.recipes.text.byte_tokenizer import as_transformers
+from shardwise.app.recipes.text.config import LmConfig, LmInputs
+from shardwise.app.recipes.text.conversations import check_apart
+from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
+from shardwise.app.recipes.text.generate import Sampling, generate_tokens
+from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes
+from shardwise.app.recipes.text.packing import Packing
+from shardwise.base.errors import CheckpointError
+from shardwise.base.units import printable
+from shardwise.elastic.errors import UserError
+from shardwise.frontends import pretrained
+from shardwise.insight.inspect.api import Blueprint
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.text.adapters import Adapters
+
+
+def assemble(inputs: LmInputs, place: TrainContext) -> Task:
+    """Build model, optimizer and data on one rank."""
+    config, train = inputs.config, inputs.train
+    assert isinstance(train.optimizer, OptimizerConfig)
+    vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
+    model = _build(inputs.settings, config, vocabulary)
+    introduction = _notes(config, vocabulary, model)
+    world, readers = place.world, place.readers
+    data = open_data(inputs.text, vocabulary, config, world, place.device, readers)
+    introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
+    adapters = None if config.lora is None else _adapters(model, config)
+    blocks = decoder_layers(model)
+    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
+    sharded = shard(model, blocks, train.sharding, place)
+    gathers = Gathers.EVERY_MICROBATCH
+    if config.pretrained is None:
+        initialize(model, train.seed)
+    else:
+        introduction.append(("weights", _fill(model, adapters, config.pretrained, train.seed)))
+    if adapters is not None:
+        frozen, how = adapters.decide(sharded, place)
+        gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
+        introduction += [("adapters", str(adapters)), ("frozen", how)]
+    if config.packing is Packing.PACKED and config.chat:
+        check_apart(model, vocabulary.used, config.model, place.device)
+    if train.sharding.compile:
+        compile_blocks(blocks)
+    span = replace(inputs.span, per_epoch=data.per_epoch)
+    steps = span.steps_in_all(train.examples_per_step(place.readers.size))
+    curve = learning_rate(train.optimizer, steps)
+    optimizer = make_optimizer(model, train.optimizer)
+    replicas = None
+    if train.diloco is not None:
+        optimizer, replicas = replicas_of(
+            model,
+            optimizer,
+            place.mesh,
+            train.diloco,
+            config.seq_length,
+            place.replica,
+            train.peer_timeout,
+        )
+        introduction.append(("replicas", str(train.diloco)))
+    use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
+    return Task(
+        model_name=config.model,
+        model=sharded,
+        model_config=config_json(model),
+        generation_config=_generation_json(config, model),
+        save_tokenizer=lambda folder: as_transformers(vocabulary).save_pretrained(folder),
+        optimizer=optimizer,
+        schedule=lambda position: curve(position.step),
+        data=data.batches,
+        loss=data.loss,
+        targets=data.targets,
+        evaluate=data.evaluation(model),
+        unit="tokens",
+        units_per_example=config.seq_length,
+        peak_units_per_s=use.peak_tokens_per_s(place.world.size),
+        span=span,
+        position=data.position,
+        example=f"sequences x {config.seq_length} tokens",
+        introduction=[*introduction, ("compute", str(use))],
+        close=data.close,
+        base=None if adapters is None else config.pretrained,
+        gathers=gathers,
+        replicas=replicas,
+        finish=functools.partial(_finish, inputs, place, sharded, vocabulary, adapters),
+    )
+
+
+def _build(settings: dict[str, Any], config: LmConfig, vocabulary: Vocabulary) -> PreTrainedModel:
+    """Build the model on the meta device.
+
+    Raises:
+        UserError: it cannot be built.
+    """
+    if config.pretrained is None:
+        return build(settings, vocabulary.size, vocabulary.separator)
+    with _naming("--from", config.pretrained):
+        model = pretrained.build(
+            config.pretrained,
+            model_class=AutoModelForCausalLM,
+            dtype=torch.float32,
+            use_cache=False,
+        )
+    model.train()
+    return model
+
+
+def _generation_json(config: LmConfig, model: PreTrainedModel) -> str | None:
+    """Return how a published model generates: where it ends an answer, above all."""
+    generation = model.generation_config
+    if config.pretrained is None or generation is None:
+        return None
+    return str(generation.to_json_string())
+
+
+def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
+    """Put adapters on a model. Other trainings need no ``peft``, which takes a second to import."""
+    from shardwise.app.recipes.text.adapters import Adapters
+
+    return Adapters(model, config)
+
+
+def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:
+    """Load published weights into the shards; return what came of it."""
+    torch.manual_seed(seed)
+    with _naming("--from", name):
+        report = pretrained.fill(model, name) if adapters is None else adapters.fill(seed)
+    if not report.missing:
+        return f"all from {name}"
+    some = ", ".join(report.missing[:3])
+    more = f" and {len(report.missing) - 3} more" if len(report.missing) > 3 else ""
+    return f"from {name}, which lacks {some}{more}: initialized by --seed"
+
+
+@contextlib.contextmanager
+def _naming(option: str, name: str) -> Iterator[None]:
+    """Report an error of a published model as one of the option that names it."""
+    try:
+        yield
+    except (CheckpointError, ValueError, TypeError) as error:
+        raise UserError(f"{option} {name}: {error}") from error
+
+
+def _notes(
+    config: LmConfig, vocabulary: Vocabulary, model: PreTrainedModel
+) -> list[tuple[str, str]]:
+    """Return lines about what may not be as the user expects.
+
+    Raises:
+        OptionError: the model has too few rows for the tokenizer.
+    """
+    if config.pretrained is not None:
+        assert isinstance(vocabulary, Tokenizer)
+        embedding = model.get_input_embeddings().weight
+        assert isinstance(embedding, torch.Tensor)
+        note = vocabulary.fit(len(embedding))
+        return [("warning", note)] if note else []
+    path = Path(config.model)
+    folder = path if path.is_dir() else path.parent
+    if path.exists() and any(folder.glob("*.safetensors")):
+        text = f"{config.model} has weights, and --model trains from scratch: --from uses them"
+        return [("warning", text)]
+    return []
+
+
+def blueprint(config: LmConfig) -> Blueprint:
+    """Return the model without memory, and how it is sharded.
+
+    Raises:
+        OptionError: the tokenizer cannot be loaded, or ``transformers`` cannot build the model.
+    """
+    model = _build(
+        config.settings(), config, load_vocabulary(config.tokenizer_name, config.tokenizer_option)
+    )
+    if config.lora is not None:
+        _adapters(model, config)  # which changes the model
+    return Blueprint(config.model, model, decoder_layers(model))
+
+
+def example(config: LmConfig) -> Example:
+    """Return the batches of documents, and their loss; those of chats have the same size."""
+
+    def batch(count: int) -> torch.Tensor:
+        return torch.zeros(count, config.seq_length + 1, dtype=torch.long)
+
+    def keeps(model: nn.Module, free: int) -> bool:
+        needed = frozen_bytes(model, config.train.sharding.compute_dtype)
+        return config.lora is not None and decided(config.frozen, needed, free) is Frozen.KEEP
+
+    return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, keeps=keeps)
+
+
+def _finish(
+    inputs: LmInputs,
+    place: TrainContext,
+    model: FSDPModule,
+    vocabulary: Vocabulary,
+    adapters: Adapters | None,
+    checkpoint: Path,
+    results: Mapping[str, float],
+) -> Mapping[str, float]:
+    """Write the adapters, if there are any, and a sample."""
+    if adapters is not None:
+        adapters.write(place, as_transformers(vocabulary))
+    return _write_sample(inputs, place, model, vocabulary, checkpoint, results)
+
+
+def _write_sample(
+    inputs: LmInputs,
+    place: TrainContext,
+    model: FSDPModule,
+    vocabulary: Vocabulary,
+    checkpoint: Path,
+    results: Mapping[str, float],
+) -> Mapping[str, float]:
+    """Write a sample of what the trained model generates."""
+    config = inputs.config
+    if not config.sample_tokens:
+        return no_more(checkpoint, results)
+    with torch.compiler.set_stance("force_eager"):  # every token would have a graph of its own
+        drawn = generate_tokens(
+            cast("nn.Module", model),
+            [vocabulary.separator, *vocabulary.encode(config.prompt_text)],
+            config.sample_tokens,
+            Sampling(temperature=config.temperature, seed=config.train.seed),
+            vocab_size=vocabulary.used,
+            window=config.seq_length,
+            device=place.device,
+        )
+        tokens = list(drawn)
+    if place.world.rank == 0:
+        text = config.prompt_text + vocabulary.decode(tokens)
+        say = place.display.say
+        write_text(config.files.sample, text + "\n")
+        say(f"sample     {config.files.sample}")
+        say("\n".join(f"    {line}".rstrip() for line in printable(text, keep="\n\t").split("\n")))
+    return results

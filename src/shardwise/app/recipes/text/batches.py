@@ -1,0 +1,419 @@
+"""What a language model trains on and is evaluated on, on one rank.
+
+Batches of documents are read by a background thread while the step before them computes:
+
+    thread      read 4 | read 5 | read 6 | wait for room ........ | read 7
+    queue       4 5 6                                               5 6
+    training             step 3 ................................. | step 4
+
+With each batch the thread notes the position of the data after it. So a checkpoint holds the
+position of what was trained on, whatever was read beyond that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from shardwise.app.recipes.core.build import kept_between_forwards
+from shardwise.app.recipes.core.checkpointing import Resumable
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.model import next_token_loss
+from shardwise.app.recipes.core.progress import brief
+from shardwise.app.recipes.core.recipe import Data, nothing
+from shardwise.app.recipes.text.chat import ChatData, ChatLines
+from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.conversations import (
+    ChatBatches,
+    ChatLoss,
+    ChatRows,
+    survey,
+    target_loss,
+)
+from shardwise.app.recipes.text.data import (
+    VALIDATION_SHARE,
+    Sequences,
+    TextData,
+    Tokenizer,
+    Vocabulary,
+)
+from shardwise.app.recipes.text.documents import Documents, StreamSource
+from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
+from shardwise.app.recipes.text.turns import ChatEncoder
+from shardwise.elastic.world import World
+from shardwise.transport.peers import Peers
+
+VALIDATION_SEQUENCES = 64
+
+
+class Tokens(Protocol):
+    """Tokens one after another, of which any part can be read."""
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Return tokens ``start`` .. ``start + length``, int64 of shape (length,)."""
+
+
+class TextBatches:
+    """Training batches: int64 of shape (count, length + 1), on the device.
+
+    Args:
+        text: the data.
+        config: length and seed.
+        device: where batches go.
+    """
+
+    def __init__(self, text: TextData, config: LmConfig, device: torch.device) -> None:
+        self._sequences = Sequences(text.train, config.seq_length, config.train.seed)
+        self._device = device
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Return sequences ``position`` .. ``position + count`` of the order."""
+        return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
+
+
+class ValidationLoss:
+    """The loss on sequences spread evenly over the validation text, divided among ranks.
+
+    Args:
+        model: the model to evaluate.
+        stream: the tokens to evaluate it on.
+        config: length and batch size.
+        world: this rank.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        stream: Tokens,
+        config: LmConfig,
+        world: World,
+        device: torch.device,
+    ) -> None:
+        self._model = model
+        self._batch_size = config.train.batch_size
+        self._world = world
+        self._device = device
+        # Equally many on every rank, since every forward takes all ranks.
+        total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
+        room = len(stream) - (config.seq_length + 1)
+        starts = [room * i // max(1, total - 1) for i in range(total)]
+        rows = [stream.read(start, config.seq_length + 1) for start in starts]
+        self._mine = [torch.from_numpy(row) for row in rows[world.rank :: world.size]]
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Return the mean over all ranks, in nats per token."""
+        self._model.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        with kept_between_forwards(self._model):
+            for first in range(0, len(self._mine), self._batch_size):
+                rows = self._mine[first : first + self._batch_size]
+                loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
+                total += loss.item() * len(rows)
+        self._model.train()
+        everyone = Peers().gather_numbers(total, "the sum of validation losses")
+        return {"validation_loss": everyone.sum().item() / (len(self._mine) * self._world.size)}
+
+
+#: Evaluates a model: names and values, such as ``validation_loss``.
+Evaluate: TypeAlias = Callable[[], dict[str, float]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmData:
+    """Opened data.
+
+    Attributes:
+        batches: to train on.
+        evaluation: for a model, what evaluates it.
+        summary: for people: how much there is.
+        notes: for people: what is not as they may expect; empty: nothing.
+        loss: of a model on a batch: the mean over its tokens; or the sum, if targets are counted.
+        targets: counts the targets of a batch; None: all batches have the same number.
+        per_epoch: examples of an epoch; None: nothing is counted in epochs.
+        position: what has to be saved to go on; None where the number of examples says it all.
+        close: ends what reads ahead.
+    """
+
+    batches: Data
+    evaluation: Callable[[nn.Module], Evaluate]
+    summary: str
+    notes: str = ""
+    loss: Callable[[nn.Module, Any], torch.Tensor] = next_token_loss
+    targets: Callable[[Any], int] | None = None
+    per_epoch: int | None = None
+    position: Resumable | None = None
+    close: Callable[[], None] = nothing
+
+
+def open_data(
+    text: TextData | Documents | ChatData,
+    vocabulary: Vocabulary,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+    readers: World | None = None,
+) -> LmData:
+    """Open what :meth:`LmConfig.check` found. Every rank calls it.
+
+    Args:
+        text: what was found.
+        vocabulary: of the texts.
+        config: the configuration.
+        world: this rank among those that evaluate together.
+        device: of this rank.
+        readers: this rank among those between whom examples are divided, if these are more. Then
+            what comes next is not known, and not read ahead.
+
+    Raises:
+        UserError: it cannot be opened, or there is too little.
+    """
+    match text:
+        case TextData():
+            return _open_files(text, config, world, device)
+        case Documents():
+            return _open_documents(text, vocabulary, config, world, device, readers)
+        case ChatData():
+            assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
+            return _open_chats(text, vocabulary, config, world, device, readers)
+
+
+def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
+    files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
+    return LmData(
+        batches=TextBatches(text, config, device),
+        evaluation=lambda model: ValidationLoss(model, text.validation, config, world, device),
+        summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
+        f"{brief(len(text.validation))} for validation; {files}",
+    )
+
+
+def _open_documents(
+    text: Documents,
+    vocabulary: Vocabulary,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+    readers: World | None,
+) -> LmData:
+    source = StreamSource(text)
+    length = config.seq_length
+    held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
+    shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
+    streams = StreamBatches(source, vocabulary, length, config.streams, readers or world, shuffle)
+    dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
+    order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
+    summary = (
+        f"{text.summary} in {streams.streams} streams, dealt out {dealt}{order}; "
+        f"{brief(len(held))} tokens for validation; "
+        f"tokenizer {vocabulary.name}, {vocabulary.used:,} tokens"
+    )
+    # Local files are read by the cores that train: there is no waiting to hide, and threads that
+    # take turns at the interpreter's lock on busy cores make steps longer.
+    busy = device.type == "cpu" and source.commit is None
+    jumps = readers not in (None, world)
+    batches = streams if busy or jumps else ReadAhead(streams, world.size, device)
+    return LmData(
+        batches=batches,
+        evaluation=lambda model: ValidationLoss(model, held, config, world, device),
+        summary=summary,
+        position=batches,
+        close=batches.close if isinstance(batches, ReadAhead) else nothing,
+    )
+
+
+def _open_chats(
+    text: ChatData,
+    vocabulary: Tokenizer,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+    readers: World | None,
+) -> LmData:
+    encoder = ChatEncoder(vocabulary)
+    length = config.seq_length
+
+    def rows_of(lines: ChatLines) -> tuple[ChatRows, str]:
+        found = survey(lines, encoder, length, world)
+        return ChatRows(lines, encoder, found, length, config.packing), found.notes(length)
+
+    train, notes = rows_of(text.train)
+    held, held_notes = rows_of(text.validation)
+    given = {"": notes, "for validation: ": held_notes}
+    batches: ChatBatches | ReadAhead = ChatBatches(train, config.train.seed)
+    if device.type != "cpu" and readers in (None, world):
+        batches = ReadAhead(batches, world.size, device)
+    return LmData(
+        batches=batches,
+        evaluation=lambda model: ChatLoss(model, held, config.train.batch_size, world, device),
+        summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
+        f"{vocabulary.used:,} tokens",
+        notes="; ".join(f"{part}{note}" for part, note in given.items() if note),
+        loss=target_loss,
+        targets=lambda batch: int(batch.target_count),
+        per_epoch=len(train),
+        close=batches.close if isinstance(batches, ReadAhead) else nothing,
+    )
+
+
+AHEAD = 8  # batches: room for a source that stands still for some steps, and next to no memory
+END = 5.0  # seconds that the thread gets to end, after which it is left to the process's end
+
+
+class Readable(Protocol):
+    """Data in host memory that know where they stand."""
+
+    def batch(self, position: int, count: int) -> Any:
+        """Examples ``position`` .. ``position + count``: what has a method ``to``, for devices."""
+
+    def state(self) -> dict[str, Any]:
+        """Where they stand: tensors and plain values that do not change."""
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from it."""
+
+
+@dataclass(frozen=True)
+class _Read:
+    """What was read, and where the data stand behind it."""
+
+    position: int
+    count: int
+    batch: Any
+    state: dict[str, Any]
+
+
+class ReadAhead:
+    """Training batches on the device, read some batches before they are asked for.
+
+    The thread begins with the first batch; :meth:`close` ends it.
+
+    Args:
+        data: where batches come from; from the first batch on only the thread reads it.
+        ranks: each of n ranks takes its part of a microbatch, one after the other: from one
+            batch of this rank to its next it is as many batches.
+        device: where batches go.
+    """
+
+    def __init__(self, data: Readable, ranks: int, device: torch.device) -> None:
+        self._data = data
+        self._ranks = ranks
+        self._device = device
+        self._queue: SimpleQueue[_Read | BaseException] = SimpleQueue()
+        self._room = threading.Semaphore(AHEAD)
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._state: dict[str, Any] | None = None
+
+    def batch(self, position: int, count: int) -> Any:
+        """Examples ``position`` .. ``position + count``; they have to follow those before.
+
+        Raises:
+            ValueError: they do not.
+            Exception: what the thread met with, in its own traceback.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._read, args=(position, count), name="read-ahead", daemon=True
+            )
+            self._thread.start()
+        read = self._queue.get()  # signals are handled meanwhile
+        if isinstance(read, BaseException):
+            self._queue.put(read)  # nothing follows it
+            raise read
+        if (read.position, read.count) != (position, count):
+            raise ValueError(
+                f"found {count} examples from {position} asked for, expected {read.count} from "
+                f"{read.position}, which were read ahead"
+            )
+        self._state = read.state
+        self._room.release()
+        return read.batch.to(self._device)
+
+    def _read(self, position: int, count: int) -> None:
+        try:
+            while self._room.acquire() and not self._closed.is_set():
+                batch = self._data.batch(position, count)
+                self._queue.put(_Read(position, count, batch, self._data.state()))
+                position += self._ranks * count
+        except BaseException as error:  # whatever it is, the step that needs the batch raises it
+            self._queue.put(error)
+
+    def close(self) -> None:
+        """End the thread; no batch follows.
+
+        A thread that waits for a network is left waiting: it ends with the process.
+        """
+        self._closed.set()
+        self._room.release()
+        if self._thread is not None:
+            self._thread.join(END)
+
+    def state(self) -> dict[str, Any]:
+        """Where the data stood behind the last batch that was asked for."""
+        return self._data.state() if self._state is None else self._state
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Go on from :meth:`state` of all ranks of any world, before the first batch.
+
+        Raises:
+            CheckpointError: it is no such state.
+            OptionError: it has another number of streams than was asked for.
+        """
+        self._data.load_state(state, where)
+
+
+class HeldTokens:
+    """Tokens in memory, with the interface of a ``ByteStream``.
+
+    Args:
+        tokens: one after another.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = np.array(tokens, dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self._tokens)
+
+    def read(self, start: int, length: int) -> NDArray[np.int64]:
+        """Tokens ``start`` .. ``start + length``."""
+        return self._tokens[start : start + length]
+
+
+def validation_tokens(
+    source: StreamSource, vocabulary: Vocabulary, length: int, count: int
+) -> HeldTokens:
+    """Tokens for ``count`` sequences that are not trained on, or for all that there are.
+
+    Raises:
+        OptionError: not even for one.
+    """
+    tokens: list[int] = []
+    wanted = count * (length + 1)
+    for text in source.validation_texts():
+        if text:
+            tokens += [vocabulary.separator, *vocabulary.encode(text)]
+        if len(tokens) >= wanted:
+            break
+    if len(tokens) <= length:
+        raise OptionError(
+            "--data",
+            f"{len(tokens)} tokens for validation (one document in {VALIDATION_SHARE})",
+            f"at least {length + 1} with --seq-length {length}, or --eval-data with others",
+        )
+    return HeldTokens(tokens[:wanted])

@@ -1,0 +1,328 @@
+"""Chat files: which lines there are, and what each says. Neither torch nor a tokenizer here.
+
+A chat file has one JSON object per line, in one of these forms; other fields are ignored:
+
+    {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}
+    {"prompt": "a text", "completion": "how it goes on"}
+    {"prompt": [messages], "completion": [messages]}
+
+The assistant's messages are trained on, but not those with ``"weight": 0`` (OpenAI's format).
+``"tools"`` beside ``"messages"`` is given to the chat template.
+
+Every line is checked before a training starts. Then only places of lines are in memory.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.strict import parse
+from shardwise.elastic.errors import UserError
+
+ASSISTANT = "assistant"
+HELD_OUT_AT_MOST = 512  # chats: an evaluation should take less time than the steps between two
+_LONGEST_LINE = 1 << 26  # bytes: far above any context; a file without line ends is no chat file
+_COMPRESSED = frozenset({".gz", ".zst", ".bz2", ".xz", ".zip"})
+
+
+class ChatError(UserError):
+    """A line of a chat file that cannot be used; the message names file, line and reason."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages for a chat template.
+
+    Attributes:
+        messages: as in the file, each with a ``role``.
+        trained: numbers of the messages to train on, ascending; at least one.
+        tools: for the template; None: none given.
+    """
+
+    messages: tuple[dict[str, Any], ...]
+    trained: tuple[int, ...]
+    tools: list[Any] | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A text, and how it goes on. No template is used.
+
+    Attributes:
+        prompt: only read; may be empty.
+        completion: trained on, with the end-of-text token after it.
+    """
+
+    prompt: str
+    completion: str
+
+
+def parse_chat(line: bytes, where: str) -> Chat | Completion:
+    """Return what a line of a chat file says.
+
+    Args:
+        line: the line.
+        where: option, file and line, for errors.
+
+    Raises:
+        ChatError: it is in none of the forms.
+    """
+    try:
+        value = parse(line, where)
+    except CheckpointError as error:
+        raise ChatError(str(error)) from None
+    if not isinstance(value, dict):
+        raise _wrong(where, _kind(value), 'an object with "messages", or "prompt" and "completion"')
+    if "messages" in value:
+        messages = _messages(value["messages"], "messages", where)
+        return _chat(messages, 0, value.get("tools"), where)
+    if "prompt" not in value or "completion" not in value:
+        found = ", ".join(sorted(map(repr, value))[:10]) or "no fields"
+        raise _wrong(where, found, '"messages", or "prompt" and "completion"')
+    prompt, completion = value["prompt"], value["completion"]
+    match prompt, completion:
+        case str(), str():
+            if not completion:
+                raise _wrong(where, 'an empty "completion"', "a text to train on")
+            return Completion(prompt, completion)
+        case list(), list():
+            given = _messages(prompt, "prompt", where)
+            messages = given + _messages(completion, "completion", where)
+            return _chat(messages, len(given), value.get("tools"), where)
+    found = f'"prompt" {_kind(prompt)}, "completion" {_kind(completion)}'
+    raise _wrong(where, found, "two texts, or two lists of messages")
+
+
+def _messages(value: Any, name: str, where: str) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else _kind(value)
+        raise _wrong(where, f'"{name}" {found}', "a list of messages")
+    for number, message in enumerate(value, start=1):
+        place = f'{where}, message {number} of "{name}"'
+        if not isinstance(message, dict):
+            raise _wrong(place, _kind(message), 'an object with "role" and "content"')
+        if not isinstance(message.get("role"), str):
+            raise _wrong(place, f'"role" {_kind(message.get("role"))}', "a text, such as user")
+        content = message.get("content")
+        if not (isinstance(content, str | list) or (content is None and "tool_calls" in message)):
+            raise _wrong(place, f'"content" {_kind(content)}', "a text")
+        if message.get("weight") not in (None, 0, 1):
+            raise _wrong(place, f'"weight" {message["weight"]!r}'[:80], "0 or 1")
+    return tuple(value)
+
+
+def _chat(messages: Sequence[dict[str, Any]], first: int, tools: Any, where: str) -> Chat:
+    """Return a chat whose assistant's messages from ``first`` on are trained on."""
+    if not isinstance(tools, list | None):
+        raise _wrong(where, f'"tools" {_kind(tools)}', "a list")
+    trained = tuple(
+        number
+        for number, message in enumerate(messages)
+        if number >= first and message["role"] == ASSISTANT and message.get("weight") != 0
+    )
+    if not trained:
+        raise _wrong(where, "no message of the assistant to train on", "at least one")
+    # A template would not know what a weight is.
+    plain = tuple({k: v for k, v in message.items() if k != "weight"} for message in messages)
+    return Chat(plain, trained, tools)
+
+
+def _wrong(where: str, found: str, expected: str) -> ChatError:
+    return ChatError(f"{where}: found {found}, expected {expected}")
+
+
+_KINDS: Mapping[type, str] = {
+    type(None): "nothing",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def _kind(value: Any) -> str:
+    return _KINDS[type(value)]
+
+
+class ChatLines:
+    """Lines of chat files, of which each is read when it is needed.
+
+    Args:
+        option: what named the files, for errors.
+        paths: the files.
+    """
+
+    def __init__(self, option: str, paths: Sequence[Path]) -> None:
+        self.option = option
+        self.paths = tuple(paths)
+        # Of each line: which file, its number there, its first byte, and its size.
+        self._file, self._number = array("q"), array("q")
+        self._offset, self._size = array("q"), array("q")
+
+    def __len__(self) -> int:
+        """Return the number of lines."""
+        return len(self._file)
+
+    def add(self, file: int, number: int, offset: int, size: int) -> None:
+        """Add a line, by its file's number, its own number there (from 1), and where it lies."""
+        self._file.append(file)
+        self._number.append(number)
+        self._offset.append(offset)
+        self._size.append(size)
+
+    def of(self, indices: Sequence[int]) -> ChatLines:
+        """Return some of the lines."""
+        some = ChatLines(self.option, self.paths)
+        for i in indices:
+            some.add(self._file[i], self._number[i], self._offset[i], self._size[i])
+        return some
+
+    def where(self, index: int) -> str:
+        """Return option, file and line, for errors."""
+        return _where(self.option, self.paths[self._file[index]], self._number[index])
+
+    def read(self, index: int) -> Chat | Completion:
+        """Return what a line says.
+
+        Raises:
+            ChatError: the file has changed since it was checked.
+            UserError: the file cannot be read any more.
+        """
+        path = self.paths[self._file[index]]
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offset[index])
+                line = file.read(self._size[index])
+        except OSError as error:
+            raise UserError(
+                f"{self.option}: {path} cannot be read any more: {error.strerror}"
+            ) from None
+        return parse_chat(line, self.where(index))
+
+
+def _where(option: str, path: Path, number: int) -> str:
+    return f"{option}: {path}, line {number}"
+
+
+@dataclass(frozen=True)
+class ChatData:
+    """Chats to train on, and others to evaluate on.
+
+    Attributes:
+        name: for people: where they come from.
+        train: to train on.
+        validation: not trained on.
+        fingerprint: a text that changes when the files do.
+    """
+
+    name: str
+    train: ChatLines
+    validation: ChatLines
+    fingerprint: str
+
+    @property
+    def summary(self) -> str:
+        """For people: how much there is."""
+        return f"{self.name}, {len(self.train):,} chats, {len(self.validation):,} for validation"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the data's part of ``run.json``."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "files": len(self.train.paths),
+            "training_chats": len(self.train),
+            "validation_chats": len(self.validation),
+            "fingerprint": self.fingerprint,
+        }
+
+
+def load_chats(paths: Sequence[str], eval_paths: Sequence[str] = ()) -> ChatData:
+    """Find chat files, and check every line of them.
+
+    Without files to evaluate on, one chat in 20 is held out, at most 512: those whose texts have
+    the smallest hashes, so that the same chat is never on both sides.
+
+    Args:
+        paths: files, folders and patterns.
+        eval_paths: the same, to evaluate on.
+
+    Raises:
+        ChatError: a line is in no known form.
+        OptionError: nothing is there, or nothing is left to train on.
+    """
+    lines, hashes, digest = _scan("--chat", paths)
+    name = ", ".join(paths)
+    if eval_paths:
+        held, _, held_digest = _scan("--eval-data", eval_paths)
+        return ChatData(name, lines, held, f"{digest}-{held_digest}")
+    count = min(max(1, len(lines) // VALIDATION_SHARE), HELD_OUT_AT_MOST)
+    largest = sorted(hashes)[count - 1]
+    train = lines.of([i for i, each in enumerate(hashes) if each > largest])
+    held = lines.of([i for i, each in enumerate(hashes) if each <= largest])
+    if not len(train):
+        raise OptionError(
+            "--chat",
+            f"{len(lines)} {'chat' if len(lines) == 1 else 'chats'}, of which all are held out",
+            "at least two different ones, or --eval-data with others",
+        )
+    return ChatData(name, train, held, digest)
+
+
+def _scan(option: str, paths: Sequence[str]) -> tuple[ChatLines, array[int], str]:
+    """Return the lines of files, the hash of each line, and one of all files."""
+    files = find_files(paths, option)
+    lines, hashes, digest = ChatLines(option, files), array("Q"), xxhash.xxh3_64()
+    for which, path in enumerate(files):
+        if path.suffix in _COMPRESSED:
+            raise OptionError(option, f"{path}, which is compressed", "an uncompressed .jsonl file")
+        for number, offset, line in _lines_of(option, path):
+            parse_chat(line, _where(option, path, number))
+            lines.add(which, number, offset, len(line))
+            hashes.append(xxhash.xxh3_64_intdigest(line.strip()))
+            digest.update(line)
+    if not len(lines):
+        raise OptionError(option, f"no chats in {', '.join(paths)}", "one JSON object per line")
+    return lines, hashes, digest.hexdigest()
+
+
+def _lines_of(option: str, path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield number, place and text of every line that is not blank."""
+    try:
+        with path.open("rb") as file:
+            offset = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+            file.seek(offset)
+            number = 0
+            while line := file.readline(_LONGEST_LINE + 1):
+                number += 1
+                if len(line) > _LONGEST_LINE:
+                    where = _where(option, path, number)
+                    raise _wrong(where, f"more than {_LONGEST_LINE:,} bytes", "one chat per line")
+                mark = next((mark for mark in _MARKS if line.startswith(mark)), None)
+                if mark is not None:
+                    found = f"a byte order mark of {_MARKS[mark]} in front of it"
+                    raise _wrong(_where(option, path, number), found, "UTF-8 without one")
+                if line.strip():
+                    yield number, offset, line
+                offset += len(line)
+    except OSError as error:
+        raise OptionError(
+            option, f"{path}, which cannot be read ({os.strerror(error.errno or 0)})", "a chat file"
+        ) from None
+
+
+_BOM = codecs.BOM_UTF8  # what some editors put in front of a file
+_MARKS = {_BOM: "UTF-8", codecs.BOM_UTF16_LE: "UTF-16", codecs.BOM_UTF16_BE: "UTF-16"}

@@ -1,0 +1,483 @@
+"""The configuration of ``shardwise train lm``, and its models by name. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from shardwise.app.recipes.core.begin import check_extras
+from shardwise.app.recipes.core.config import (
+    OptimizerConfig,
+    OptionError,
+    OutputConfig,
+    TrainConfig,
+    as_json,
+    check_bounds,
+    check_train,
+    find_settings,
+    require,
+    resolve_sharding,
+)
+from shardwise.app.recipes.core.option import (
+    BY_MODEL,
+    MODEL,
+    SAMPLE,
+    TRAINING,
+    Bounds,
+    Count,
+    Natural,
+    NotNegative,
+    Reads,
+    model_option,
+    option,
+)
+from shardwise.app.recipes.core.position import Every, TrainingSpan
+from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.app.recipes.text.chat import ChatData, load_chats
+from shardwise.app.recipes.text.data import TextData, load_text
+from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
+from shardwise.app.recipes.text.lora import Frozen, fingerprint, parse_lora
+from shardwise.app.recipes.text.packing import Packing
+from shardwise.app.recipes.text.published import find_pretrained
+from shardwise.elastic.world import World
+from shardwise.insight.planning.presets import LLAMAS, LlamaShape, longest_sequence
+
+_NOT_BOTH = "none given with --batch-tokens, from which it follows"
+_ONLY_DOCUMENTS = (
+    "none given where tokens are the bytes of files, whose sequences --seed shuffles; documents "
+    "are hf:NAME, .jsonl, .parquet, or anything with --tokenizer"
+)
+DEFAULT_PROMPT = "class Shard:\n    def __init__(self, "  # for the default data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a training uses unless the user says otherwise.
+
+    Attributes:
+        steps: optimizer steps.
+        batch_size: sequences per rank and microbatch.
+        seq_length: tokens per sequence.
+        lr: peak learning rate.
+    """
+
+    steps: int
+    batch_size: int
+    seq_length: int
+    lr: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaPreset:
+    """A Llama, and how it is trained.
+
+    Attributes:
+        shape: of the model.
+        defaults: of its training.
+    """
+
+    shape: LlamaShape
+    defaults: Defaults
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings, as in a ``config.json`` of ``transformers``."""
+        return self.shape.settings()
+
+
+PRESETS = {
+    name: LlamaPreset(shape=LLAMAS[name], defaults=defaults)
+    for name, defaults in {
+        "llama-tiny": Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
+        "llama-34m": Defaults(steps=1000, batch_size=4, seq_length=512, lr=1e-3),
+        "llama-150m": Defaults(steps=2000, batch_size=8, seq_length=1024, lr=4e-4),
+    }.items()
+}
+
+#: The model that is trained if none is named.
+DEFAULT_MODEL = "llama-tiny"
+
+#: What fine-tuning commonly uses. Sequences are no longer than the model's positions.
+FOR_PRETRAINED = Defaults(steps=1000, batch_size=4, seq_length=1024, lr=2e-5)
+FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LmConfig:
+    """A training of a language model."""
+
+    model: str = field(metadata=model_option(PRESETS))
+    pretrained: str | None = field(
+        default=None,
+        metadata=option(
+            "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
+            "the Hugging Face Hub.",
+            MODEL,
+            name="--from",
+            metavar="NAME",
+            reads=Reads.NAME,
+        ),
+    )
+    lora: str | None = field(
+        default=None,
+        metadata=option(
+            "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
+            "targets=q_proj+v_proj; and dropout=0.05.",
+            MODEL,
+            metavar="SETTINGS",
+            shown="all weights are trained",
+        ),
+    )
+    frozen: Frozen | None = field(
+        default=None,
+        metadata=option(
+            "What becomes of frozen parameters between forward and backward: {choices}.",
+            MODEL,
+            metavar="NAME",
+            shown="keep where memory allows",
+        ),
+    )
+    merge: bool = field(
+        default=False,
+        metadata=option("Merge the adapters into whole weights at the end.", MODEL),
+    )
+    data: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
+            "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
+            MODEL,
+            metavar="TEXT",
+            reads=Reads.NAME,
+            shown="the Python standard library's source",
+            takes_arguments=True,
+        ),
+    )
+    chat: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
+            "completion. The loss is on the assistant's tokens.",
+            MODEL,
+            metavar="FILE",
+            reads=Reads.NAME,
+        ),
+    )
+    packing: Packing = field(
+        default=Packing.PACKED,
+        metadata=option(
+            "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
+            MODEL,
+            metavar="NAME",
+        ),
+    )
+    eval_data: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            "Text or chats to evaluate on; of the same kind as what is trained on.",
+            MODEL,
+            metavar="TEXT",
+            reads=Reads.NAME,
+            shown="one part in 20 of --data or --chat",
+        ),
+    )
+    tokenizer: str | None = field(
+        default=None,
+        metadata=option(
+            "A tokenizer of transformers, by name or folder; documents are then streamed.",
+            MODEL,
+            metavar="NAME",
+            reads=Reads.NAME,
+            shown="that of --from, else bytes",
+        ),
+    )
+    streams: Count | None = field(
+        default=None,
+        metadata=option(
+            "Streams that documents are split into; a multiple of the world size is best.",
+            MODEL,
+            shown="by world size, 8 or more",
+        ),
+    )
+    shuffle_buffer: Natural = field(
+        default=0,
+        metadata=option(
+            "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
+            "source.",
+            MODEL,
+        ),
+    )
+    seq_length: Count = field(metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL))
+    train: TrainConfig
+    batch_tokens: Count | None = field(
+        default=None,
+        metadata=option(
+            "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
+            "the most sequences of a microbatch.",
+            TRAINING,
+        ),
+    )
+    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = field(
+        default=None,
+        metadata=option(
+            "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
+        ),
+    )
+    prompt: str | None = field(
+        default=None,
+        metadata=option(
+            "Beginning of the sample.",
+            SAMPLE,
+            shown="a line of Python, or nothing with --data",
+        ),
+    )
+    sample_tokens: Natural = field(
+        default=200, metadata=option("Tokens of the sample; 0: no sample.", SAMPLE)
+    )
+    temperature: NotNegative = field(
+        default=0.9, metadata=option("0: always the most likely token.", SAMPLE)
+    )
+
+    @classmethod
+    def for_model(cls, model: str) -> LmConfig:
+        """Return the configuration with the defaults that go with ``--model``."""
+        preset = PRESETS.get(model)
+        defaults = FOR_CONFIG_FILES if preset is None else preset.defaults
+        return cls(
+            model=model,
+            seq_length=defaults.seq_length,
+            train=TrainConfig(
+                steps=defaults.steps,
+                batch_size=defaults.batch_size,
+                optimizer=OptimizerConfig(lr=defaults.lr),
+                output=OutputConfig(out=Path("runs/lm")),
+            ),
+        )
+
+    @classmethod
+    def for_pretrained(cls, name: str) -> LmConfig:
+        """Return the configuration with the defaults that go with ``--from``.
+
+        Raises:
+            OptionError: there is no such model, or it has no weights.
+        """
+        defaults = FOR_PRETRAINED
+        longest = longest_sequence(find_pretrained(name)) or defaults.seq_length
+        config = cls.for_model(name)
+        return replace(
+            config,
+            pretrained=name,
+            seq_length=min(defaults.seq_length, longest),
+            train=replace(
+                config.train,
+                steps=defaults.steps,
+                batch_size=defaults.batch_size,
+                optimizer=OptimizerConfig(lr=defaults.lr),
+            ),
+        )
+
+    @property
+    def files(self) -> RunDir:
+        """The folder of the run."""
+        return RunDir(self.train.output.out)
+
+    @property
+    def prompt_text(self) -> str:
+        """What the sample begins with."""
+        if self.prompt is not None:
+            return self.prompt
+        return "" if self.data or self.chat or self.pretrained else DEFAULT_PROMPT
+
+    @property
+    def tokenizer_name(self) -> str | None:
+        """Name or folder of the tokenizer; None: tokens are bytes."""
+        return self.tokenizer or self.pretrained
+
+    @property
+    def tokenizer_option(self) -> str:
+        """The option that names the tokenizer."""
+        return "--from" if self.tokenizer is None and self.pretrained else "--tokenizer"
+
+    def check(self, world: World) -> LmInputs:
+        """Check everything that can be checked without torch, and find the data.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        settings = self._check(world)
+        needed = ["transformers", *(["peft"] if self.lora is not None else [])]
+        check_extras(needed, self.train.output.logs)
+        return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
+
+    def _find_text(self) -> TextData | Documents | ChatData:
+        tokenizer = self.tokenizer_name
+        if self.chat:
+            require(not self.data, "--data", "--chat too", "one of the two")
+            expected = "--from a model with one, or --tokenizer"
+            require(tokenizer is not None, "--chat", "no tokenizer", expected)
+        elif is_streamed(self.data, tokenizer):
+            return find_documents(self.data, tokenizer, self.eval_data)
+        for name, given in (
+            ("--streams", self.streams),
+            ("--shuffle-buffer", self.shuffle_buffer),
+        ):
+            require(not given, name, given, _ONLY_DOCUMENTS)
+        if self.chat:
+            return load_chats(self.chat, self.eval_data)
+        return load_text(self.data, self.seq_length, self.eval_data)
+
+    def check_dry_run(self, world: World) -> None:
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        self._check(world)
+        check_extras(["transformers"])
+
+    def _check(self, world: World) -> dict[str, Any]:
+        check_train(self.train)
+        check_bounds(self)
+        epochs = self.train.epochs
+        require(epochs is None or bool(self.chat), "--epochs", epochs, "--steps, or --chat with it")
+        require(
+            self.pretrained in (None, self.model),
+            "--model",
+            f"{self.model} with --from {self.pretrained}",
+            "one of the two: --model trains from scratch, --from continues from weights",
+        )
+        _check_lora(self)
+        self.check_world(world)
+        settings = self.settings()
+        longest = longest_sequence(settings)
+        if longest is not None:
+            expected = f"at most {longest}, the positions of {self.model}"
+            require(self.seq_length <= longest, "--seq-length", self.seq_length, expected)
+        return settings
+
+    def check_world(self, world: World) -> None:
+        """Check that the configuration fits the world; look at no files.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        with_microbatches(self, world.size)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or the one of ``--from`` has no weights.
+        """
+        if self.pretrained is not None:
+            return find_pretrained(self.pretrained)
+        return find_settings(self.model, {name: each.settings() for name, each in PRESETS.items()})
+
+
+@dataclass(frozen=True)
+class LmInputs:
+    """A checked configuration, and what it refers to.
+
+    Attributes:
+        config: the configuration, with its microbatches.
+        settings: of the model, as in a ``config.json``.
+        text: the data.
+    """
+
+    recipe = "lm"
+
+    config: LmConfig
+    settings: dict[str, Any]
+    text: TextData | Documents | ChatData
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+        return self.config.train
+
+    @property
+    def span(self) -> TrainingSpan:
+        """How long the training is."""
+        return replace(TrainingSpan.of(self.train), evaluation=Every.STEP)
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        tokenizer = {"tokenizer": self.config.tokenizer_name or "bytes"}
+        base = {}
+        if self.config.lora is not None and self.config.pretrained is not None:
+            base = {"base": fingerprint(self.config.pretrained)}
+        return {
+            "config": as_json(self.config),
+            "model": {"name": self.config.model, "settings": self.settings, **base},
+            "data": {**tokenizer, **self.text.facts()},
+        }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that model, data and order are those of the run that is resumed."""
+        now = self.facts()
+        data = before.get("data", {})
+        # First, since the default of --seq-length goes with the model.
+        check_same_model(before.get("model", {}), now["model"], {})
+        # As before there were these.
+        former = {"shuffle_buffer": 0, "packing": Packing.PACKED.value, "lora": None}
+        config = {**former, **before.get("config", {})}
+        fixed = {
+            "seq_length": "--seq-length",
+            "shuffle_buffer": "--shuffle-buffer",
+            "packing": "--packing",
+            "lora": "--lora",
+        }
+        check_same(config, now["config"], fixed)
+        if before.get("model", {}).get("base") != now["model"].get("base"):
+            raise OptionError(
+                "--from",
+                f"{self.config.pretrained}, whose weights have changed",
+                "those that the adapters were trained on: checkpoints leave them out",
+            )
+        if data.get("fingerprint") != now["data"]["fingerprint"]:
+            raise OptionError(
+                "--chat" if self.config.chat else "--data",
+                f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
+                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
+                "began that --resume goes on",
+            )
+
+
+def _check_lora(config: LmConfig) -> None:
+    for name, given in (("--frozen", config.frozen), ("--merge", config.merge)):
+        require(config.lora is not None or not given, name, "no --lora", "it beside --lora")
+    if config.lora is None:
+        return
+    parse_lora(config.lora)
+    expected = "--from, the weights that adapters are trained on"
+    require(config.pretrained is not None, "--lora", "no --from", expected)
+    require(config.train.diloco is None, "--lora", "--strategy diloco", "another strategy")
+
+
+def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
+    """Return the configuration with the microbatches that ``batch_tokens`` asks for, if it is set.
+
+    A step has the same examples in every world that can divide them evenly. A microbatch has as
+    many sequences as divide a rank's part of the step, and at most ``train.batch_size``.
+
+    Raises:
+        OptionError: the ranks cannot divide the tokens.
+    """
+    if config.batch_tokens is None:
+        return config
+    tokens, smallest = config.batch_tokens, config.seq_length * world_size
+    require(config.train.accumulate == 1, "--accumulate", config.train.accumulate, _NOT_BOTH)
+    near = max(1, round(tokens / smallest)) * smallest
+    require(
+        tokens % smallest == 0,
+        "--batch-tokens",
+        tokens,
+        f"a multiple of {smallest}, which is {config.seq_length} tokens x {world_size} ranks, "
+        f"such as {near}",
+    )
+    each = tokens // smallest
+    size = max(n for n in range(1, min(config.train.batch_size, each) + 1) if each % n == 0)
+    train = replace(config.train, batch_size=size, accumulate=each // size)
+    return replace(config, train=train)

@@ -1,0 +1,350 @@
+"""Batches of chats, and their loss: the assistant's tokens alone.
+
+At the beginning the ranks divide the lines of the files, tokenize them, and tell each other how
+long the documents are. From that every rank makes the same rows. The order of rows is a function of
+seed and position, as for all data here. Documents are tokenized again when their row is needed, so
+that no rank holds tokens of all chats.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shardwise.app.recipes.core.build import kept_between_forwards
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.core.position import Shuffle
+from shardwise.app.recipes.text.chat import ChatLines
+from shardwise.app.recipes.text.packing import Packing, Rows, lay_out
+from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
+from shardwise.elastic.errors import UserError
+from shardwise.elastic.world import World
+from shardwise.transport.peers import Peers
+
+#: Padded rows are as long as the longest of a batch, rounded up to a multiple of this.
+PADDED_TO = 64
+
+
+@dataclass(frozen=True)
+class TargetBatch:
+    """Rows of tokens, and what the model should predict at each.
+
+    Attributes:
+        tokens: int64 of shape (rows, length).
+        targets: the same shape: the next token, or ``IGNORED``.
+        positions: the same shape, from 0 in each document; None: 0, 1, 2, ... in every row.
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    positions: torch.Tensor | None
+
+    def to(self, device: torch.device) -> TargetBatch:
+        """Return the batch on a device."""
+        positions = None if self.positions is None else self.positions.to(device)
+        return TargetBatch(self.tokens.to(device), self.targets.to(device), positions)
+
+    @property
+    def target_count(self) -> int:
+        """How many targets a loss is computed on."""
+        return int((self.targets != IGNORED).sum())
+
+
+def target_loss(model: nn.Module, batch: TargetBatch) -> torch.Tensor:
+    """Return the sum of the cross-entropies of all targets, a float32 scalar, in nats."""
+    given = {} if batch.positions is None else {"position_ids": batch.positions}
+    logits = model(input_ids=batch.tokens, **given).logits
+    return F.cross_entropy(
+        logits.float().flatten(0, 1),
+        batch.targets.flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+
+
+@dataclass
+class Survey:
+    """The documents of chat files, without their tokens.
+
+    Attributes:
+        lines: for each document, the number of its line.
+        parts: for each document, its number among those of its line.
+        lengths: for each document, its tokens, at most ``--seq-length``.
+        split: lines that became several documents.
+        truncated: documents that were too long.
+        lost: tokens that these lost.
+        dropped: documents that were left out, since nothing to train on was left of them.
+    """
+
+    lines: array[int]
+    parts: array[int]
+    lengths: array[int]
+    split: int = 0
+    truncated: int = 0
+    lost: int = 0
+    dropped: int = 0
+
+    @classmethod
+    def empty(cls) -> Survey:
+        """Return the survey of no lines."""
+        return cls(array("q"), array("q"), array("q"))
+
+    def add(self, line: int, documents: Sequence[MaskedTokens], length: int) -> None:
+        """Add the documents of a line, of which each is cut to ``length`` tokens."""
+        self.split += len(documents) > 1
+        for part, document in enumerate(documents):
+            lost = max(0, len(document.tokens) - length)
+            self.truncated += lost > 0
+            self.lost += lost
+            if not document.cut(length).target_count:
+                self.dropped += 1
+                continue
+            self.lines.append(line)
+            self.parts.append(part)
+            self.lengths.append(len(document.tokens) - lost)
+
+    def extend(self, other: Survey) -> None:
+        """Add what another rank has found."""
+        self.lines.extend(other.lines)
+        self.parts.extend(other.parts)
+        self.lengths.extend(other.lengths)
+        self.split += other.split
+        self.truncated += other.truncated
+        self.lost += other.lost
+        self.dropped += other.dropped
+
+    def notes(self, length: int) -> str:
+        """Return what became of chats that were not taken as they are; empty: of all."""
+        remarks = []
+        if self.split:
+            remarks.append(
+                f"{self.split:,} became a document per turn, as the chat template asks for"
+            )
+        if self.truncated:
+            remarks.append(
+                f"{self.truncated:,} {'was' if self.truncated == 1 else 'were'} cut to "
+                f"--seq-length {length} and lost {self.lost:,} tokens"
+            )
+        if self.dropped:
+            remarks.append(f"{self.dropped:,} had nothing to train on within it and were left out")
+        return "; ".join(remarks)
+
+
+def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) -> Survey:
+    """Tokenize all lines, each on one rank. Every rank calls it and gets the same.
+
+    Raises:
+        UserError: a line cannot be used, the same on every rank: the first that a rank met with.
+    """
+    found = Survey.empty()
+    problem: UserError | None = None
+    first = len(lines) * world.rank // world.size
+    last = len(lines) * (world.rank + 1) // world.size
+    try:
+        for index in range(first, last):
+            found.add(index, encoder.documents(lines.read(index), lines.where(index)), length)
+    except UserError as error:
+        problem = error
+    everyone = Peers().gather_objects((found, problem), "the lengths of chats")
+    for _, each in everyone:
+        if each is not None:
+            raise each
+    whole = Survey.empty()
+    for part, _ in everyone:
+        whole.extend(part)
+    if not whole.lengths:
+        raise OptionError(
+            lines.option,
+            f"nothing of the assistant within --seq-length {length} of any chat",
+            "shorter chats, or a larger --seq-length",
+        )
+    return whole
+
+
+class ChatRows:
+    """Rows of chats.
+
+    Args:
+        lines: of the files.
+        encoder: turns them into documents.
+        found: what the documents are.
+        length: tokens of a row.
+        packing: how many documents share a row.
+    """
+
+    def __init__(
+        self, lines: ChatLines, encoder: ChatEncoder, found: Survey, length: int, packing: Packing
+    ) -> None:
+        self._lines = lines
+        self._encoder = encoder
+        self._found = found
+        self._length = length
+        self._packing = packing
+        self._rows: Rows = lay_out(found.lengths, length, packing)
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._rows)
+
+    @property
+    def summary(self) -> str:
+        """For people: how many rows there are, and how full they are."""
+        tokens = sum(self._found.lengths)
+        filled = f"{tokens / (len(self) * self._length):.0%} filled"
+        return f"{tokens:,} tokens {self._packing.value} in {len(self):,} sequences, {filled}"
+
+    def batch(self, rows: Sequence[int | None]) -> TargetBatch:
+        """Return rows by their numbers; ``None`` is a row without a target.
+
+        Raises:
+            UserError: a file has changed since the training began.
+        """
+        held = [[] if row is None else list(self._documents(row)) for row in rows]
+        packed = self._packing is Packing.PACKED
+        length = self._length
+        if not packed:
+            longest = max((len(each.tokens) for (each,) in filter(None, held)), default=1)
+            length = min(length, -(-longest // PADDED_TO) * PADDED_TO)
+        tokens = torch.full((len(held), length), self._encoder.padding, dtype=torch.int64)
+        targets = torch.full_like(tokens, IGNORED)
+        positions = torch.zeros_like(tokens)
+        for row, documents in enumerate(held):
+            at = 0
+            for document in documents:
+                end = at + len(document.tokens)
+                tokens[row, at:end] = torch.tensor(document.tokens)
+                targets[row, at:end] = torch.tensor(document.targets())
+                positions[row, at:end] = torch.arange(end - at)
+                at = end
+            # What is left is one more document, that nothing is trained on.
+            positions[row, at:] = torch.arange(length - at)
+        return TargetBatch(tokens, targets, positions if packed else None)
+
+    def _documents(self, row: int) -> Sequence[MaskedTokens]:
+        return [self._document(number) for number in self._rows[row]]
+
+    def _document(self, number: int) -> MaskedTokens:
+        found = self._found
+        line, length = found.lines[number], found.lengths[number]
+        where = self._lines.where(line)
+        documents = self._encoder.documents(self._lines.read(line), where)
+        part = found.parts[number]
+        if part < len(documents):
+            document = documents[part].cut(self._length)
+            if len(document.tokens) == length:
+                return document
+        raise UserError(f"{where}: found other tokens than when the training began")
+
+
+class ChatBatches:
+    """Training batches, in host memory.
+
+    Args:
+        rows: what to train on.
+        seed: of the order.
+    """
+
+    def __init__(self, rows: ChatRows, seed: int) -> None:
+        self._rows = rows
+        self._order = Shuffle(len(rows), seed)
+
+    def batch(self, position: int, count: int) -> TargetBatch:
+        """Return rows ``position`` .. ``position + count`` of the order."""
+        rows = [self._order.at(p).index for p in range(position, position + count)]
+        return self._rows.batch(rows)
+
+    def state(self) -> dict[str, Any]:
+        """Return nothing: the number of examples says where the data stand."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
+        """Do nothing; see :meth:`state`."""
+
+
+class ChatLoss:
+    """The loss on chats that are not trained on, divided among ranks.
+
+    Args:
+        model: the model to evaluate.
+        rows: what to evaluate it on.
+        batch_size: rows of a forward.
+        world: this rank.
+        device: where this rank computes.
+    """
+
+    def __init__(
+        self, model: nn.Module, rows: ChatRows, batch_size: int, world: World, device: torch.device
+    ) -> None:
+        self._model = model
+        self._rows = rows
+        self._batch_size = batch_size
+        self._world = world
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self) -> dict[str, float]:
+        """Return the mean over all targets of all ranks, in nats per token."""
+        self._model.eval()
+        total = torch.zeros(2, dtype=torch.float64)
+        size, ranks = self._batch_size, self._world.size
+        with kept_between_forwards(self._model):
+            # Equally many forwards on every rank, since every forward takes all ranks.
+            for first in range(0, len(self._rows), size * ranks):
+                mine = range(first + self._world.rank, first + size * ranks, ranks)
+                rows = [row if row < len(self._rows) else None for row in mine]
+                batch = self._rows.batch(rows)
+                loss = target_loss(self._model, batch.to(self._device))
+                total += torch.tensor([loss.item(), batch.target_count], dtype=torch.float64)
+        self._model.train()
+        everyone = Peers().gather_numbers(total, "the sum of validation losses")
+        loss, count = everyone.sum(0).tolist()
+        return {"validation_loss": loss / count}
+
+
+@torch.no_grad()
+def check_apart(model: nn.Module, vocabulary: int, name: str, device: torch.device) -> None:
+    """Check that no document of a packed row changes what a model says about another one.
+
+    Two rows differ in their first document; the second one has to give the same logits in both.
+    Every rank calls it, since a forward takes all ranks.
+
+    Args:
+        model: sharded, with its weights.
+        vocabulary: tokens from here up are not used.
+        name: of the model, for the error.
+        device: where it computes.
+
+    Raises:
+        OptionError: the model does not keep documents apart, or takes no positions.
+    """
+    length = 8
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (2, 2 * length), generator=draw)
+    tokens[1, length:] = tokens[0, length:]
+    positions = torch.arange(length).repeat(2).expand(2, -1)
+    model.eval()
+    try:
+        logits = model(input_ids=tokens.to(device), position_ids=positions.to(device)).logits
+    except TypeError as error:
+        if "position_ids" not in str(error):
+            raise
+        raise _not_apart(f"{name}, which takes no positions") from None
+    finally:
+        model.train()
+    one, other = logits[:, length:].float()
+    # The same numbers, but for experts that may be computed in another order.
+    if (one - other).abs().max() > 16 * torch.finfo(logits.dtype).eps * one.abs().max():
+        raise _not_apart(f"{name}, in which a document of a row changes another one")
+
+
+def _not_apart(found: str) -> OptionError:
+    return OptionError(
+        "--packing", f"packed with {found}", "--packing padded: one document in each row"
+    )

@@ -1,0 +1,378 @@
+"""Documents to stream: from the Hugging Face Hub, or from local files of any of these kinds.
+
+    hf:allenai/c4:en          a dataset of the hub, and its configuration; a local folder works too
+    *.jsonl, *.json           one object per line, its text in the field "text"
+    *.parquet                 one document per row, its text in the column "text"
+    everything else           text: a document is a paragraph, which ends at an empty line
+
+Local files may be compressed (.zst, .gz). Finding them imports no torch and opens no file: the
+command line does it before processes start. ``datasets`` then streams them. If a source has no
+split for validation, one document in 20 is held out; the text of a document decides which. Texts
+with fewer than 20 paragraphs, or none of them held out, are cut into pieces, which are documents.
+
+``datasets`` retries a lost connection by reading on in the same open file. For a compressed file
+that loses what was decompressed already: rows are missing, or a line starts in its middle. So its
+retries are turned off here, and the dataset is opened again after the last row that came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from shardwise.app.recipes.core.begin import require_installed
+from shardwise.app.recipes.core.config import OptionError
+from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
+from shardwise.elastic.errors import UserError
+
+HUB = "hf:"
+_COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it
+_DOCUMENTS = {".jsonl", ".parquet"}  # not to be learned byte by byte
+# Characters of a piece, at least, and pieces of the texts that are cut, at most.
+_PIECE, _PIECES = 256, 400
+_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents to be streamed, in the order that their source has.
+
+    Attributes:
+        name: for people: where they come from.
+        builder: what ``datasets.load_dataset`` is asked for: ``json``, ``parquet``, ``text``, or
+            the name of a dataset.
+        configuration: of that dataset, if it has several.
+        files: local files; empty for a dataset of the hub.
+        tokenizer: name or folder of a tokenizer of ``transformers``; None: bytes.
+        commit: of the hub, at which to read; None: the newest.
+        validation: to evaluate on; None: what the source has for it, or one document in 20.
+    """
+
+    name: str
+    builder: str
+    configuration: str | None = None
+    files: tuple[Path, ...] = ()
+    tokenizer: str | None = None
+    commit: str | None = None
+    validation: Documents | None = None
+
+    @property
+    def summary(self) -> str:
+        """For people: how much there is, as far as that is known before it is read."""
+        counted = f", {len(self.files)} {'file' if len(self.files) == 1 else 'files'}"
+        return f"{self.name}, streamed{counted if self.files else ''}"
+
+    def facts(self) -> dict[str, Any]:
+        """For ``run.json``."""
+        return {
+            "name": self.name,
+            "summary": self.summary,
+            "files": len(self.files),
+            "tokenizer": self.tokenizer or "bytes",
+            "fingerprint": self.fingerprint(),
+        }
+
+    def fingerprint(self) -> str:
+        """A short text that changes when the tokens or their order change."""
+        digest = hashlib.sha256(f"{self.configuration}\0{self.tokenizer}\n".encode())
+        if not self.files:
+            digest.update(self.builder.encode())
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.stat().st_size}\n".encode())
+        own = digest.hexdigest()[:16]
+        return own if self.validation is None else f"{own}-{self.validation.fingerprint()}"
+
+
+def is_streamed(paths: Sequence[str], tokenizer: str | None) -> bool:
+    """Whether ``--data`` and ``--tokenizer`` ask for documents, and not for files of bytes."""
+    if tokenizer is not None or any(path.startswith(HUB) for path in paths):
+        return True
+    return bool(paths) and all(_kind(file) in _DOCUMENTS for file in find_files(paths))
+
+
+def find_documents(
+    paths: Sequence[str],
+    tokenizer: str | None,
+    eval_paths: Sequence[str] = (),
+    option: str = "--data",
+) -> Documents:
+    """Find out what ``--data`` names.
+
+    Args:
+        paths: what it names.
+        tokenizer: name or folder of a tokenizer; None: bytes.
+        eval_paths: what ``--eval-data`` names.
+        option: what named ``paths``, for errors.
+
+    Raises:
+        OptionError: several sources at once, files of several kinds, or nothing there.
+        UserError: a package that reads them is not installed.
+    """
+    why = f"--tokenizer {tokenizer}, with which {option} is read as documents," if tokenizer else ""
+    require_installed(why or f"streaming {option}", ["datasets"], "data")
+    held = find_documents(eval_paths, tokenizer, (), "--eval-data") if eval_paths else None
+    if any(path.startswith(HUB) for path in paths):
+        if len(paths) > 1:
+            raise OptionError(option, " and ".join(paths), f"one {HUB}NAME and nothing else")
+        name, _, configuration = paths[0].removeprefix(HUB).partition(":")
+        if not name:
+            raise OptionError(option, paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
+        return Documents(paths[0], name, configuration or None, (), tokenizer, validation=held)
+    files = find_files(paths, option)
+    builders = {_builder(file): file for file in files}
+    if len(builders) > 1:
+        found = " and ".join(str(file) for file in builders.values())
+        raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
+    for file in files:
+        package = _COMPRESSED.get(file.suffix)
+        if package is not None:
+            require_installed(f"streaming {file.name}", [package], "data")
+    name = ", ".join(paths) or "the Python standard library's source"
+    return Documents(name, next(iter(builders)), None, tuple(files), tokenizer, validation=held)
+
+
+def _kind(file: Path) -> str:
+    """Return the suffix of what is in a file, without that of its compression."""
+    suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
+    return suffixes[-1] if suffixes else ""
+
+
+def _builder(file: Path) -> str:
+    return _BUILDERS.get(_kind(file), "text")
+
+
+class StreamSource:
+    """A dataset, opened for streaming.
+
+    Args:
+        documents: what to open.
+
+    Raises:
+        UserError: it cannot be opened; or it has no text.
+    """
+
+    def __init__(self, documents: Documents) -> None:
+        self._documents = documents
+        self._name = documents.name
+        splits, self._commit = _load(documents)
+        self._train: Any = splits["train"]
+        judged = [name for name in ("validation", "valid", "val") if name in splits]
+        self._validation: Any = splits[judged[0]] if judged else None
+        self._field = _text_field(self._train, documents.name)
+        if documents.builder == "text" and self.holds_back:
+            self._train = self._cut_if_few()
+        self._others = None if documents.validation is None else StreamSource(documents.validation)
+
+    @property
+    def commit(self) -> str | None:
+        """The commit of the hub at which the dataset is read; None: local files or folders."""
+        return self._commit
+
+    def at(self, commit: str) -> StreamSource:
+        """Return the same dataset as of a commit, whatever has changed since.
+
+        Raises:
+            UserError: it cannot be opened.
+        """
+        if commit == self._commit:
+            return self
+        return StreamSource(replace(self._documents, commit=commit))
+
+    def _cut_if_few(self) -> Any:
+        """Return the dataset, cut into pieces if it has too few documents to divide."""
+        count, size, held = 0, 0, False
+        for text in self.texts():
+            count, size, held = count + 1, size + len(text), held or _is_held_back(text)
+            if held and count >= VALIDATION_SHARE:
+                return self._train
+        length = max(_PIECE, size // _PIECES)
+        pieces = re.compile(rf".{{{length}}}\S{{0,{_PIECE}}}\s*|.+", re.DOTALL)
+
+        def cut(batch: Mapping[str, list[str]]) -> dict[str, list[str]]:
+            texts = (text or "" for text in batch[self._field])
+            return {self._field: [piece for text in texts for piece in pieces.findall(text)]}
+
+        return self._train.map(cut, batched=True, batch_size=1)
+
+    @property
+    def holds_back(self) -> bool:
+        """Whether one document in 20 is for validation: the source has no split for it."""
+        return self._validation is None and self._documents.validation is None
+
+    def dealt_by_file(self, streams: int) -> bool:
+        """Whether each stream has files of its own; if not, each reads all and takes some."""
+        return bool(self._train.num_shards % streams == 0)
+
+    def part(self, stream: int, streams: int) -> Any:
+        """Return the dataset of one stream, from its beginning."""
+        from datasets.distributed import split_dataset_by_node
+
+        return split_dataset_by_node(self._train, rank=stream, world_size=streams)
+
+    def training_texts(self, part: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
+        """Return the texts of one stream that are to be trained on.
+
+        Args:
+            part: what :meth:`part` gave.
+            where: a state of such a part, to go on from; None: the beginning.
+        """
+        for text in self._texts(part, where):
+            if text and not (self.holds_back and _is_held_back(text)):
+                yield text
+
+    def validation_texts(self) -> Iterator[str]:
+        """Return the texts that no rank trains on."""
+        if self._others is not None:
+            yield from self._others.texts()
+        elif self._validation is not None:
+            yield from self._texts(self._validation)
+        else:
+            yield from (text for text in self._texts(self._train) if _is_held_back(text))
+
+    def texts(self) -> Iterator[str]:
+        """Return all texts."""
+        return self._texts(self._train)
+
+    def _texts(self, dataset: Any, where: Mapping[str, Any] | None = None) -> Iterator[str]:
+        try:
+            for row in rows(dataset, where):
+                yield row[self._field] or ""
+        except UserError:
+            raise
+        except Exception as error:  # of the network, of the files, of what reads them
+            kind = ConnectionLostError if connection_lost(error) else UserError
+            raise kind(f"--data: {self._name} cannot be read: {_line(error)}") from error
+
+
+def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
+    """Return the splits of a dataset, and the commit of the hub that they are from."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    leave_retries_to_us()
+    given: dict[str, Any] = {"name": documents.configuration, "revision": documents.commit}
+    if documents.files:
+        given = {"data_files": {"train": [str(file) for file in documents.files]}}
+        if documents.builder == "text":
+            given["sample_by"] = "paragraph"
+    try:
+        builder = datasets.load_dataset_builder(documents.builder, **given)
+        loaded: Mapping[str, Any] = builder.as_streaming_dataset()
+    except Exception as error:  # each builder fails in its own way
+        kind = ConnectionLostError if connection_lost(error) else UserError
+        raise kind(
+            f"--data: {documents.name} cannot be opened: {_line(error)}{_remedy(documents, error)}"
+        ) from error
+    if "train" not in loaded:
+        raise OptionError("--data", f"{documents.name} with splits {list(loaded)}", "a split train")
+    local = documents.files or Path(documents.builder).exists()
+    return loaded, None if local else builder.hash
+
+
+def _remedy(documents: Documents, error: Exception) -> str:
+    """Return what to do about a dataset that cannot be opened, if the error does not say."""
+    import datasets
+
+    if isinstance(error, datasets.exceptions.DatasetNotFoundError):
+        return (
+            "; look for a slip in the name; a private or gated dataset needs `hf auth login` "
+            "(or HF_TOKEN) of somebody who may read it"
+        )
+    is_local = documents.files or isinstance(
+        error, ValueError
+    )  # as of a configuration that is none
+    return "" if is_local else "; the hub needs the network, local files do not"
+
+
+def _text_field(dataset: Any, name: str) -> str:
+    """Return ``text``, or the only field that is a string."""
+    features: Mapping[str, Any] = dataset.features or {"text": None}
+    if "text" in features:
+        return "text"
+    strings = [key for key, kind in features.items() if "string" in getattr(kind, "dtype", "")]
+    if len(strings) == 1:
+        return strings[0]
+    raise OptionError("--data", f"{name} with fields {', '.join(features)}", "a field text")
+
+
+def _line(error: BaseException) -> str:
+    """Return the innermost reason, on one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+
+
+def _is_held_back(text: str) -> bool:
+    # By what it says, and not by where it stands: the same in every number of streams.
+    return xxhash.xxh3_64_intdigest(text.encode()) % VALIDATION_SHARE == 0
+
+
+PATIENCE = 600.0  # seconds without a row, each attempt of the hub's own retries included
+PAUSE = 1.0  # seconds between attempts, which take some 25 by themselves
+
+
+class ConnectionLostError(UserError):
+    """The hub cannot be reached: not the user's mistake, and worth a restart."""
+
+    exit_code = 1
+    passing = True
+
+
+def leave_retries_to_us() -> None:
+    """Have ``datasets`` raise at once when a connection is lost, in this process.
+
+    Requests that ``huggingface_hub`` makes again, whole, stay: they lose nothing.
+    """
+    from datasets import config
+
+    config.STREAMING_READ_MAX_RETRIES = 1
+    config.STREAMING_OPEN_MAX_RETRIES = 1
+
+
+def rows(dataset: Any, where: Mapping[str, Any] | None) -> Iterator[Any]:
+    """Return the rows of a streaming dataset, each once.
+
+    Args:
+        dataset: an ``IterableDataset`` of ``datasets``.
+        where: one of its states, to go on from; None: the beginning.
+
+    Raises:
+        Exception: the dataset cannot be read; or the connection is lost, and was so for
+            ``PATIENCE`` seconds.
+    """
+    alive = time.monotonic()
+    while True:
+        came = False
+        if where is not None:
+            dataset.load_state_dict(where)
+        try:
+            for row in dataset:
+                came = True
+                yield row
+                alive = time.monotonic()
+            return
+        except Exception as error:
+            if came:
+                where = dataset.state_dict()
+            if not connection_lost(error) or time.monotonic() - alive > PATIENCE:
+                raise
+        time.sleep(PAUSE)
+
+
+def connection_lost(error: Exception) -> bool:
+    """Return whether a server could not be reached, or could not answer."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        status = getattr(error.response, "status_code", 0)
+        return status == 429 or status >= 500
+    # What the hub's client raises itself, whichever generation of httpx it is built upon.
+    raw = any(kind.__name__ == "TransportError" for kind in type(error).__mro__)
+    return raw or isinstance(error, ConnectionError | TimeoutError)

@@ -1,0 +1,338 @@
+"""Text that a language model continues: at the end of a training, and by ``shardwise generate``.
+
+Every rank draws the same tokens from the same logits, since all have the same seed; each forward
+gathers the shards of all ranks. ``generate`` of ``transformers`` is not used: it draws rows of the
+embedding that no token has, and stops where the positions of the model end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise import fully_shard
+from shardwise.app.recipes.core.build import kept_between_forwards
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.base import devices
+from shardwise.base.errors import CheckpointError
+from shardwise.base.units import printable
+from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
+from shardwise.checkpoint.formats.hf import folders_of
+from shardwise.elastic.errors import UserError, say
+from shardwise.frontends import pretrained
+from shardwise.frontends.pretrained import opening
+from shardwise.frontends.pretrained.building import find
+from shardwise.frontends.wrap.apply import AUTO, apply_wrap
+from shardwise.insight.planning.presets import longest_sequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Up to this size the parameters stay whole from token to token; a larger model is gathered anew.
+KEEP_WHOLE_BYTES = 2**28
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the next token is drawn.
+
+    Attributes:
+        temperature: 0 takes the most likely token; 1 draws from the probabilities of the model.
+        top_k: draw from this many of the most likely tokens; 0: from all.
+        top_p: draw from the most likely tokens that have this probability together (nucleus
+            sampling, Holtzman et al. 2019); 1: from all.
+        seed: of the drawing.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def drawing(self) -> Callable[[torch.Tensor], int]:
+        """Return a function that draws a token from float32 logits of shape (vocabulary,)."""
+        from transformers.generation.logits_process import (
+            LogitsProcessorList,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        if self.temperature == 0:
+            return lambda logits: int(logits.argmax())
+        warpers: Any = LogitsProcessorList()
+        if self.temperature != 1:
+            warpers.append(TemperatureLogitsWarper(float(self.temperature)))
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        generator = torch.Generator().manual_seed(self.seed)
+
+        def draw(logits: torch.Tensor) -> int:
+            odds = torch.softmax(warpers(None, logits[None])[0], dim=-1)
+            return int(torch.multinomial(odds, 1, generator=generator))
+
+        return draw
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: nn.Module,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling,
+    *,
+    vocab_size: int,
+    window: int,
+    device: torch.device,
+    stop: frozenset[int] = frozenset(),
+) -> Iterator[int]:
+    """Continue a prompt. Every rank iterates over it to its end, and gets the same tokens.
+
+    Args:
+        model: a causal language model of ``transformers``, sharded or not.
+        prompt: at least one token.
+        count: the most tokens to draw.
+        sampling: how they are drawn.
+        vocab_size: tokens from here up are never drawn.
+        window: the most tokens that the model attends to. When that many are there, the older half
+            is forgotten.
+        device: where the model computes.
+        stop: tokens that end the text; they are not returned.
+
+    Yields:
+        A token at a time.
+
+    Raises:
+        CheckpointError: the model computes what is no number.
+    """
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    draw = sampling.drawing()
+    model.eval()
+    context = list(prompt)[-window:]
+    cache = None
+    keep = getattr(model, "keep_unsharded", None) if size <= KEEP_WHOLE_BYTES else None
+    with kept_between_forwards(model) if keep is None else keep():
+        for _ in range(count):
+            if len(context) > window:
+                context, cache = context[-max(1, window // 2) :], None
+            # With a cache the model remembers all but the newest token.
+            fresh = context if cache is None else context[-1:]
+            inputs = torch.tensor([fresh], device=device)
+            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
+            cache = getattr(output, "past_key_values", None)
+            logits = output.logits[0, -1, :vocab_size].float().cpu()
+            if logits.isnan().any() or not logits.max().isfinite():
+                raise CheckpointError(
+                    f"found logits that are not finite after {len(context):,} tokens, expected "
+                    "numbers; the weights are broken, or their dtype is too small"
+                )
+            token = draw(logits)
+            if token in stop:
+                return
+            yield token
+            context.append(token)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What ``shardwise generate`` is asked for.
+
+    Attributes:
+        source: a run, a checkpoint, a folder of ``save_pretrained``, or a name on the Hub.
+        prompt: what the text continues, or what the user says in a chat.
+        chat: whether the prompt goes through the tokenizer's chat template.
+        max_tokens: the most tokens to generate.
+        sampling: how they are drawn.
+        dtype: dtype of the parameters, by name; ``None``: as saved.
+        device: ``cpu``, ``cuda`` and so on.
+    """
+
+    source: str
+    prompt: str = ""
+    chat: bool = False
+    max_tokens: int = 200
+    sampling: Sampling = Sampling()
+    dtype: str | None = None
+    device: str = "cpu"
+
+
+def generate(request: Request) -> None:
+    """Generate text and print it as it comes: in this process, or as one rank of torchrun's world.
+
+    Raises:
+        UserError: there is no model or no tokenizer, or the prompt cannot be used.
+    """
+    rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu")
+    if request.device != "cpu":
+        device = devices.take(request.device, rank)
+    if "RANK" in os.environ:
+        dist.init_process_group(devices.backends_for(device))
+    try:
+        _generate(request, device)
+    except (CheckpointError, ValueError, TypeError) as error:
+        text = str(error)
+        name = "" if text.startswith(request.source) else f"{request.source}: "
+        raise UserError(f"SRC: {name}{text}") from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _generate(request: Request, device: torch.device) -> None:
+    where = find(request.source)
+    tokenizer, run = _tokenizer_of(where)
+    prompt = _tokens_of(request, tokenizer, run)
+    model = _load(request, device)
+    rows = len(_embedding(model))
+    if max(prompt) >= rows:
+        raise CheckpointError(
+            f"found token {max(prompt)} in the prompt, and {rows} rows in the embedding of the "
+            "model, expected its own tokenizer"
+        )
+    ids = tokenizer.get_vocab().values()
+    limits = (longest_sequence(model.config.to_dict()), _length_in_training(run))
+    window = min((each for each in limits if each is not None), default=2**31)
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    if first and len(prompt) > window:
+        say(
+            f"warning    the prompt has {len(prompt):,} tokens, and the model {window:,} positions:"
+            f" the first {len(prompt) - window:,} are left out"
+        )
+    tokens = generate_tokens(
+        model,
+        prompt,
+        request.max_tokens,
+        request.sampling,
+        vocab_size=min(1 + max(ids), rows),
+        window=window,
+        device=device,
+        stop=_ends(model, tokenizer),
+    )
+    if not first:
+        for _ in tokens:
+            pass
+        return
+    if not request.chat:
+        _print(request.prompt)
+    stream = _streamer(tokenizer)
+    for token in tokens:
+        stream.put(torch.tensor([token]))
+    stream.end()
+
+
+def _load(request: Request, device: torch.device) -> PreTrainedModel:
+    """Load the model: full in a process on its own, else its shards."""
+    from transformers import AutoModelForCausalLM
+
+    model = pretrained.build(
+        request.source, model_class=AutoModelForCausalLM, dtype=request.dtype or "auto"
+    )
+    if dist.is_initialized():
+        apply_wrap(model, AUTO, fully_shard)
+        fully_shard(model)
+    report = pretrained.fill(model, request.source)
+    if report.missing:
+        more = f" and {len(report.missing) - 3} more" if len(report.missing) > 3 else ""
+        raise CheckpointError(
+            f"found no weights for {', '.join(report.missing[:3])}{more}, expected those of a "
+            "causal language model"
+        )
+    if not dist.is_initialized():
+        model.to(device)  # type: ignore[arg-type]
+    return model
+
+
+def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
+    """The tokenizer of a model, and the run that the model is from."""
+    runs = [where]
+    with contextlib.suppress(CheckpointError):
+        runs += folders_of(find_checkpoint(where))
+    run = next((RunDir(each) for each in runs if RunDir(each).run_json.is_file()), None)
+    folder = find_tokenizer(where)
+    if folder is None and run is not None:  # it began before runs kept their tokenizers
+        name = str(run.read("SRC").get("data", {}).get("tokenizer", "bytes"))
+        return byte_tokenizer() if name == "bytes" else opening.tokenizer(name), run
+    if folder is None:
+        raise CheckpointError(
+            "found no tokenizer, expected the files of one beside the weights, as "
+            "tokenizer.save_pretrained writes them"
+        )
+    return opening.tokenizer(folder), run
+
+
+def _tokens_of(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
+    """The tokens of a prompt: as in the documents of its run, or as its tokenizer makes them."""
+    with opening.limited("its chat template or its tokenizer"):
+        tokens = _encoded(request, tokenizer, run)
+    if not tokens:
+        raise CheckpointError("--prompt: found no tokens in it, expected at least one")
+    return tokens
+
+
+def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
+    if request.chat:
+        if not tokenizer.chat_template:
+            raise CheckpointError("found no chat template in its tokenizer; leave out --chat")
+        messages = [{"role": "user", "content": request.prompt}]
+        try:
+            found = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=False
+            )
+        except CheckpointError:
+            raise
+        except Exception as error:  # a template is a program
+            reason = " ".join(str(error).split())[:200]
+            raise CheckpointError(f"its chat template cannot be used ({reason})") from error
+        return [int(token) for token in found]
+    start = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
+    begin = [] if start is None else [int(start)]
+    if run is not None:
+        plain = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
+        return [*begin, *map(int, plain)]
+    return [int(token) for token in tokenizer(request.prompt)["input_ids"]] or begin
+
+
+def _length_in_training(run: RunDir | None) -> int | None:
+    """The sequence length that a run trained with; ``None`` if it does not say."""
+    found = None if run is None else run.read("SRC").get("config", {}).get("seq_length")
+    return found if isinstance(found, int) and found > 0 else None
+
+
+def _embedding(model: PreTrainedModel) -> torch.Tensor:
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, torch.Tensor)
+    return weight
+
+
+def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """The tokens that end a text, by the tokenizer and by the model's generation config."""
+    configured = getattr(model.generation_config, "eos_token_id", None)
+    listed = configured if isinstance(configured, list) else [configured]
+    return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)
+
+
+def _streamer(tokenizer: Any) -> Any:
+    """An object of ``transformers`` that prints words as soon as they are complete."""
+    from transformers import TextStreamer
+
+    class Streamer(TextStreamer):
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            _print(text + "\n" * stream_end)
+
+    return Streamer(tokenizer, skip_special_tokens=True)
+
+
+def _print(text: str) -> None:
+    print(printable(text, keep="\n\t"), end="", flush=True)

@@ -1,0 +1,497 @@
+"""The configurations of ``shardwise train mnist``, ``imagenet`` and ``vit``, and their models.
+
+No torch here: the command line asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from shardwise.app.recipes.core.begin import check_extras
+from shardwise.app.recipes.core.config import (
+    OptimizerConfig,
+    OptionError,
+    OutputConfig,
+    SgdConfig,
+    TrainConfig,
+    as_json,
+    check_bounds,
+    check_train,
+    find_settings,
+    require,
+    resolve_sharding,
+)
+from shardwise.app.recipes.core.option import (
+    BY_MODEL,
+    MODEL,
+    SHARDING,
+    TRAINING,
+    Bounds,
+    Count,
+    Natural,
+    NotNegative,
+    Positive,
+    model_option,
+    option,
+)
+from shardwise.app.recipes.core.position import TrainingSpan
+from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
+from shardwise.elastic.world import World
+from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
+
+# --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
+FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
+
+_NOT_SQUARE = 0  # as the default of an image size: the model has no single one
+
+Folders = tuple[ImageFolder, ImageFolder]
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """What the configurations of all trainings on images have in common."""
+
+    train: TrainConfig
+    eval_batch_size: Count | None = field(
+        default=None,
+        metadata=option(
+            "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
+        ),
+    )
+
+    @property
+    def files(self) -> RunDir:
+        """The folder of the run."""
+        return RunDir(self.train.output.out)
+
+    def check_world(self, world: World) -> None:
+        """Check that the configuration fits the world; look at no files.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
+
+    def check_dry_run(self, world: World) -> None:
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        check_train(self.train)
+        self.check_world(world)
+
+
+class VisionInputs:
+    """What the checked configurations of all trainings on images have in common."""
+
+    config: VisionConfig
+
+    @property
+    def train(self) -> TrainConfig:
+        """What does not depend on model and data."""
+        return self.config.train
+
+    @property
+    def span(self) -> TrainingSpan:
+        """How long the training is."""
+        return TrainingSpan.of(self.train, self.training_images)
+
+    @property
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        raise NotImplementedError
+
+
+# -- MNIST -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class MnistConfig(VisionConfig):
+    """A training of a convolutional network on MNIST."""
+
+    data_dir: Path | None = field(
+        default=None, metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH")
+    )
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=2,
+            batch_size=64,
+            optimizer=OptimizerConfig(
+                lr=5e-3, warmup=50, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=0.0
+            ),
+            output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
+        )
+    )
+    nested: bool = field(
+        default=False,
+        metadata=option(
+            "Shard each convolution block by itself, then the rest.",
+            SHARDING,
+            name="--nested-fsdp/--no-nested-fsdp",
+            former=("--use-nested-fsdp",),
+        ),
+    )
+
+    def check(self, world: World) -> MnistInputs:
+        """Check everything that can be checked without torch, and read the data.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        check_train(self.train)
+        self.check_world(world)
+        check_extras(["safetensors", "PIL"], self.train.output.logs)
+        if self.data_dir is None:
+            raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
+        return MnistInputs(self, *load_mnist(self.data_dir))
+
+
+@dataclass(frozen=True)
+class MnistInputs(VisionInputs):
+    """A checked configuration, and its data.
+
+    Attributes:
+        config: the configuration.
+        training: images to train on.
+        test: images to evaluate on.
+    """
+
+    recipe = "mnist"
+
+    config: MnistConfig
+    training: IdxSet
+    test: IdxSet
+
+    @property
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        return len(self.training)
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        return {
+            "config": as_json(self.config),
+            "model": {"name": "convnet"},
+            "data": {
+                "name": str(self.config.data_dir),
+                "training_images": len(self.training),
+                "test_images": len(self.test),
+                "fingerprint": f"{self.training.fingerprint()}-{self.test.fingerprint()}",
+            },
+        }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that the data are those of the run that is resumed."""
+        _check_same_images(before, self.facts())
+
+
+# -- images in folders -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageFolderConfig(VisionConfig):
+    """A training of a model of ``transformers`` on images in folders."""
+
+    data_dir: Path | None = field(
+        default=None,
+        metadata=option("Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"),
+    )
+    fake_data: bool = field(
+        default=False, metadata=option("Train on noise, to measure speed.", MODEL)
+    )
+    model: str
+    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
+        default=224, metadata=option("Height and width of the model's input, in pixels.", MODEL)
+    )
+    threads: Annotated[int, Bounds(least=1, most=1024)] = field(
+        default=4, metadata=option("Threads that decode images, per rank.", MODEL, name="--workers")
+    )
+
+    def check_dry_run(self, world: World) -> None:
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        super().check_dry_run(world)
+        self.settings()
+        check_extras(["transformers"])
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or an option does not go with it.
+        """
+        raise NotImplementedError
+
+    def find_folders(self, world: World) -> Folders | None:
+        """Check what all such trainings have in common, and list the images.
+
+        Returns:
+            Images to train on and to evaluate on; None for fake data.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        check_train(self.train)
+        check_bounds(self)
+        self.check_world(world)
+        folders = self._folders()
+        check_extras(["transformers", "PIL"], self.train.output.logs)
+        return folders
+
+    def _folders(self) -> Folders | None:
+        if self.fake_data:
+            require(self.data_dir is None, "--fake-data", "--data-dir too", "one of the two")
+            return None
+        if self.data_dir is None:
+            raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
+        return find_images(self.data_dir)
+
+
+@dataclass(frozen=True)
+class ImageFolderInputs(VisionInputs):
+    """A checked configuration, and what it refers to.
+
+    Attributes:
+        config: the configuration.
+        settings: of the model, as in a ``config.json``.
+        folders: images to train on and to evaluate on; None for fake data.
+    """
+
+    recipe: ClassVar[str]
+    #: Setting of the model -> option that changes it.
+    model_options: ClassVar[Mapping[str, str]] = {}
+
+    config: ImageFolderConfig
+    settings: dict[str, Any]
+    folders: Folders | None
+
+    @property
+    def training_images(self) -> int:
+        """Number of images to train on."""
+        return len(self.folders[0]) if self.folders else FAKE_TRAINING
+
+    @property
+    def classes(self) -> list[str]:
+        """Names of the classes."""
+        if self.folders:
+            return list(self.folders[0].classes)
+        return [str(number) for number in range(FAKE_CLASSES)]
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        data: dict[str, Any] = {"name": "fake images", "fingerprint": "fake"}
+        if self.folders:
+            training, validation = self.folders
+            data = {
+                "name": str(self.config.data_dir),
+                "training_images": len(training),
+                "validation_images": len(validation),
+                "fingerprint": f"{training.fingerprint()}-{validation.fingerprint()}",
+            }
+        return {
+            "config": as_json(self.config),
+            "model": {"name": self.config.model, "settings": self.settings},
+            "data": {**data, "classes": len(self.classes)},
+        }
+
+    def check_same(self, before: Mapping[str, Any]) -> None:
+        """Check that model and data are those of the run that is resumed."""
+        now = self.facts()
+        # First, since the default of --image-size may go with the model.
+        check_same_model(
+            _without_size(before.get("model", {})), _without_size(now["model"]), self.model_options
+        )
+        check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
+        _check_same_images(before, now)
+
+
+def _without_size(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model without the size of its images, which belongs to the configuration."""
+    settings = dict(model.get("settings", {}))
+    settings.pop("image_size", None)
+    return {**model, "settings": settings}
+
+
+def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    data = before.get("data", {})
+    if data.get("fingerprint") != now["data"]["fingerprint"]:
+        found = f"{now['data']['name']}, other images"
+        expected = f"those of {data.get('name')}, as the run began that --resume goes on"
+        raise OptionError("--data-dir", found, expected)
+
+
+# -- residual networks -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImagenetConfig(ImageFolderConfig):
+    """A training of a residual network; the defaults are ImageNet's published schedule."""
+
+    model: str = field(default="resnet50", metadata=model_option(RESNETS))
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=100,
+            batch_size=128,
+            optimizer=SgdConfig(lr=0.4),
+            output=OutputConfig(out=Path("runs/imagenet"), checkpoint_every=1000, eval_every=1),
+        )
+    )
+    warmup_epochs: NotNegative = field(
+        default=5.0, metadata=option("Epochs of linear warmup of the learning rate.", TRAINING)
+    )
+    drop_epochs: Natural = field(
+        default=30,
+        metadata=option(
+            "Epochs from one drop of the learning rate to the next; 0: no drops.",
+            TRAINING,
+            name="--lr-drop-epochs",
+        ),
+    )
+    drop_factor: Positive = field(
+        default=10.0,
+        metadata=option("Divides the learning rate then.", TRAINING, name="--lr-drop-factor"),
+    )
+
+    def lr(self, epoch: float) -> float:
+        """Return the learning rate after a number of epochs: linear warmup, then steps down."""
+        peak = self.train.optimizer.lr
+        if epoch < self.warmup_epochs:
+            return peak * epoch / self.warmup_epochs
+        drops = int(epoch // self.drop_epochs) if self.drop_epochs else 0
+        return float(peak / self.drop_factor**drops)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or a number is out of range.
+        """
+        require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
+        return find_settings(self.model, RESNETS)
+
+    def check(self, world: World) -> ImagenetInputs:
+        """Check everything that can be checked without torch, and list the images.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        return ImagenetInputs(self, self.settings(), self.find_folders(world))
+
+
+@dataclass(frozen=True)
+class ImagenetInputs(ImageFolderInputs):
+    """A checked configuration, and what it refers to."""
+
+    recipe = "imagenet"
+
+    config: ImagenetConfig
+
+
+# -- Vision Transformers ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class VitConfig(ImageFolderConfig):
+    """A training of a Vision Transformer."""
+
+    model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
+    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = field(
+        default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
+    )
+    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
+        default=224,
+        metadata=option("Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL),
+    )
+    patch_size: Count | None = field(
+        default=None,
+        metadata=option("Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL),
+    )
+    train: TrainConfig = field(
+        default=TrainConfig(
+            epochs=300,
+            batch_size=VIT_PRESETS["vit-tiny"].batch_size,
+            optimizer=OptimizerConfig(
+                lr=1e-3, warmup=10_000, betas=(0.9, 0.999), weight_decay=0.1, clip_grad=1.0
+            ),
+            output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),
+        )
+    )
+    nested: bool = field(
+        default=True,
+        metadata=option(
+            "Shard the model as one group, not each block by itself.",
+            SHARDING,
+            name="--nested-fsdp/--no-nested-fsdp",
+        ),
+    )
+
+    @classmethod
+    def for_model(cls, model: str) -> VitConfig:
+        """Return the configuration with the defaults that go with ``--model``.
+
+        Raises:
+            OptionError: no model has this name.
+        """
+        default = cls(model=model)
+        preset = VIT_PRESETS.get(model, VIT_PRESETS["vit-base"])
+        size = find_settings(model, _presets()).get("image_size", 224)
+        if not isinstance(size, int):
+            size = _NOT_SQUARE
+        train = replace(default.train, batch_size=preset.batch_size)
+        return replace(default, image_size=size, train=train)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the model, as in a ``config.json``.
+
+        Raises:
+            OptionError: no model has this name, or sizes do not go together.
+        """
+        settings = dict(find_settings(self.model, _presets()))
+        kind = settings["model_type"]
+        require(kind == "vit", "--model", f"{self.model} of type {kind}", "one of type vit")
+        if self.image_size == _NOT_SQUARE and not isinstance(settings.get("image_size", 224), int):
+            found = f"{self.model}, whose images are not square"
+            raise OptionError("--model", found, "square ones, or --image-size")
+        asked = {
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "num_hidden_layers": self.layers,
+        }
+        settings |= {name: value for name, value in asked.items() if value is not None}
+        patch = settings.get("patch_size", 16)
+        require(isinstance(patch, int) and patch > 0, "--patch-size", patch, "1 or more")
+        fits = self.image_size > 0 and self.image_size % patch == 0
+        require(fits, "--image-size", self.image_size, f"a multiple of {patch}, the patch size")
+        layers = settings.get("num_hidden_layers", 12)
+        require(isinstance(layers, int) and layers >= 1, "--layers", layers, "1 or more")
+        return settings
+
+    def check(self, world: World) -> VitInputs:
+        """Check everything that can be checked without torch, and list the images.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        return VitInputs(self, self.settings(), self.find_folders(world))
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
+
+
+@dataclass(frozen=True)
+class VitInputs(ImageFolderInputs):
+    """A checked configuration, and what it refers to."""
+
+    recipe = "vit"
+    model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
+
+    config: VitConfig

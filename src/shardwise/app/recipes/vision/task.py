@@ -1,0 +1,288 @@
+"""What all trainings on images have in common: loss, evaluation, and the file at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+from shardwise import FSDPModule
+from shardwise.app.recipes.core.build import RunningStatistics, kept_between_forwards
+from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
+from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.vision.config import (
+    FAKE_TRAINING,
+    FAKE_VALIDATION,
+    ImageFolderInputs,
+    VisionInputs,
+)
+from shardwise.app.recipes.vision.confusion import plot_confusion
+from shardwise.app.recipes.vision.images import (
+    Augment,
+    Batch,
+    FakeImages,
+    FolderImages,
+    Images,
+    TrainingImages,
+)
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.tools.convert import consolidate
+from shardwise.elastic.world import World
+from shardwise.transport.peers import Peers
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageData:
+    """Images with their classes.
+
+    Attributes:
+        name: what the data are called.
+        training: images to train on.
+        validation: images to evaluate on.
+        classes: names of the classes.
+    """
+
+    name: str
+    training: Images
+    validation: Images
+    classes: Sequence[str]
+
+    @classmethod
+    def of(cls, inputs: ImageFolderInputs) -> ImageData:
+        """Open the images that a configuration refers to."""
+        config, classes = inputs.config, inputs.classes
+        training: Images
+        validation: Images
+        if inputs.folders is None:
+            training = FakeImages(FAKE_TRAINING, len(classes), config.image_size)
+            validation = FakeImages(FAKE_VALIDATION, len(classes), config.image_size)
+        else:
+            first, second = inputs.folders
+            size, threads = config.image_size, config.threads
+            training = FolderImages(first, size, Augment.RANDOM_CROP, threads)
+            validation = FolderImages(second, size, Augment.CENTER_CROP, threads)
+        name = inputs.facts()["data"]["name"]
+        return cls(name=name, training=training, validation=validation, classes=classes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Classifier:
+    """A model that classifies images, and how it is trained.
+
+    Attributes:
+        name: what the model is called.
+        model: after sharding.
+        config_json: of the model, as ``transformers`` reads it; None: the model is not theirs.
+        optimizer: over the model's shards.
+        schedule: of the learning rate.
+        load: builds the same model from a safetensors file, on this rank's device.
+        loaded_into: what ``load`` makes: ``a plain module``.
+    """
+
+    name: str
+    model: FSDPModule
+    config_json: str | None = None
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    load: Callable[[Path], nn.Module]
+    loaded_into: str
+
+
+def vision_task(
+    inputs: VisionInputs, place: TrainContext, data: ImageData, classifier: Classifier
+) -> Task:
+    """Return the task of training a classifier.
+
+    At the end the model is written as one safetensors file, loaded again and evaluated: what
+    others get from the file is what was trained.
+    """
+    train, world, model = inputs.train, place.world, classifier.model
+    assert isinstance(model, nn.Module)
+    at_a_time = inputs.config.eval_batch_size or train.batch_size
+    evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
+    files = RunDir(train.output.out)
+
+    def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
+        say = place.display.say
+        on_rank_zero(f"writing {files.weights}", lambda: _write_file(checkpoint, files.weights))
+        say(f"weights    {files.weights}")
+        scores = evaluation(classifier.load(files.weights))
+        if world.rank == 0:
+            say(
+                f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
+                f"{classifier.loaded_into}; {results['accuracy']:.4f} before"
+            )
+            title = f"{classifier.name} on {data.name}"
+            plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
+            say(f"confusion  {files.confusion}")
+        return {**results, "accuracy_of_file": scores.accuracy}
+
+    return Task(
+        model_name=classifier.name,
+        model=model,
+        model_config=classifier.config_json,
+        optimizer=classifier.optimizer,
+        schedule=classifier.schedule,
+        data=TrainingImages(data.training, train.seed, train.batch_size * world.size, place.device),
+        loss=classification_loss,
+        evaluate=lambda: evaluation(model).values(),
+        unit="images",
+        example="images",
+        introduction=[
+            (
+                "data",
+                f"{data.name}: {len(data.training):,} images to train on, "
+                f"{len(data.validation):,} for validation; {len(data.classes)} classes",
+            )
+        ],
+        after_step=RunningStatistics(model).average,
+        finish=finish,
+    )
+
+
+def _write_file(checkpoint: Path, file: Path) -> None:
+    """Write the model of a checkpoint as one file.
+
+    Raises:
+        SaveError: it cannot be written.
+    """
+    try:
+        consolidate(checkpoint, file, force=True)
+    except (CheckpointError, OSError) as error:
+        raise SaveError(f"{file}: {error}; {checkpoint} is complete") from error
+
+
+def load_plain(build: Callable[[], nn.Module], device: torch.device, file: Path) -> nn.Module:
+    """Load a model from a safetensors file without sharding: each rank has all of it.
+
+    Args:
+        build: builds the model that the file is loaded into.
+        device: where the model goes.
+        file: the model.
+    """
+    model = build()
+    model.load_state_dict(load_file(file))
+    return model.to(device)
+
+
+# -- loss and evaluation ---------------------------------------------------------------------------
+
+
+def logits_of(model: nn.Module, images: torch.Tensor) -> torch.Tensor:
+    """Return the logits of images, float32 of shape (count, classes).
+
+    Args:
+        model: returns logits, or an output of ``transformers`` that has them.
+        images: (count, channels, height, width).
+    """
+    output: Any = model(images)
+    logits = output if isinstance(output, torch.Tensor) else output.logits
+    assert isinstance(logits, torch.Tensor)
+    return logits.float()
+
+
+def classification_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean cross-entropy, a float32 scalar, in nats."""
+    images, classes = batch
+    return F.cross_entropy(logits_of(model, images), classes)
+
+
+def example_of(channels: int, size: int) -> Example:
+    """Return batches of images with these channels and pixels, and their loss."""
+
+    def batch(count: int) -> Batch:
+        return torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long)
+
+    return Example(batch=batch, loss=classification_loss)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How well images were classified.
+
+    Attributes:
+        loss: mean cross-entropy, in nats.
+        confusion: number of images by class (row) and predicted class (column), int64 of shape
+            (classes, classes).
+        top5: fraction of the images whose class was among the five most likely ones.
+    """
+
+    loss: float
+    confusion: torch.Tensor
+    top5: float
+
+    @property
+    def accuracy(self) -> float:
+        """Fraction of the images whose class was the most likely one."""
+        return self.confusion.diagonal().sum().item() / self.confusion.sum().item()
+
+    def values(self) -> dict[str, float]:
+        """Return the metrics; top-5 accuracy means something with more than ten classes."""
+        values = {"validation_loss": self.loss, "accuracy": self.accuracy}
+        return {**values, "accuracy_top5": self.top5} if len(self.confusion) > 10 else values
+
+
+class Evaluation:
+    """Evaluates models on images that all ranks share.
+
+    Args:
+        images: to evaluate on.
+        classes: number of classes.
+        batch_size: of this rank.
+        world: this rank among all.
+        device: where it computes.
+    """
+
+    def __init__(
+        self, images: Images, classes: int, batch_size: int, world: World, device: torch.device
+    ) -> None:
+        self._images = images
+        self._classes = classes
+        self._batch_size = batch_size
+        self._world = world
+        self._device = device
+
+    @torch.no_grad()
+    def __call__(self, model: nn.Module) -> Scores:
+        """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
+        mine = range(self._world.rank, len(self._images), self._world.size)
+        # As many forwards on every rank, since a forward of a sharded model takes all.
+        per_round = self._batch_size * self._world.size
+        rounds = -(-len(self._images) // per_round)
+        sums = torch.zeros(2, dtype=torch.float64)
+        confusion = torch.zeros(self._classes**2, dtype=torch.int64)
+        training = model.training
+        model.eval()
+        with kept_between_forwards(model):
+            for turn in range(rounds):
+                indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
+                # A rank that has none left looks at the first image again, uncounted.
+                images, classes = self._images.read(indices or [0], [0] * max(1, len(indices)))
+                logits = logits_of(model, images.to(self._device)).cpu()
+                if indices:
+                    sums += self._tally(logits, classes, confusion)
+        model.train(training)
+        with Peers().collective("the sum of scores"):
+            dist.all_reduce(sums)
+            dist.all_reduce(confusion)
+        loss, top5 = (sums / len(self._images)).tolist()
+        return Scores(loss, confusion.view(self._classes, self._classes), top5)
+
+    def _tally(
+        self, logits: torch.Tensor, classes: torch.Tensor, confusion: torch.Tensor
+    ) -> torch.Tensor:
+        """Count a batch; return its sums of the loss and of hits among the top five."""
+        pairs = classes * self._classes + logits.argmax(dim=1)
+        confusion += torch.bincount(pairs, minlength=self._classes**2)
+        likeliest = logits.topk(min(5, self._classes), dim=1).indices
+        hits = (likeliest == classes[:, None]).any(dim=1).sum()
+        loss = F.cross_entropy(logits, classes, reduction="sum")
+        return torch.stack([loss.double(), hits.double()])

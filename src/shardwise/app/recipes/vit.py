@@ -1,0 +1,106 @@
+"""``shardwise train vit``: a Vision Transformer of ``transformers`` on images in folders.
+
+Neither a host nor a device ever needs room for more than a rank's shards and one layer:
+
+    blueprint       on the meta device: shapes only, no memory
+    shard           group by group, still without memory: a rank learns which rows are its own
+    initialize      layer by layer: memory, initial values, shard, and the full layer is freed
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from shardwise import FSDPModule, materialize
+from shardwise.app.recipes.core.build import (
+    checkpoint_blocks,
+    compile_blocks,
+    learning_rate,
+    make_optimizer,
+    shard,
+)
+from shardwise.app.recipes.core.config import OptimizerConfig, ShardingConfig
+from shardwise.app.recipes.core.model import (
+    build_classifier,
+    config_json,
+    decoder_layers,
+    initialize,
+)
+from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
+from shardwise.app.recipes.vision.task import Classifier, ImageData, example_of, vision_task
+from shardwise.checkpoint import load_weights
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.models import vit_placement
+
+
+def assemble(inputs: VitInputs, place: TrainContext) -> Task:
+    """Build model, optimizer and data on one rank."""
+    config, train = inputs.config, inputs.train
+    assert isinstance(train.optimizer, OptimizerConfig)
+    model = build_classifier(inputs.settings, len(inputs.classes))
+    sharded = shard_model(model, units_of(model, config), train.sharding, place)
+    initialize(model, train.seed)
+    if train.sharding.compile:
+        compile_blocks(decoder_layers(model))
+    per_step = train.examples_per_step(place.world.size)
+    curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
+    classifier = Classifier(
+        name=config.model,
+        model=sharded,
+        config_json=config_json(model),
+        optimizer=make_optimizer(model, train.optimizer),
+        # By examples: in a resumed run, steps before may have had another number of them.
+        schedule=lambda position: curve(position.examples / per_step),
+        load=functools.partial(_load_sharded, inputs, place),
+        loaded_into="new shards",
+    )
+    return vision_task(inputs, place, ImageData.of(inputs), classifier)
+
+
+def _load_sharded(inputs: VitInputs, place: TrainContext, file: Path) -> PreTrainedModel:
+    """Load the model from a safetensors file into new shards: no rank has room for all of it."""
+    model = build_classifier(inputs.settings, len(inputs.classes))
+    shard_model(model, units_of(model, inputs.config), inputs.train.sharding, place)
+    materialize(model, init=lambda module: None)  # memory only: the values come from the file
+    load_weights(file, model)
+    return model
+
+
+def blueprint(config: VitConfig) -> Blueprint:
+    """Return the model without memory, and how it is sharded; it has ImageNet's 1000 classes."""
+    model = build_classifier(config.settings(), FAKE_CLASSES)
+    return Blueprint(config.model, model, units_of(model, config), placement=vit_placement)
+
+
+def example(config: VitConfig) -> Example:
+    """Return batches of images, and their loss."""
+    return example_of(3, config.image_size)
+
+
+def units_of(model: PreTrainedModel, config: VitConfig) -> list[nn.Module]:
+    """Return the modules that become groups of their own: every block, or none."""
+    return decoder_layers(model) if config.nested else []
+
+
+def shard_model(
+    model: PreTrainedModel, units: Sequence[nn.Module], config: ShardingConfig, place: TrainContext
+) -> FSDPModule:
+    """Shard a model that is on the meta device; it gets no memory yet.
+
+    Args:
+        model: as :func:`.build_classifier` made it.
+        units: the modules that become groups of their own.
+        config: dtypes, activation checkpointing, transport.
+        place: over which ranks, by which strategy.
+
+    Returns:
+        ``model``.
+    """
+    checkpoint_blocks(decoder_layers(model), config.activation_checkpointing)
+    return shard(model, units, config, place, vit_placement)

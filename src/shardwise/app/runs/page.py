@@ -1,0 +1,96 @@
+"""One or several runs as one HTML page that loads nothing from elsewhere.
+
+What runs say comes as a block of JSON, which the script of the page turns into elements by their
+text alone; so whatever a run says stays text. The page's own policy (CSP) lets no other script run.
+Charts are drawn by uPlot (https://github.com/leeoniya/uPlot), whose file is in this package.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import hashlib
+import html
+import json
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.app.runs.metrics import without_nan
+
+#: Packages whose pages a run may have in its folder, each with a page.js.
+_FRAMED = ("shardwise.insight.inspect", "shardwise.insight.timeline")
+
+
+class Updates(enum.Enum):
+    """How a page that is open gets to know what has happened since."""
+
+    RELOAD = "reload"  # of the file, while a run is under way
+    FETCH = "fetch"  # from the server that it came from
+    NEVER = "never"
+
+
+def page(
+    title: str, runs: Sequence[Mapping[str, Any]], updates: Updates, every: float = 0.0
+) -> str:
+    """Return the page.
+
+    Args:
+        title: of the page.
+        runs: what each says; see :meth:`.snapshot.RunReader.read`.
+        updates: how an open page is kept up to date.
+        every: seconds after which the file is written again, if it is to be reloaded. Long after
+            that, a page of a run that was under way says that the run has stopped without an end.
+    """
+    scripts = (_resource("uplot/uPlot.iife.min.js"), _resource("page.js"))
+    # Pages inside of the page are under its policy, too: their scripts are ours, or do not run.
+    known = (*scripts, *(_text(package, "page.js") for package in _FRAMED))
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in known)
+    data: dict[str, Any] = {"runs": runs}
+    if updates is Updates.RELOAD:  # who never writes it again cannot say so
+        data |= {"written": time.time(), "every": every}
+    policy = (
+        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'"
+    )
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            f"<title>{html.escape(encodable(title))}</title>",
+            f"<style>{_resource('uplot/uPlot.min.css')}\n{_resource('page.css')}</style></head>",
+            f'<body data-updates="{updates.value}"><main id="page">'
+            "<noscript>This page draws its charts with a script.</noscript></main>",
+            f'<script type="application/json" id="data">{as_data(data)}</script>',
+            *(f"<script>{script}</script>" for script in scripts),
+            "</body></html>\n",
+        )
+    )
+
+
+def encodable(text: str) -> str:
+    """Return text without halves of surrogate pairs: a name of a file may have such."""
+    return text.encode(errors="replace").decode()
+
+
+def as_data(value: object) -> str:
+    """Return JSON that may stand inside of an element: nothing in it begins or ends one."""
+    text = json.dumps(without_nan(value), separators=(",", ":"), allow_nan=False)  # ASCII only
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _resource(name: str) -> str:
+    return _text("shardwise.app.runs", name)
+
+
+@cache
+def _text(package: str, name: str) -> str:
+    return resources.files(package).joinpath(name).read_text(encoding="utf-8").strip()
+
+
+def _digest(script: str) -> str:
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode("ascii")

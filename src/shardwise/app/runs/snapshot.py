@@ -1,0 +1,252 @@
+"""What the folder of a run says at one moment, as plain values for a page.
+
+A run may be under way, killed, of an older version, or damaged. So no file and no field is
+required: what cannot be read is left out, and named among the problems. Texts may be hostile;
+:mod:`shardwise.app.runs.page` never makes them part of its markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.app.runs import files
+from shardwise.app.runs.curves import MOST_NAMES, Curves
+from shardwise.app.runs.metrics import MOST_BYTES, Follower, parse_line
+from shardwise.app.runs.ranks import RanksReader
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.commit import is_complete, step_folder
+from shardwise.checkpoint.disk.files import read_small
+from shardwise.checkpoint.disk.strict import parse
+
+#: Seconds without a new line after which a run that cannot be seen to hold its lock has ended.
+SILENCE = 120.0
+#: Values that are no curves: the time that is left, and how far the data are.
+NO_CURVES = frozenset({"step", "eta_s", "epoch"})
+
+_MOST_LATEST = MOST_NAMES + len(NO_CURVES)  # values of the newest line
+_MOST_RECORD = 1 << 24  # bytes of a run.json to show: thousands of sessions
+_MOST_TEXT = 1 << 16  # bytes of a text to show
+_MOST_IMAGE = 1 << 20
+_MOST_PAGE = 1 << 22  # bytes of a page within the page
+_MOST_PLAN = 1 << 24
+_MOST_ROWS = 200  # sessions and checkpoints, the newest ones
+_STEP_NAME = re.compile(r"step-(\d{8,18})", re.ASCII)
+
+
+class RunReader:
+    """Reads one run, again and again while it trains.
+
+    Args:
+        root: the folder of the run.
+        at_once: bytes of steps after which one reading ends; the next one goes on.
+    """
+
+    def __init__(self, root: Path, at_once: int = MOST_BYTES) -> None:
+        self.root = root
+        self._curves = Curves()
+        self._latest: dict[str, Any] = {}
+        self._damaged = 0
+        self._first_damaged = 0
+        self._follower = Follower(root / files.METRICS, self._begin, self._line, at_once)
+        self._ranks = RanksReader(root / files.RANKS, at_once)
+        self._sizes: dict[Path, tuple[int, dict[str, Any] | None]] = {}
+
+    def _begin(self) -> None:
+        self._curves = Curves()
+        self._latest = {}
+        self._damaged = 0
+
+    def _line(self, line: bytes, number: int) -> None:
+        try:
+            record = parse_line(line, "")
+        except CheckpointError:
+            self._first_damaged = self._first_damaged if self._damaged else number
+            self._damaged += 1
+            return
+        latest = self._latest
+        if len(latest) + len(record) <= _MOST_LATEST:
+            latest.update(record)
+        else:
+            for name, value in record.items():
+                if name in latest or len(latest) < _MOST_LATEST:
+                    latest[name] = value
+        step = record["step"]
+        for name in NO_CURVES:
+            record.pop(name, None)
+        self._curves.add(step, record)
+
+    def read(self) -> dict[str, Any]:
+        """Return what the folder says now; the same until something in it changes."""
+        problems: list[str] = []
+        if not self.root.is_dir():
+            problems.append(f"{self.root}: there is no such folder any more")
+        try:
+            self._follower.read()
+        except CheckpointError as error:
+            problems.append(str(error))
+        if self._follower.left:
+            problems.append(f"{files.METRICS}: {self._follower.left:,} bytes are still to be read")
+        if self._damaged:
+            problems.append(
+                f"{files.METRICS}: left out {self._damaged:,} damaged lines, of which the first is "
+                f"line {self._first_damaged:,}"
+            )
+        ranks: list[dict[str, Any]] = []
+        try:
+            ranks = self._ranks.read()
+        except CheckpointError as error:
+            problems.append(str(error))
+        record = self._object(files.RECORD, _MOST_RECORD, problems)
+        sessions = [each for each in _items(record.get("sessions")) if isinstance(each, dict)]
+        config = _object(record.get("config"))
+        model = _object(record.get("model"))
+        return {
+            "name": os.path.basename(os.path.realpath(self.root)),  # also of a link to itself
+            "folder": str(self.root),
+            "recipe": _text(record.get("recipe")),
+            "model": _text(model.get("name")),
+            "parameters": _number(model.get("parameters")),
+            "data": _text(_object(record.get("data")).get("summary")),
+            "state": self._state(sessions),
+            "sessions": sessions[-_MOST_ROWS:],
+            "curves": self._curves.to_json(),
+            "latest": dict(self._latest),
+            "config": dict(_flat("", config)),
+            "options": self._text(files.OPTIONS, problems),
+            "ranks": ranks,
+            "frames": self._frames(problems),
+            "checkpoints": self._checkpoints(_object(record.get("best")).get("step")),
+            "samples": self._samples(problems),
+            "images": self._images(problems),
+            "plan": self._object(files.PLAN, _MOST_PLAN, problems),
+            "problems": problems,
+        }
+
+    def _state(self, sessions: list[dict[str, Any]]) -> str:
+        """Return ``running``, ``finished``, ``stopped``, ``failed``, ``lost`` or ``unknown``."""
+        status = _text(sessions[-1].get("status")) if sessions else ""
+        if status in ("finished", "stopped", "failed"):
+            return status
+        lock = files.lock_of(self.root / files.LOCK)
+        if lock is files.Lock.HELD:
+            return "running"
+        if status == "running":
+            return "lost" if lock is files.Lock.FREE or not self._is_recent() else "running"
+        return "unknown"
+
+    def _is_recent(self) -> bool:
+        """Return whether a step was recorded just now: locks may not be seen from another host."""
+        for name in (files.METRICS, files.RECORD):
+            try:
+                if time.time() - (self.root / name).stat().st_mtime < SILENCE:
+                    return True
+            except OSError:
+                continue
+        return False
+
+    def _bytes(self, name: str, most: int, problems: list[str]) -> bytes | None:
+        path = self.root / name
+        if not os.path.lexists(path):
+            return None
+        try:
+            return read_small(path, most)
+        except CheckpointError as error:
+            problems.append(str(error))
+            return None
+
+    def _object(self, name: str, most: int, problems: list[str]) -> dict[str, Any]:
+        found = self._bytes(name, most, problems)
+        if found is None:
+            return {}
+        try:
+            return _object(parse(found, str(self.root / name)))
+        except CheckpointError as error:
+            problems.append(str(error))
+            return {}
+
+    def _text(self, name: str, problems: list[str], most: int = _MOST_TEXT) -> str:
+        found = self._bytes(name, most, problems)
+        return "" if found is None else found.decode("utf-8", errors="replace")
+
+    def _samples(self, problems: list[str]) -> list[dict[str, str]]:
+        text = self._text(files.SAMPLE, problems)
+        return [{"name": files.SAMPLE, "text": text}] if text else []
+
+    def _frames(self, problems: list[str]) -> list[dict[str, str]]:
+        """Return the pages that are shown within the page."""
+        names = {"Who holds what": files.LAYOUT, "Timeline": f"{files.TIMELINE}/timeline.html"}
+        texts = {title: self._text(name, problems, _MOST_PAGE) for title, name in names.items()}
+        return [{"title": title, "html": text} for title, text in texts.items() if text]
+
+    def _images(self, problems: list[str]) -> list[dict[str, str]]:
+        image = self._bytes(files.CONFUSION, _MOST_IMAGE, problems)
+        if image is None:
+            return []
+        return [{"name": files.CONFUSION, "data": base64.b64encode(image).decode("ascii")}]
+
+    def _checkpoints(self, best: object) -> list[dict[str, Any]]:
+        """Return the checkpoints that are complete, the newest first."""
+        folder = self.root / files.CHECKPOINTS
+        try:
+            names = [each.name for each in os.scandir(folder)]
+        except OSError:
+            return []
+        steps = sorted(
+            (int(m[1]) for name in names if (m := _STEP_NAME.fullmatch(name))), reverse=True
+        )
+        found = []
+        for step in steps[:_MOST_ROWS]:
+            about = self._checkpoint(step_folder(folder, step))
+            if about is not None:
+                found.append({"step": step, "best": step == best, **about})
+        return found
+
+    def _checkpoint(self, path: Path) -> dict[str, Any] | None:
+        """Return bytes and time of a checkpoint; looked at once, since it never changes.
+
+        A training may delete it meanwhile.
+        """
+        try:
+            changed = path.stat().st_mtime_ns
+            known = self._sizes.get(path)
+            if known is None or known[0] != changed:
+                about = None
+                if is_complete(path):
+                    with os.scandir(path) as entries:
+                        sizes = [each.stat(follow_symlinks=False).st_size for each in entries]
+                    about = {"bytes": sum(sizes), "files": len(sizes), "written": changed / 1e9}
+                known = self._sizes[path] = (changed, about)
+        except OSError:
+            return None
+        return known[1]
+
+
+def _object(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _items(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _flat(prefix: str, value: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield settings by their names in full: ``train.optimizer.lr``."""
+    for name, each in value.items():
+        if isinstance(each, dict):
+            yield from _flat(f"{prefix}{name}.", each)
+        else:
+            yield f"{prefix}{name}", each

@@ -1,0 +1,30 @@
+"""Models of ``transformers`` with published weights, loaded straight into shards.
+
+``api.py`` does it in one call. ``building.py`` makes the model without memory, ``filling.py`` reads
+this rank's rows of its weights from the files, and ``hf.py`` asks ``transformers`` what is what.
+``saving.py`` writes shards as ``transformers`` would write the full model.
+"""
+
+from typing import TYPE_CHECKING
+
+from shardwise.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardwise.frontends.pretrained.api import from_pretrained
+    from shardwise.frontends.pretrained.building import build
+    from shardwise.frontends.pretrained.filling import LoadReport, fill
+    from shardwise.frontends.pretrained.saving import save_pretrained
+
+__all__ = ["LoadReport", "build", "fill", "from_pretrained", "save_pretrained"]
+
+_HOME = {
+    "LoadReport": "shardwise.frontends.pretrained.filling",
+    "build": "shardwise.frontends.pretrained.building",
+    "fill": "shardwise.frontends.pretrained.filling",
+    "from_pretrained": "shardwise.frontends.pretrained.api",
+    "save_pretrained": "shardwise.frontends.pretrained.saving",
+}
+
+
+if not TYPE_CHECKING:  # else every misspelled name would have a type
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,186 @@
+"""A ``transformers`` model on the meta device, as the configuration beside its weights says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.entries import torch_dtype
+from shardwise.checkpoint.formats.detect import open_source
+from shardwise.checkpoint.formats.hf import CONFIG, find_config
+from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
+from shardwise.frontends.pretrained import hf, opening
+
+Name = str | os.PathLike[str]
+"""A folder, a file of weights, or the name of a repository on the Hugging Face Hub."""
+
+_log = logging.getLogger(__name__)
+
+_REPOSITORY = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_BUFFER = 1 << 20  # bytes of each of two weights that are compared
+_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def build(
+    name: Name,
+    *,
+    model_class: Any = None,
+    dtype: torch.dtype | str | None = None,
+    **config: Any,
+) -> PreTrainedModel:
+    """Build a model on the meta device, as its configuration says. Nothing is allocated.
+
+    Tied weights are tied, unless the files have different values for them. :func:`.fill` reads the
+    weights after the model was sharded.
+
+    Args:
+        name: a folder of ``save_pretrained``, a run or a checkpoint of Shardwise, or the name of a
+            repository on the Hugging Face Hub.
+        model_class: a model class or an ``AutoModel...`` class of ``transformers``. The default is
+            the first of the configuration's ``architectures``.
+        dtype: dtype of the parameters, or its name. The default is that of the configuration, or
+            else of the weights. Parameters that the model keeps in float32 stay in it.
+        config: overrides of the configuration, such as ``attn_implementation="eager"``.
+
+    Returns:
+        The model, in evaluation mode as from ``from_pretrained``.
+
+    Raises:
+        CheckpointError: there is no configuration, its weights are quantized, or a file is damaged.
+        ValueError: ``transformers`` cannot build the model, or ``dtype`` is not one.
+    """
+    where = find(name)
+    with open_source(where) as source, torch.no_grad():
+        settings = _config(source, where, config)
+        if getattr(settings, "quantization_config", None) is not None:
+            raise CheckpointError(
+                f"{where}: {CONFIG} says that the weights are quantized, expected weights in a "
+                "floating-point dtype; quantized weights cannot be sharded"
+            )
+        chosen = _dtype(dtype, settings, source)
+        model = _build(_class(model_class, settings, where), settings, chosen, where)
+        untied = hf.untie(model, lambda name, other: not _differ(source, name, other))
+    if untied:
+        _log.warning(
+            "%s: has different values for weights that %s ties, so they are not tied: %s",
+            *(name, CONFIG, ", ".join(untied)),
+        )
+    model.config.name_or_path = model.name_or_path = os.fspath(name)
+    if model.can_generate() and where.is_dir():
+        model.generation_config = opening.generation_config(where) or model.generation_config
+    model.train(mode=False)
+    return model
+
+
+def _build(
+    model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, where: Path
+) -> PreTrainedModel:
+    try:
+        return hf.build(model_class, config, dtype)
+    except Exception as error:  # each model checks its configuration in its own way
+        raise ValueError(
+            f"{where}: transformers cannot build {model_class.__name__} from {CONFIG}: "
+            f"{type(error).__name__}: {opening.shortened(error)}"
+        ) from error
+
+
+def _differ(source: Source, name: str, other: str) -> bool:
+    """Whether the files have both weights, with different values."""
+    paths = {each: path for each, path in model_tensors(source).items() if each in (name, other)}
+    if len(paths) < 2:
+        return False
+    if source.tensors[paths[name]] != source.tensors[paths[other]]:
+        return True
+    windows = ReadWindow(_BUFFER), ReadWindow(_BUFFER)
+    both = (w.parts(source, paths[n]) for w, n in zip(windows, (name, other), strict=True))
+    return any(not torch.equal(a, b) for (_, a), (_, b) in zip(*both, strict=True))
+
+
+def find(name: Name) -> Path:
+    """Find the folder or file of a name; files of the Hub are downloaded, once for each host.
+
+    Raises:
+        CheckpointError: there is nothing of this name.
+    """
+    path = Path(name)
+    if path.exists():
+        return path
+    if not _REPOSITORY.fullmatch(os.fspath(name)):
+        raise CheckpointError(f"{path}: found nothing there, expected a folder of a model")
+    try:  # processes of one host wait for each other
+        return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES))
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{path}: found no such folder, and could not get it from the Hugging Face Hub "
+            f"({reason}); expected a folder of a model, or the name of a repository"
+        ) from error
+
+
+def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTrainedConfig:
+    found = find_config(source)
+    if found is None:
+        raise CheckpointError(
+            f"{where}: found no {CONFIG} that names a model_type, expected the configuration of a "
+            "transformers model beside its weights"
+        )
+    settings = dict(found[1])
+    made = hf.config_class(settings["model_type"])
+    if made is None:
+        raise ValueError(
+            f"{where}: {CONFIG} has model_type {settings['model_type']!r}, which transformers does "
+            "not know; install the version that does, or build the model and call fill()"
+        )
+    try:
+        return opening.model_config(made, settings, where / CONFIG, **overrides)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{where}: transformers cannot use {CONFIG}: {type(error).__name__}: "
+            f"{opening.shortened(error)}"
+        ) from error
+
+
+def _dtype(
+    asked: torch.dtype | str | None, config: PreTrainedConfig, source: Source
+) -> torch.dtype:
+    if asked is None or asked == "auto":
+        asked = config.dtype or next(
+            (
+                found
+                for _, path in sorted(model_tensors(source).items())  # as transformers does
+                if (found := torch_dtype(source.tensors[path].dtype)).is_floating_point
+            ),
+            torch.float32,
+        )
+    dtype: Any = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ValueError(
+            f"dtype: found {asked!r}, expected a floating-point dtype of 16 bits or more, such as "
+            "torch.bfloat16"
+        )
+    return dtype
+
+
+def _class(asked: Any, config: PreTrainedConfig, where: Path) -> Any:
+    if asked is not None:
+        return asked
+    names = config.architectures or []
+    for name in names:
+        made = hf.class_named(name)
+        if made is not None:
+            return made
+    raise ValueError(
+        f"{where}: {CONFIG} has architectures {names}, of which transformers has none; pass "
+        "model_class=, such as transformers.AutoModelForCausalLM"
+    )

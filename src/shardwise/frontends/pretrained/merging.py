@@ -1,0 +1,429 @@
+"""Merge LoRA adapters into the weights of their base model, one layer at a time.
+
+``peft`` itself computes every merged weight, so that all its kinds of adapters that can be merged
+are merged as ``merge_and_unload`` does. The model is built on the meta device, and only the layer
+that is being written has memory: its weights, its adapters and their product. All other tensors go
+from the base's files to the new ones through a buffer.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.commit import check_destination, written_beside
+from shardwise.checkpoint.disk.companions import is_companion
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
+from shardwise.checkpoint.disk.files import Links, read_small, write_new
+from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.formats.detect import open_source
+from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, write_hf
+from shardwise.checkpoint.formats.source import (
+    DEFAULT_BUFFER,
+    BaseSource,
+    ReadWindow,
+    Source,
+    Watch,
+    model_tensors,
+    unwatched,
+)
+from shardwise.frontends.pretrained import hf, opening
+from shardwise.frontends.pretrained.building import Name, build, find
+from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+#: What ``peft`` puts before the names of the plain model.
+PREFIX = "base_model.model."
+
+_MAX_FILE = 1 << 28  # bytes of a tokenizer or a configuration
+_TOKENIZER = (
+    *("tokenizer", "special_tokens_map", "added_tokens", "vocab", "merges", "spiece", "spm"),
+    *("chat_template", "sentencepiece"),
+)
+# Initializations that change the weights of the base, which the files of the base do not show.
+_KEEPS_BASE = (True, False, "gaussian", "eva", "orthogonal")
+
+
+def merge_lora(
+    adapters: Path,
+    destination: Path,
+    base: Name | None = None,
+    *,
+    force: bool = False,
+    buffer: int = DEFAULT_BUFFER,
+    max_shard_size: int = DEFAULT_SHARD,
+    watch: Watch = unwatched,
+) -> None:
+    """Write the weights of a base model with adapters merged into them.
+
+    The result is a folder that transformers loads alone: weights in the dtypes of the base,
+    ``config.json``, ``generation_config.json``, and the tokenizer, that of the adapters if they
+    have one. Memory holds one layer and ``buffer`` bytes beside it.
+
+    Args:
+        adapters: a folder that ``peft`` wrote: ``adapter_config.json`` and
+            ``adapter_model.safetensors``.
+        destination: the folder to write. It is complete, or does not exist.
+        base: the folder of the base model, or its name on the Hugging Face Hub; ``None``: the one
+            that the adapters name.
+        force: replace an existing checkpoint.
+        buffer: bytes of memory to copy through.
+        max_shard_size: largest size of a file in bytes.
+        watch: called with the number of bytes to write; the function that it returns is called with
+            the bytes of each part that was written.
+
+    Raises:
+        CheckpointError: a file is damaged, the adapters belong to another model, they cannot be
+            merged, or a merged weight is not finite.
+        ValueError: the destination exists.
+        OSError: writing failed. There is no destination then.
+    """
+    named = _base_of(adapters)
+    check_destination(destination, adapters, force=force)
+    folder_of_base = find(named if base is None else base)
+    check_destination(destination, folder_of_base, force=force)
+    with HfSource(adapters / ADAPTER_WEIGHTS) as values, open_source(folder_of_base) as plain:
+        merged = MergedSource(plain, values, adapters)
+        total = sum(info.nbytes for info in merged.tensors.values())
+        with written_beside(destination, adapters, force=force) as folder, torch.no_grad():
+            folder.mkdir()
+            write_hf(folder, merged, ReadWindow(buffer, watch(total)), max_shard_size)
+            _write_beside(folder, adapters, folder_of_base, merged.untied)
+
+
+@dataclass
+class _Layer:
+    """A layer of the model that adapters change.
+
+    Attributes:
+        module: the layer of ``peft``, on the meta device.
+        base: the plain module inside of it.
+        sources: for each tensor of the layer, by its name in ``module``: where to read it.
+    """
+
+    module: nn.Module
+    base: nn.Module
+    sources: Mapping[str, tuple[Source, StatePath]]
+
+
+@dataclass
+class _MergePlan:
+    """What becomes of the tensors of the base.
+
+    Attributes:
+        merged: the layer of each tensor that is merged, and the tensor's name in that layer's base.
+        replaced: where to read each tensor that the adapters replace.
+    """
+
+    merged: dict[str, tuple[_Layer, str]] = field(default_factory=dict)
+    replaced: dict[str, tuple[Source, StatePath]] = field(default_factory=dict)
+
+
+class MergedSource(BaseSource):
+    """The weights of a base model with adapters merged into them, as one :class:`.Source`.
+
+    Args:
+        base: the weights of the base.
+        values: the tensors of the adapters.
+        adapters: the folder of the adapters.
+
+    Attributes:
+        untied: whether weights that the base ties are no longer equal, and are written apart.
+
+    Raises:
+        CheckpointError: the adapters belong to another model, or cannot be merged.
+    """
+
+    def __init__(self, base: Source, values: Source, adapters: Path) -> None:
+        self.where = base.where
+        self.values: dict[StatePath, Any] = {}
+        self._base = base
+        self._last: tuple[_Layer, dict[str, torch.Tensor]] | None = None
+        try:
+            model = build(base.where)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from error
+        ties, ends = _ties(model), _ends(model)
+        stored = _stored(model, base)
+        for name in ties.keys() - stored.keys():
+            for other in sorted(ties[name] & stored.keys()):
+                stored[name] = stored[other]
+        self._stored = stored
+        # The names in the model of tensors whose files have another one.
+        self._names = {
+            path: name for name, path in stored.items() if stored.get(dotted(path[1:])) != path
+        }
+        self._plan = _plan(_adapted(model, adapters), values, base, stored)
+        changed = (self._plan.merged.keys() | self._plan.replaced.keys()) & ties.keys()
+        for name in sorted(changed):
+            if not {name, *ties[name]} <= ends:
+                raise CheckpointError(
+                    f"{adapters}: changes {name}, which is tied to "
+                    f"{', '.join(sorted(ties[name]))}; {type(model).__name__} cannot keep them "
+                    "apart"
+                )
+        self.untied = bool(changed)
+        self.tensors: dict[StatePath, TensorInfo] = dict(base.tensors)
+        for name in sorted({each for first in changed for each in (first, *ties[first])}):
+            self.tensors[("model", name)] = base.tensors[stored[name]]
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        name = self._names.get(path, dotted(path[1:]))
+        if name in self._plan.merged:
+            layer, inside = self._plan.merged[name]
+            into.copy_(narrow(self._merged(layer)[inside], box))
+        elif name in self._plan.replaced:
+            source, stored = self._plan.replaced[name]
+            found = torch.empty(box.sizes, dtype=torch_dtype(source.tensors[stored].dtype))
+            source.read(stored, box, found)
+            into.copy_(found)
+        else:
+            self._base.read(self._stored.get(name, path), box, into)
+
+    def _merged(self, layer: _Layer) -> dict[str, torch.Tensor]:
+        """The merged tensors of a layer. Those of the last layer are kept."""
+        if self._last is None or self._last[0] is not layer:
+            self._last = None  # frees it first
+            self._last = layer, _merge(layer, str(self.where))
+        return self._last[1]
+
+
+def _merge(layer: _Layer, where: str) -> dict[str, torch.Tensor]:
+    """Read a layer, let ``peft`` merge it, and return the tensors of its base."""
+    try:
+        for name, (source, path) in layer.sources.items():
+            tensor = _read(source, path)
+            if "base_layer." not in name and tensor.dtype in (torch.float16, torch.bfloat16):
+                tensor = tensor.float()  # as peft loads adapters
+            _assign(layer.module, name, tensor)
+        for each in reversed(list(_wrappers(layer.module))):
+            each.merge()
+        merged = {name: param.detach() for name, param in layer.base.named_parameters()}
+        for name, tensor in merged.items():
+            if not torch.isfinite(tensor).all():
+                raise CheckpointError(
+                    f"{where}: {name} of a merged {type(layer.base).__name__} is not finite; the "
+                    "adapters, or the base, are broken"
+                )
+        return merged
+    finally:
+        for name, tensor in list(layer.module.named_parameters()):
+            _assign(layer.module, name, tensor.detach().to("meta"))
+        for each in _wrappers(layer.module):
+            each.merged_adapters.clear()
+
+
+def _read(source: Source, path: StatePath) -> torch.Tensor:
+    info = source.tensors[path]
+    tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+    if tensor.numel():
+        source.read(path, full_box(info.shape), tensor)
+    return tensor
+
+
+def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Replace a parameter of a module by one that holds ``tensor``."""
+    prefix, _, last = name.rpartition(".")
+    setattr(module.get_submodule(prefix), last, nn.Parameter(tensor, requires_grad=False))
+
+
+def _wrappers(module: Any) -> Iterator[Any]:
+    """The layers of ``peft`` around a plain module, from the outermost one."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    while isinstance(module, BaseTunerLayer):
+        outer: Any = module
+        yield outer
+        module = outer.base_layer
+
+
+def _base_of(adapters: Path) -> str:
+    """The base model that adapters name."""
+    name = opening.read_adapter_settings(adapters).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(
+            f"{adapters / ADAPTER_CONFIG}: names no base model; give its folder or name (--base)"
+        )
+    return name
+
+
+def _stored(model: PreTrainedModel, base: Source) -> dict[str, StatePath]:
+    """Where the files of the base have each tensor of the model, unless it has to be converted."""
+    paths = model_tensors(base)
+    conversions = hf.Conversions(model, model.state_dict().keys())
+    found = {}
+    for name in hf.natural_order(paths.keys()):
+        target, pattern = conversions.target_of(name)
+        if pattern is None:
+            found[target] = paths[name]
+    return found
+
+
+def _adapted(model: Any, adapters: Path) -> Any:
+    """Put adapters without memory on a model."""
+    file = adapters / ADAPTER_CONFIG
+    try:
+        config = opening.adapter_config(adapters)
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever a strange file makes peft raise
+        raise CheckpointError(f"{file}: peft cannot read it: {error!r}") from error
+    begun = getattr(config, "init_lora_weights", True)
+    if begun not in _KEEPS_BASE:
+        raise CheckpointError(
+            f"{file}: was initialized by {begun!r}, which changed the weights of the base; convert "
+            "it with peft's path_initial_model_for_weight_conversion first"
+        )
+    try:
+        return opening.with_adapters(model, config, file)
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{adapters}: cannot be put on {type(model).__name__}; its {ADAPTER_CONFIG} or its "
+            f"base is of another model: {error!r}"
+        ) from error
+
+
+def _plan(
+    adapted: Any, values: Source, base: Source, stored: Mapping[str, StatePath]
+) -> _MergePlan:
+    """Find what becomes of each tensor, and check that adapters and base belong together."""
+    from peft import get_peft_model_state_dict
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+
+    named = dict(adapted.named_parameters(remove_duplicate=False))
+    names = {id(param): name for name, param in named.items()}
+    saved = get_peft_model_state_dict(adapted, state_dict=named, save_embedding_layers=False)
+    given = {dotted(path[1:]): path for path in values.tensors}
+    of_base = given.keys() & named.keys()  # that adapters change in full, such as embeddings
+    _check_names(values, saved.keys() - of_base, given.keys() - of_base)
+    sources = {
+        names[id(param)]: (values, given[key]) for key, param in saved.items() if key not in named
+    }
+    sources |= {name: (values, given[name]) for name in of_base}
+    plan = _MergePlan()
+
+    def source_of(name: str, plain: str) -> tuple[Source, StatePath]:
+        found = sources.get(name)
+        if found is None:
+            if plain not in stored:
+                raise CheckpointError(
+                    f"{base.where}: contains no {plain!r}, which the adapters change, or only "
+                    "parts of it that transformers puts together; expected it as one tensor"
+                )
+            found = base, stored[plain]
+        source, path = found
+        if source.tensors[path].shape != tuple(named[name].shape):
+            raise CheckpointError(
+                f"{source.where}: {dotted(path[1:])}: found shape "
+                f"{list(source.tensors[path].shape)}, expected {list(named[name].shape)}"
+            )
+        return found
+
+    inside: set[str] = set()
+    modules: list[tuple[str, nn.Module]] = list(adapted.named_modules())
+    for name, module in modules:
+        plain = name.removeprefix(PREFIX)
+        if any(name.startswith(each) for each in inside):
+            continue
+        if isinstance(module, BaseTunerLayer):
+            if not hasattr(module, "merge"):
+                raise CheckpointError(f"{plain}: {type(module).__name__} cannot be merged")
+            inside.add(f"{name}.")
+            kernel = module.get_base_layer()
+            depth = "base_layer." * len(list(_wrappers(module)))
+            layer = _Layer(
+                module,
+                kernel,
+                {
+                    each: source_of(f"{name}.{each}", f"{plain}.{each.removeprefix(depth)}")
+                    for each, _ in module.named_parameters()
+                },
+            )
+            for each, _ in kernel.named_parameters():
+                plan.merged[f"{plain}.{each}"] = layer, each
+        elif isinstance(module, ModulesToSaveWrapper):
+            inside.add(f"{name}.")
+            adapter = module.active_adapters[0]
+            for each, _ in module.original_module.named_parameters():
+                found = source_of(f"{name}.modules_to_save.{adapter}.{each}", f"{plain}.{each}")
+                plan.replaced[f"{plain}.{each}"] = found
+        elif isinstance(module, AuxiliaryTrainingWrapper):
+            raise CheckpointError(f"{plain}: {type(module).__name__} cannot be merged")
+    for name in sources:
+        plain = name.removeprefix(PREFIX)
+        if not any(name.startswith(each) for each in inside):
+            plan.replaced[plain] = source_of(name, plain)
+    if not plan.merged and not plan.replaced:
+        raise CheckpointError(f"{values.where}: contains nothing that could be merged")
+    return plan
+
+
+def _check_names(values: Source, expected: Set[str], found: Set[str]) -> None:
+    """Check that the adapters' file has the tensors that their configuration asks for."""
+    for problem, names in (
+        ("contains no", sorted(expected - found)),
+        ("contains an unexpected", sorted(found - expected)),
+    ):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise CheckpointError(
+                f"{values.where}: {problem} {names[0]!r}{more}; its {ADAPTER_CONFIG} or its base "
+                "is of another model"
+            )
+
+
+# -- tied weights ----------------------------------------------------------------------------------
+
+
+def _ties(model: nn.Module) -> dict[str, set[str]]:
+    """The other names of each parameter that has several."""
+    groups: dict[int, set[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(param), set()).add(name)
+    return {name: names - {name} for names in groups.values() for name in names if len(names) > 1}
+
+
+def _ends(model: Any) -> set[str]:
+    """The names of embedding and output head, which a configuration can say are not tied."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {
+        name
+        for name, param in model.named_parameters(remove_duplicate=False)
+        if any(end is not None and param is end.weight for end in ends)
+    }
+
+
+def _write_beside(folder: Path, adapters: Path, base: Path, untied: bool) -> None:
+    """Copy the configurations and the tokenizer, that of the adapters if they have one."""
+    own = [file for file in sorted(adapters.iterdir()) if file.name.startswith(_TOKENIZER)]
+    of_base = [
+        file
+        for file in sorted(base.iterdir())
+        if is_companion(file.name) and not (own and file.name.startswith(_TOKENIZER))
+    ]
+    for file in (*own, *of_base):
+        if file.is_file() and not (folder / file.name).exists():
+            write_new(folder / file.name, read_small(file, _MAX_FILE, Links.FOLLOW))
+    if untied:
+        config = json.loads((folder / CONFIG).read_bytes())
+        for each in (config, config.get("text_config")):
+            if isinstance(each, dict):
+                each["tie_word_embeddings"] = False
+        (folder / CONFIG).unlink()
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        write_new(folder / CONFIG, text.encode())

@@ -1,0 +1,272 @@
+"""Read the layout and the values of a model's parameters. Only reading values communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch import dtensor
+from shardwise.insight.inspect.grid import (
+    Coordinate,
+    Grid,
+    coordinates_in,
+    grid_of,
+    names_of,
+    reachable,
+)
+from shardwise.insight.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
+from shardwise.insight.inspect.tiling import Tiling
+from shardwise.sharding.layout import Layout
+from shardwise.sharding.mesh import unaveraged_dims
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.part import Part, cut, full_part, placed, shape_of
+from shardwise.sharding.state import state_of
+
+#: The part and the number of padding elements that each rank holds.
+Held = dict[int, tuple[Part, int]]
+
+
+@dataclass
+class Found:
+    """One parameter of a model in its current state.
+
+    Attributes:
+        parameter: the registered tensor, sharded or full.
+        form: its sharded form; ``None`` if ``fully_shard`` does not manage it.
+        group: the name of the module whose ``fully_shard`` call manages it, or ``None``.
+        names: all its names.
+    """
+
+    parameter: torch.Tensor
+    form: ShardedParam | None
+    group: str | None
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def stored(self) -> torch.Tensor:
+        """The tensor that this rank keeps between steps: a ``DTensor`` or a plain tensor."""
+        return self.parameter if self.form is None else self.form.parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's elements."""
+        stored = self.stored
+        return dtensor.local_of(stored) if isinstance(stored, DTensor) else stored.detach()
+
+    def meshes(self) -> Iterator[DeviceMesh]:
+        """The meshes that the parameter is distributed over."""
+        if self.form is not None:
+            yield self.form.mesh.mesh
+            if self.form.origin is not None:
+                yield self.form.origin.mesh
+        elif isinstance(self.parameter, DTensor):
+            yield self.parameter.device_mesh
+
+
+def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = None) -> Report:
+    """Report the layout of every parameter, without values; see :func:`shardwise.inspect`."""
+    found = parameters_of(model)
+    grid = _grid(found, mesh)
+    reader = _Reader(grid)
+    return Report(
+        model=name or _class_name(model),
+        grid=grid,
+        parameters=tuple(reader.report(each) for each in found),
+        unaveraged=unaveraged_dims(mesh for each in found for mesh in each.meshes()),
+    )
+
+
+def parameters_of(model: nn.Module) -> list[Found]:
+    """All parameters of ``model`` in its order, tied ones once."""
+    forms = _forms(model)
+    found: dict[int, Found] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        form, group = forms.get(id(parameter), (None, None))
+        key = id(parameter) if form is None else id(form)
+        found.setdefault(key, Found(parameter, form, group)).names.append(name)
+    return list(found.values())
+
+
+def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam, str]]:
+    """The sharded form and the group's name for each tensor that modules hold, by its id."""
+    forms: dict[int, tuple[ShardedParam, str]] = {}
+    for name, module in model.named_modules():
+        state = state_of(module)
+        for group in state.groups if state is not None else ():
+            for param in group.params:
+                for held in (param.form.parameter, param.full, param.form.summoned):
+                    if held is not None:
+                        forms.setdefault(id(held), (param.form, name))
+    return forms
+
+
+class _Reader:
+    """Reports parameters; those that are sharded alike share one tiling."""
+
+    def __init__(self, grid: Grid) -> None:
+        self._grid = grid
+        self._tilings: dict[object, tuple[Tiling, tuple[tuple[int, ...], ...]]] = {}
+        self._coordinates: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
+
+    def report(self, found: Found) -> ParameterReport:
+        stored = found.stored
+        tiling, cut_along = self._tiling(found)
+        first, *others = found.names
+        return ParameterReport(
+            name=first,
+            aliases=tuple(others),
+            dtype=str(stored.dtype).removeprefix("torch."),
+            itemsize=stored.dtype.itemsize,
+            trainable=stored.requires_grad,
+            kind=_kind(found),
+            group=found.group,
+            cut_dim=None if found.form is None else found.form.layout.dim,
+            placements=tuple(_placements(stored)),
+            tiling=tiling,
+            cut_along=cut_along,
+        )
+
+    def _tiling(self, found: Found) -> tuple[Tiling, tuple[tuple[int, ...], ...]]:
+        key = self._key(found)
+        if key not in self._tilings:
+            tiling = Tiling.of(tuple(found.stored.shape), self._held(found))
+            self._tilings[key] = tiling, _cut_along(tiling, self._grid)
+        return self._tilings[key]
+
+    def _key(self, found: Found) -> object:
+        form, stored = found.form, found.stored
+        spec = dtensor.spec_of(stored) if isinstance(stored, DTensor) else None
+        own = None if spec is None else (spec.mesh, spec.placements)
+        if form is None:
+            return tuple(stored.shape), own
+        origin = form.origin and (form.origin.mesh, form.origin.placements)
+        return tuple(stored.shape), own, origin, form.layout.dim, form.mesh.mesh
+
+    def _held(self, found: Found) -> Held:
+        form = found.form
+        if form is None:
+            stored = found.stored
+            spec = dtensor.spec_of(stored) if isinstance(stored, DTensor) else None
+            parts = self._parts(tuple(stored.shape), spec)
+            return {rank: (part, 0) for rank, part in parts.items()}
+        shape = form.layout.shape if form.origin is None else form.origin.shape
+        places = self._places(form.mesh.mesh)
+        return {
+            rank: _cut_by(form.layout, part, places[rank][-1])
+            for rank, part in self._parts(tuple(shape), form.origin).items()
+            if rank in places
+        }
+
+    def _parts(self, shape: tuple[int, ...], spec: dtensor.DTensorSpec | None) -> dict[int, Part]:
+        """The part of a tensor that each rank has before ``fully_shard`` shards it."""
+        if spec is None:
+            return dict.fromkeys(self._grid.ranks, full_part(shape))
+        places = self._places(spec.mesh)
+        return {
+            rank: placed(shape, spec.placements, spec.mesh.shape, places[rank])
+            for rank in self._grid.ranks
+            if rank in places
+        }
+
+    def _places(self, mesh: DeviceMesh) -> Mapping[int, Coordinate]:
+        if mesh not in self._coordinates:
+            self._coordinates[mesh] = coordinates_in(mesh)
+        return self._coordinates[mesh]
+
+
+def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:
+    """The part and the padding that rank ``index`` keeps of ``part``.
+
+    ``own`` is the layout on this rank. Ranks that tensor parallelism gave another part shard it in
+    the same way.
+    """
+    if own.dim is None:
+        return part, 0
+    layout = Layout(torch.Size(shape_of(part)), own.dim, own.world_size)
+    padding = layout.chunk_numel - layout.shard_shape(index).numel()
+    return cut(part, own.dim, own.world_size, index), padding
+
+
+def _grid(found: list[Found], mesh: DeviceMesh | None) -> Grid:
+    if mesh is not None:
+        return grid_of([mesh], set(mesh.mesh.flatten().tolist()))
+    if not dist.is_initialized():
+        return Grid(("rank",), (1,), (0,))
+    meshes = list(dict.fromkeys(mesh for each in found for mesh in each.meshes()))
+    if not meshes:  # every rank is assumed to have the full model
+        return Grid(("rank",), (dist.get_world_size(),), tuple(range(dist.get_world_size())))
+    return grid_of(meshes, reachable(meshes, dist.get_rank()))
+
+
+def _cut_along(tiling: Tiling, grid: Grid) -> tuple[tuple[int, ...], ...]:
+    """For each grid dimension, the tensor dimensions along which ranks hold different indices."""
+    changed: list[set[int]] = [set() for _ in grid.names]
+    first: dict[tuple[int, Coordinate], Part] = {}
+    for rank, place in grid.coordinates.items():
+        block = tiling.by_rank.get(rank)
+        if block is None:
+            continue
+        for dim in range(len(place)):
+            other = first.setdefault((dim, (*place[:dim], *place[dim + 1 :])), block.part)
+            changed[dim] |= {d for d, span in enumerate(block.part) if span != other[d]}
+    return tuple(tuple(sorted(dims)) for dims in changed)
+
+
+def _kind(found: Found) -> ParamKind:
+    if found.form is not None:
+        return ParamKind.REPLICATED if found.form.layout.dim is None else ParamKind.SHARDED
+    return ParamKind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else ParamKind.PLAIN
+
+
+def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
+    """Pairs of a mesh dimension's name and torch's placement on it."""
+    if not isinstance(stored, DTensor):
+        return
+    mesh = stored.device_mesh
+    for name, placement in zip(names_of(mesh), stored.placements, strict=True):
+        yield name, dtensor.describe_placement(placement)
+
+
+def _class_name(model: nn.Module) -> str:
+    """The name of a module's class, without the class that ``fully_shard`` mixes in."""
+    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+
+
+def gather_values(model: nn.Module) -> Values | None:
+    """Gather the elements of small parameters to the first rank: a collective over the world.
+
+    Returns:
+        On the first rank, the elements by name and rank; on the others ``None``.
+
+    Raises:
+        ValueError: the model is on the meta device.
+    """
+    own: dict[str, Any] = {}
+    for each in parameters_of(model):
+        if each.stored.numel() > MOST_VALUES:
+            continue
+        if each.local.is_meta:
+            raise ValueError(
+                f"values: found {each.names[0]} on the meta device, expected a model with values; "
+                "materialize it first"
+            )
+        own[each.names[0]] = each.local.cpu().tolist()
+    if not dist.is_initialized():
+        return {name: {0: elements} for name, elements in own.items()}
+    every: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(own, every)
+    if every is None:
+        return None
+    names = dict.fromkeys(name for each in every for name in each)
+    return {
+        name: {rank: each[name] for rank, each in enumerate(every) if name in each}
+        for name in names
+    }

@@ -1,0 +1,534 @@
+"""Plan a training: its memory, traffic and time, in one process and without memory for it."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import ShardingStrategy
+
+from shardwise.base import devices
+from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
+from shardwise.frontends.strategies import MeshError, Strategy, WantedMesh
+from shardwise.insight.inspect import api as inspector
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning import calibrate
+from shardwise.insight.planning.allocator import reserved
+from shardwise.insight.planning.clock import step_time
+from shardwise.insight.planning.events import Log
+from shardwise.insight.planning.fit import Measured, fit
+from shardwise.insight.planning.heap import process_bytes, shared_bytes
+from shardwise.insight.planning.machine import Execution, Machine, MachineError, link_named
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.presets import longest_sequence
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.report import Available, Plan, Traffic
+from shardwise.insight.planning.settings import (
+    DTYPES,
+    MOST_PEERS,
+    MOST_RANKS,
+    ONE_HOST,
+    Checkpointing,
+    Compiled,
+    Settings,
+    SettingsError,
+    Stepping,
+)
+from shardwise.transport.wire import Wire, Wires
+
+_log = logging.getLogger(__name__)
+
+MOST_EVENTS = 20_000  # of a rehearsed step whose other kinds of ranks are rehearsed too
+MOST_KINDS = 3  # of ranks
+USUAL_SEQUENCE = 4096  # tokens of a sequence at most, unless its length is given
+
+
+class Rehearsed(enum.Enum):
+    """Which ranks a plan rehearses."""
+
+    FIRST = "first"
+    EACH_KIND = "each kind"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPlan(Plan):
+    """A plan that can show itself: ``print`` it, or write it as a page.
+
+    Attributes:
+        blueprint: what was planned for.
+    """
+
+    blueprint: Blueprint = field(repr=False, compare=False)
+
+    def __str__(self) -> str:
+        from shardwise.insight.planning.text import as_text  # imports rich
+
+        return as_text(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the plan, and who holds what, as one HTML page that loads nothing else.
+
+        Returns:
+            The path.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        from shardwise.insight.planning.page import page
+
+        path = Path(path)
+        world = self.settings.world
+        layout = inspector.plan(self.blueprint, world) if world.size <= MOST_SHOWN else None
+        path.write_text(page(self, layout), encoding="utf-8")
+        return path
+
+
+def plan(
+    model: nn.Module | Blueprint | str,
+    *,
+    mesh: str | Mapping[str, int] = "dp=8",
+    strategy: str | Strategy | ShardingStrategy = Strategy.FULL_SHARD,
+    batch_size: int = 1,
+    accumulate: int = 1,
+    seq_length: int | None = None,
+    image_size: int | None = None,
+    param_dtype: str | torch.dtype | None = None,
+    reduce_dtype: str | torch.dtype | None = "fp32",
+    shard_dtype: str | torch.dtype | None = None,
+    optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw",
+    clip_grad: float = 1.0,
+    stepping: str = "after-backward",
+    offload: str | None = None,
+    offload_parameters: str | None = None,
+    master_dtype: str | torch.dtype | None = None,
+    activation_checkpointing: str = "none",
+    reshard_after_forward: bool | int | None = None,
+    transport: str = "auto",
+    wire: Wire | Mapping[str, Wire] | None = None,
+    compile: bool = False,
+    device: str | None = None,
+    link: str | None = None,
+    ranks_per_host: int | None = None,
+    device_file: str | Path | None = None,
+    available: int | None = None,
+    batch: Callable[[int], Any] | None = None,
+    step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
+) -> ModelPlan:
+    """Plan a training that has not been started: memory, traffic and time of a step.
+
+    The sharding runtime itself runs one step of one rank, on tensors without values and in a world
+    that is only pretended. Nothing is allocated, and ``model`` is not changed.
+
+        print(shardwise.plan("llama-8b", mesh="dp=8", seq_length=8192, device="h100"))
+
+    Args:
+        model: any module, on any device, sharded by its repeated blocks; a
+            :class:`~shardwise.insight.inspect.api.Blueprint`, which says how to shard it; or a
+            name, as for ``shardwise plan``.
+        mesh: ranks by dimension: ``"dp=8"``, ``"dp_replicate=2,dp_shard=4"``, ``"dp=8,tp=2"``, or
+            the same as a mapping.
+        strategy: a name of the command line, such as ``"full"``, or torch's ``ShardingStrategy``.
+        batch_size: samples of a rank and microbatch.
+        accumulate: microbatches of an optimizer step.
+        seq_length: tokens of a sequence.
+        image_size: height and width of an image, in pixels.
+        param_dtype: dtype of forward and backward: ``"bf16"``, ``"fp16"``, ``"fp32"`` or torch's.
+        reduce_dtype: dtype that gradients are reduced in.
+        shard_dtype: dtype of shards, gradients and optimizer states.
+        optimizer: a name, or a function from parameters to an optimizer.
+        clip_grad: the largest norm of the gradients; 0: no clipping.
+        stepping: ``"after-backward"``, or ``"in-backward"``: each group steps as soon as its
+            gradients are reduced; see :func:`shardwise.optim.in_backward`.
+        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
+            :func:`shardwise.optim.offload`.
+        offload_parameters: where parameters are kept, in the same words: ``"disk:FOLDER"`` is
+            :class:`~shardwise.DiskOffloadPolicy`. On CPUs only.
+        master_dtype: dtype of copies of the parameters that are kept with them.
+        activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each block.
+        reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
+            says.
+        transport: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``.
+        wire: as for :func:`~shardwise.fully_shard`. Its bytes and its memory are counted; the time
+            to encode and decode is not.
+        compile: each block is compiled.
+        device: a known device, such as ``"h100"``, or ``"cpu"``: this machine, as
+            ``shardwise calibrate`` measured it. By default the same, if it was measured.
+        link: a known link between hosts, such as ``"ib-400"``.
+        ranks_per_host: ranks that share a host; by default all of them, at most 8.
+        device_file: a TOML file that describes device and links.
+        available: bytes that a rank may use; by default the memory of the device.
+        batch: makes a batch of n samples, for models that are not of transformers.
+        step: computes the loss of a model on a batch.
+
+    Returns:
+        The plan: ``print`` it, or see :class:`~shardwise.insight.planning.report.Plan`.
+
+    Raises:
+        MeshError: the mesh does not fit the strategy or the model.
+        SettingsError: a setting is impossible.
+        RehearsalError: the model, or a function that was given, raises.
+        ModelError: there is no such model.
+        MachineError: the device or the link is not known.
+        RuntimeError: this process has a default process group.
+    """
+    ranks = _mesh(mesh)
+    machine = find_machine(device, link, ranks_per_host, device_file, ranks.size)
+    settings = Settings(
+        mesh=ranks,
+        strategy=_strategy(strategy),
+        batch_size=batch_size,
+        accumulate=accumulate,
+        seq_length=seq_length,
+        image_size=image_size,
+        param_dtype=_dtype("param_dtype", param_dtype),
+        reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
+        shard_dtype=_dtype("shard_dtype", shard_dtype),
+        optimizer=optimizer,
+        clip_grad=clip_grad,
+        stepping=_choice("stepping", stepping, Stepping),
+        offload=offload,
+        offload_parameters=offload_parameters,
+        master_dtype=_dtype("master_dtype", master_dtype),
+        checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
+        reshard_after_forward=reshard_after_forward,
+        transport=transport,
+        wire=Wires.of(wire),
+        ranks_per_host=ranks_per_host,
+        compiled=Compiled.BLOCKS if compile else Compiled.NOTHING,
+        batch=batch,
+        step=step,
+    )
+    blueprint = find_model(model) if isinstance(model, str) else of_module(model)
+    limit = None if available is None else Available(nbytes=available, source="as given")
+    return make_plan(blueprint, settings, machine, limit)
+
+
+def make_plan(
+    blueprint: Blueprint,
+    settings: Settings,
+    machine: Machine | None = None,
+    available: Available | None = None,
+    rehearsed: Rehearsed = Rehearsed.EACH_KIND,
+) -> ModelPlan:
+    """Plan for settings that were checked.
+
+    Args:
+        blueprint: the model, and how it is sharded.
+        settings: what to plan for.
+        machine: what it would run on; ``None``: no times.
+        available: the memory of a rank; ``None``: that of the machine.
+        rehearsed: the ranks that are rehearsed. A step of more than :data:`MOST_EVENTS` events is
+            rehearsed on the first rank only, which holds no less of any parameter than another.
+
+    Raises:
+        MeshError: the model does not fit the mesh.
+    """
+    check_model(blueprint, settings.mesh)
+    settings = on_machine(with_sequence(blueprint, settings), machine)
+    log = rehearse(blueprint, settings)
+    if rehearsed is Rehearsed.FIRST or len(log.events) > MOST_EVENTS:
+        kinds = [RankKind(first=0, ranks=settings.world.size)]
+    else:
+        kinds = kinds_of_ranks(blueprint, settings)
+    ranks = []
+    for kind in kinds:
+        its_log = log if kind.first == 0 else rehearse(blueprint, settings, kind.first)
+        ranks.append(replace(memory(its_log), ranks=kind.ranks))
+    parameters = {id(each): each for each in blueprint.model.parameters()}.values()
+    return ModelPlan(
+        model=blueprint.name,
+        numel=sum(each.numel() for each in parameters),
+        settings=settings,
+        ranks=tuple(sorted(ranks, key=lambda rank: -rank.peak)),
+        traffic=Traffic.of(log),
+        step=None if machine is None else step_time(log, machine, settings),
+        machine="" if machine is None else machine_in_words(machine, settings),
+        available=available or memory_of(machine, settings),
+        reserved=_reserved(log, settings, machine),
+        exchanged=log.exchanged,
+        formulas=log.formulas,
+        blueprint=blueprint,
+    )
+
+
+@dataclass(frozen=True)
+class RankKind:
+    """Ranks that hold equal parts of every parameter.
+
+    Attributes:
+        first: the first of them in the world.
+        ranks: how many there are.
+    """
+
+    first: int
+    ranks: int
+
+
+def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
+    """Return the kinds of ranks that shards of unequal size make, the first rank's first.
+
+    Ranks that hold nearly the same are one kind if there would be more than :data:`MOST_KINDS`;
+    the first of them holds the most.
+    """
+    shards = settings.sharding.shape[-1]
+    size = settings.mesh.tensor_parallel
+    ends = {shards}
+    for param in blueprint.model.parameters():
+        placed = blueprint.placement(param) if blueprint.placement else None
+        dim = 0 if placed is None else placed.dim
+        rows = param.shape[dim] if param.ndim else 0
+        # Tensor parallelism cuts some of them first.
+        for each in {rows, math.ceil(rows / size)} - {0}:
+            chunk = math.ceil(each / shards)
+            ends |= {min(each // chunk, shards), min(math.ceil(each / chunk), shards)}
+    starts = [0, *sorted(ends - {0, shards})]
+    while len(starts) > MOST_KINDS:  # merge the fewest ranks into those before them
+        sizes = [b - a for a, b in pairwise([*starts, shards])]
+        starts.pop(min(range(1, len(starts)), key=lambda i: sizes[i]))
+    copies = settings.world.size // shards
+    return [
+        RankKind(first=start * size, ranks=(end - start) * copies)
+        for start, end in pairwise([*starts, shards])
+    ]
+
+
+def make_fit(
+    blueprint: Blueprint, settings: Settings, machine: Machine, available: Available
+) -> ModelPlan:
+    """Plan for the fastest strategy, batch size, checkpointing and mesh that fit.
+
+    Args:
+        blueprint: the model, and how it is sharded.
+        settings: everything else, and the number of ranks.
+        machine: what it would run on.
+        available: the memory of a rank.
+
+    Raises:
+        NothingFitsError: nothing fits.
+        MeshError, SettingsError: as for :func:`make_plan`.
+    """
+    settings = on_machine(with_sequence(blueprint, settings), machine)
+    plans: dict[Settings, ModelPlan] = {}
+
+    def measure(model: Blueprint, settings: Settings) -> Measured:
+        plan = make_plan(model, settings, machine, available, Rehearsed.FIRST)
+        assert plan.step is not None
+        if model is blueprint:
+            plans[settings] = plan
+        return Measured(peak=plan.needed, seconds=plan.step.seconds)
+
+    found = fit(blueprint, settings, available.nbytes, measure)
+    plan = plans[found.settings]
+    if len(kinds_of_ranks(blueprint, found.settings)) > 1:  # and the search rehearsed only one
+        plan = make_plan(blueprint, found.settings, machine, available)
+    return replace(plan, alternatives=found.alternatives)
+
+
+def check_model(blueprint: Blueprint, mesh: WantedMesh) -> None:
+    """Check that a training could shard the model.
+
+    Raises:
+        MeshError: tensor parallelism does not divide it.
+        SettingsError: an embedding has sparse gradients, which no rank can reduce.
+    """
+    for name, module in blueprint.model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.sparse and module.weight.requires_grad:
+            found = f"module {name or 'of the model itself'!r} with sparse gradients"
+            expected = "sparse=False: fully_shard reduces dense gradients only"
+            raise SettingsError("model", found, expected)
+    size = mesh.tensor_parallel
+    for what, count in blueprint.heads.items():
+        if count % size:
+            raise MeshError(str(mesh), f"a tp that divides the {count} {what}")
+    if size > 1 and not blueprint.tensor_parallel:
+        found = f"{mesh} for {blueprint.name}, which has no tensor parallel plan"
+        raise MeshError(found, "data parallel dimensions only")
+
+
+def with_sequence(blueprint: Blueprint, settings: Settings) -> Settings:
+    """Return the settings with a length of sequences, if the model of transformers has them.
+
+    Raises:
+        SettingsError: sequences are longer than the model's, or the model has none, or no images.
+    """
+    model: Any = blueprint.model
+    if settings.batch is not None:
+        return settings
+    takes = getattr(model, "main_input_name", "")
+    if takes == "pixel_values" and settings.seq_length is not None:
+        expected = f"none: {blueprint.name} takes images"
+        raise SettingsError("seq_length", f"{settings.seq_length:,}", expected)
+    if takes != "input_ids":
+        return settings
+    if settings.image_size is not None:
+        expected = f"none: {blueprint.name} takes tokens"
+        raise SettingsError("image_size", f"{settings.image_size:,}", expected)
+    longest = longest_sequence(model.config.to_dict())
+    if settings.seq_length is None:
+        return replace(settings, seq_length=min(longest or USUAL_SEQUENCE, USUAL_SEQUENCE))
+    if longest is not None and settings.seq_length > longest:
+        expected = f"at most {longest:,}, the positions of {blueprint.name}"
+        raise SettingsError("seq_length", f"{settings.seq_length:,}", expected)
+    return settings
+
+
+def on_machine(settings: Settings, machine: Machine | None) -> Settings:
+    """Return the settings with what follows from the machine: backend, and ranks of a host.
+
+    Raises:
+        SettingsError: the device does not have the transport.
+    """
+    on_host = machine is None or machine.device.execution is not Execution.QUEUED
+    if on_host and settings.transport == "auto" and settings.world.size > MOST_PEERS:
+        settings = replace(settings, transport="collectives")
+    if machine is None:
+        return settings
+    backend = settings.backend
+    if backend is None and machine.device.execution is Execution.QUEUED:
+        backend = devices.NCCL.name
+    if backend == devices.NCCL.name and settings.transport == "shm":
+        expected = f"auto, c10d or collectives: {machine.device.name} is no CPU"
+        raise SettingsError("transport", settings.transport, expected)
+    ranks = settings.ranks_per_host or machine.ranks_per_host
+    return replace(settings, backend=backend, ranks_per_host=ranks)
+
+
+def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
+    """Return the memory of a rank on a machine; ``None`` if unknown.
+
+    Ranks on CPUs share what is free on this host.
+    """
+    if machine is not None and _allocates(machine):
+        return Available(nbytes=machine.device.memory, source=machine.device.name)
+    free = devices.free_memory(devices.CPU)
+    if not free:
+        return None
+    ranks = settings.on_host
+    source = "free on this host" if ranks == 1 else f"free on this host, over {ranks} ranks"
+    return Available(nbytes=free // ranks, source=source)
+
+
+def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | None:
+    """Return what the allocator of a rank takes for its tensors; ``None`` if unknown."""
+    if _allocates(machine):
+        return reserved(log)
+    if settings.device_type != devices.CPU.type or len(log.events) > MOST_EVENTS:
+        return None
+    return process_bytes(log) + shared_bytes(log)
+
+
+def _allocates(machine: Machine | None) -> bool:
+    """Whether the device has a caching allocator: one that the host runs ahead of."""
+    return machine is not None and machine.device.execution is Execution.QUEUED
+
+
+def machine_in_words(machine: Machine, settings: Settings) -> str:
+    """Name the device, and the links that are used."""
+    if settings.mesh.size == 1:
+        return machine.device.name
+    inside = f"{machine.device.name}, {machine.inside.name}"
+    if settings.mesh.size <= settings.on_host:
+        return inside
+    hosts = math.ceil(settings.mesh.size / settings.on_host)
+    return f"{inside} inside {hosts:,} hosts of {settings.on_host}, {machine.between.name} between"
+
+
+def find_machine(
+    device: str | None,
+    link: str | None = None,
+    ranks_per_host: int | None = None,
+    device_file: str | Path | None = None,
+    ranks: int = ONE_HOST,
+) -> Machine | None:
+    """Return the machine to plan for; ``None`` if it is not known.
+
+    Args:
+        device: name of a device; ``"cpu"``: this machine, as ``shardwise calibrate`` measured it;
+            ``None``: the same, if it was measured.
+        link: name of the link between hosts; ``None``: ``ib-400``, or that of the file.
+        ranks_per_host: ranks that share a host; ``None``: 8, or that of the file.
+        device_file: a file that describes a machine, in place of ``device``.
+        ranks: ranks of the whole job.
+
+    Raises:
+        MachineError: a name is unknown, the file is no machine, or there are a device and a file.
+    """
+    if device_file is not None:
+        if device is not None:
+            raise MachineError("--device", f"{device} with a --device-file", "one of the two")
+        machine = Machine.from_file(Path(device_file))
+    elif device in (None, devices.CPU.type):
+        return _this_machine(device, link, ranks_per_host or min(ranks, ONE_HOST))
+    else:
+        machine = Machine.named(str(device))
+    if link is not None:
+        machine = replace(machine, between=link_named(link))
+    if ranks_per_host is not None:
+        machine = replace(machine, ranks_per_host=ranks_per_host)
+    return machine
+
+
+def _this_machine(device: str | None, link: str | None, ranks: int) -> Machine | None:
+    try:
+        found = calibrate.stored()
+    except MachineError as error:
+        if device is not None:
+            raise
+        # Damaged, or measured under another torch, and not asked for.
+        _log.warning("%s; the plan goes on without predicted times", error)
+        return None
+    if found is not None:
+        return found.machine(ranks, link)
+    if device is not None:
+        expected = "this machine to be measured first, by `shardwise calibrate`"
+        raise MachineError("--device", device, expected)
+    return None
+
+
+def _mesh(mesh: str | Mapping[str, int]) -> WantedMesh:
+    if not isinstance(mesh, str | Mapping):
+        raise MeshError(str(mesh), "such as 'dp=8' or {'dp': 8}")
+    if not isinstance(mesh, str):
+        mesh = ",".join(f"{name}={size}" for name, size in mesh.items())
+    return WantedMesh.parse(mesh, MOST_RANKS)
+
+
+def _strategy(strategy: str | Strategy | ShardingStrategy) -> Strategy:
+    if isinstance(strategy, Strategy):
+        return strategy
+    return (
+        _choice("strategy", strategy, Strategy)
+        if isinstance(strategy, str)
+        else (Strategy.of(strategy))
+    )
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def _choice(name: str, value: str | _Choice, choices: type[_Choice]) -> _Choice:
+    if isinstance(value, choices):
+        return value
+    found = [each for each in choices if each.value == value]
+    if not found:
+        raise SettingsError(name, value, f"one of {', '.join(each.value for each in choices)}")
+    return found[0]
+
+
+def _dtype(name: str, dtype: str | torch.dtype | None) -> str | None:
+    if not isinstance(dtype, torch.dtype):
+        return dtype
+    names = {getattr(torch, full): short for short, full in DTYPES.items()}
+    if dtype not in names:
+        raise SettingsError(name, dtype, f"one of {', '.join(DTYPES)}")
+    return names[dtype]

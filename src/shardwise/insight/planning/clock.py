@@ -1,0 +1,311 @@
+"""How long a step takes on a machine: the log of a rehearsal, replayed on a clock.
+
+Three things run at once: the host, which issues what the log has, in its order; the device, which
+computes it; and the wire of each mesh dimension, which moves one collective after the other. A wait
+stalls the device until the wire is done with that collective; that time is *exposed*. Where the
+host itself computes (CPUs), the first two are one. Where no thread moves bytes but the one that
+waits (shared memory), the wire stands still until then.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardwise.base.observe import Activity
+from shardwise.insight.planning.compiled import fused, in_float8
+from shardwise.insight.planning.costs import calls_of, op_seconds
+from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase, Wait
+from shardwise.insight.planning.machine import (
+    GROUP,
+    Device,
+    Execution,
+    Link,
+    Machine,
+    Progress,
+    SharedBy,
+)
+from shardwise.insight.planning.settings import Compiled, Products, Settings
+
+#: The activities that marks begin, and that spans show beside collectives.
+_PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSpan:
+    """Something with a predicted begin and end.
+
+    Attributes:
+        activity: what it is.
+        name: of the group, or of the module.
+        dimension: the mesh dimension of a collective, else ``""``.
+        begin: seconds after the begin of the step.
+        end: likewise.
+    """
+
+    activity: Activity
+    name: str
+    dimension: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTime:
+    """The predicted time of an optimizer step. The parts add up to ``seconds``.
+
+    Attributes:
+        seconds: of the step.
+        compute: seconds of forward and backward.
+        exposed: seconds in which a rank only waits for communication.
+        optimizer: seconds of clipping and of the optimizer.
+        host: seconds in which the device waits for the host; on CPUs, those of everything that is
+            not inside an operation.
+        tokens_per_second: of all ranks; samples for models without sequences.
+        mfu: model FLOPs utilization, 0 to 1; ``None`` if the device's peak is not known.
+        bound_by: what takes most of the time: ``"matrix products"``, ``"memory bandwidth"``,
+            ``"optimizer"``, ``"host"``, or ``"communication over"`` a mesh dimension.
+        spans: what is predicted when, ordered by begin.
+    """
+
+    seconds: float
+    compute: float
+    exposed: float
+    optimizer: float
+    host: float
+    tokens_per_second: float
+    mfu: float | None
+    bound_by: str
+    spans: tuple[PlanSpan, ...] = ()
+
+
+def step_time(
+    log: Log,
+    machine: Machine,
+    settings: Settings,
+    compiled: Compiled | None = None,
+    products: Products | None = None,
+) -> StepTime:
+    """Return how long the step of a log takes.
+
+    Args:
+        log: of one rank.
+        machine: what it would run on.
+        settings: what was rehearsed.
+        compiled: in place of what the settings say: a rehearsal is the same for all values.
+        products: likewise.
+    """
+    if (compiled or settings.compiled) is Compiled.BLOCKS:
+        log = replace(log, events=tuple(fused(log.events)))
+    if (products or settings.products) is Products.FLOAT8:
+        log = replace(log, events=tuple(in_float8(log.events)))
+    return _Replay(log, machine, settings).run()
+
+
+def bytes_sent(activity: Activity, nbytes: int, ranks: int) -> int:
+    """Return the bytes that one rank of a collective sends.
+
+    Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
+    tensors. An all-reduce is a reduce-scatter and an all-gather. An all-to-all says what it sends.
+    """
+    if activity is Activity.ALL_TO_ALL:
+        return nbytes
+    once = nbytes * (ranks - 1) // max(ranks, 1)
+    return 2 * once if activity is Activity.ALL_REDUCE else once
+
+
+def sent(start: Start) -> int:
+    """Return the bytes that one rank sends in a collective of a log."""
+    return bytes_sent(start.activity, start.nbytes, start.ranks)
+
+
+class _Part(enum.Enum):
+    """What the device does, or waits for."""
+
+    PRODUCTS = "matrix products"
+    MEMORY = "memory bandwidth"
+    OPTIMIZER = "optimizer"
+    HOST = "host"
+
+
+class _Replay:
+    """A clock for the host, one for the device and one for each wire."""
+
+    def __init__(self, log: Log, machine: Machine, settings: Settings) -> None:
+        self._log = log
+        self._machine = machine
+        self._device: Device = machine.device
+        self._settings = settings
+        self._apart = _distances(settings)
+        self._now = 0.0  # the device
+        self._host = 0.0
+        self._wires: dict[str, float] = defaultdict(float)
+        self._starts: dict[int, Start] = {}
+        self._ends: dict[int, float] = {}
+        self._spent: dict[_Part, float] = defaultdict(float)
+        self._exposed: dict[str, float] = defaultdict(float)
+        self._spans: list[PlanSpan] = []
+        self._open: tuple[Activity, str, float] | None = None
+
+    def run(self) -> StepTime:
+        for event in self._log.events:
+            match event:
+                case Op():
+                    self._compute(event)
+                case Start():
+                    self._start(event)
+                case Wait():
+                    self._wait(event.number)
+                case Mark() if event.activity in _PARTS:
+                    if event.activity is not Activity.OPTIMIZER:
+                        self._issue(self._device.overheads.get(GROUP, 0.0))
+                    self._mark(event.activity, event.group)
+        for number in [number for number, start in self._starts.items() if start.ranks > 1]:
+            self._wait(number)  # reading the results waits
+        seconds = max(self._now, self._host)
+        self._idle(seconds)
+        self._close(seconds)
+        return self._summary(seconds)
+
+    def _compute(self, op: Op) -> None:
+        seconds = op_seconds(op, self._device)
+        self._issue(self._overhead(op))
+        self._now += seconds
+        if self._device.execution is Execution.DIRECT:
+            self._host = self._now
+        if op.phase is StepPhase.OPTIMIZER:
+            part = _Part.OPTIMIZER
+        else:
+            part = _Part.PRODUCTS if op.flops else _Part.MEMORY
+        self._spent[part] += seconds
+
+    def _overhead(self, op: Op) -> float:
+        overheads = self._device.overheads
+        if not overheads:
+            return self._device.op_overhead
+        phase = StepPhase.FORWARD if op.phase is StepPhase.RECOMPUTE else op.phase
+        return overheads[phase.value] * calls_of(op)
+
+    def _issue(self, seconds: float) -> None:
+        """Let the host issue something, and the device wait for it if it has nothing to do."""
+        self._host += seconds
+        self._idle(self._host)
+
+    def _idle(self, until: float) -> None:
+        if until > self._now:
+            self._spent[_Part.HOST] += until - self._now
+            self._now = until
+
+    def _start(self, start: Start) -> None:
+        self._starts[start.number] = start
+        if start.ranks == 1:
+            return
+        link = self._link(start)
+        self._issue(link.launch)
+        if link.progress is Progress.ASYNCHRONOUS:
+            # Shards are there from the last step on; gradients must have been computed.
+            ready = self._host if start.activity is Activity.ALL_GATHER else self._now
+            begin = max(ready, self._wires[start.dimension])
+            self._run_on_wire(start, begin)
+
+    def _run_on_wire(self, start: Start, begin: float) -> None:
+        end = begin + self._seconds(start)
+        self._wires[start.dimension] = self._ends[start.number] = end
+        self._spans.append(PlanSpan(start.activity, start.group, start.dimension, begin, end))
+
+    def _wait(self, number: int) -> None:
+        start = self._starts.pop(number, None)
+        if start is None or start.ranks == 1:
+            return
+        if number not in self._ends:
+            self._run_on_wire(start, max(self._now, self._wires[start.dimension]))
+        end = self._ends.pop(number)
+        # Somebody has moved the bytes, on the processor of this rank.
+        self._issue(self._link(start).host_cost * sent(start))
+        if end > self._now:
+            self._exposed[start.dimension] += end - self._now
+            self._spans.append(
+                PlanSpan(Activity.WAIT, start.group, start.dimension, self._now, end)
+            )
+            self._now = end
+        if self._device.execution is Execution.DIRECT:
+            self._host = self._now
+
+    def _mark(self, activity: Activity, name: str) -> None:
+        self._close(self._now)
+        self._open = activity, name, self._now
+
+    def _close(self, end: float) -> None:
+        if self._open is not None:
+            activity, name, begin = self._open
+            self._spans.append(PlanSpan(activity, name, "", begin, end))
+            self._open = None
+
+    # -- wires ------------------------------------------------------------------------------------
+
+    def _link(self, start: Start) -> Link:
+        if self._hosts(start) > 1:
+            return self._machine.between
+        return self._machine.links.get(start.transport, self._machine.inside)
+
+    def _hosts(self, start: Start) -> int:
+        """Return how many hosts a collective spans."""
+        apart = start.apart or self._apart.get(start.dimension, 1)
+        here = min(start.ranks, max(1, self._machine.ranks_per_host // apart))
+        return math.ceil(start.ranks / here)
+
+    def _seconds(self, start: Start) -> float:
+        """Return how long a wire needs: a ring through all ranks, hosts one after another."""
+        machine, hosts = self._machine, self._hosts(start)
+        link = machine.links.get(start.transport, machine.inside)
+        bandwidth, inside = link.bandwidth, start.ranks
+        latency = link.latency * (start.ranks - hosts)
+        if hosts > 1:
+            inside = math.ceil(start.ranks / hosts)
+            # All rings through a host share its links, and each rank of this one has a part.
+            every = machine.between.bandwidth
+            if machine.between.shared_by is SharedBy.RANK:
+                every *= machine.ranks_per_host
+            between = every * min(1.0, inside / machine.ranks_per_host)
+            bandwidth = between if inside == 1 else min(bandwidth, between)
+            latency += machine.between.latency * hosts
+        rounds = 2 if start.activity is Activity.ALL_REDUCE else 1
+        return sent(start) / bandwidth + latency * rounds * max(1, start.launches)
+
+    # -- summary ----------------------------------------------------------------------------------
+
+    def _summary(self, seconds: float) -> StepTime:
+        spent, log = self._spent, self._log
+        shares = {part.value: spent[part] for part in _Part}
+        shares |= {f"communication over {name}": each for name, each in self._exposed.items()}
+        replicas = self._settings.mesh.size // self._settings.mesh.tensor_parallel
+        peak = self._device.peak(_dtype_of_products(log))
+        return StepTime(
+            seconds=seconds,
+            compute=spent[_Part.PRODUCTS] + spent[_Part.MEMORY],
+            exposed=sum(self._exposed.values()),
+            optimizer=spent[_Part.OPTIMIZER],
+            host=spent[_Part.HOST],
+            tokens_per_second=log.tokens * replicas / seconds if seconds else 0.0,
+            mfu=log.flops / seconds / peak if seconds else 0.0,
+            bound_by=max(shares, key=lambda name: shares[name]),
+            spans=tuple(sorted(self._spans, key=lambda span: (span.begin, span.end))),
+        )
+
+
+def _distances(settings: Settings) -> Mapping[str, int]:
+    """Return how many ranks apart the neighbors in each mesh dimension are."""
+    world = settings.world
+    return {name: math.prod(world.shape[at + 1 :]) for at, name in enumerate(world.names)}
+
+
+def _dtype_of_products(log: Log) -> str:
+    """Return the dtype in which most operations of matrix products are done."""
+    flops: Counter[str] = Counter()
+    for event in log.events:
+        if isinstance(event, Op):
+            flops[event.dtype] += event.flops
+    return max(flops, key=lambda name: flops[name]) if flops else "float32"

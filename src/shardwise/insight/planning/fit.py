@@ -1,0 +1,340 @@
+"""The fastest way to train a model in a given memory.
+
+Every strategy, checkpointing, batch size and mesh is estimated from rehearsals of the model with
+few of its repeated layers and small batches: bytes and seconds grow in proportion to both.
+Estimates only decide the order. What is returned was rehearsed in full.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from shardwise.frontends.strategies import (
+    DATA,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    Strategy,
+    WantedMesh,
+)
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.report import Alternative
+from shardwise.insight.planning.settings import Checkpointing, Settings
+
+#: Batch sizes that are tried, in samples of a rank and microbatch.
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+TENSOR_PARALLEL = (1, 2, 4, 8)
+_FEW, _MORE = 1, 3  # layers of the models that are rehearsed for estimates
+_MOST_REHEARSED = 6  # in full
+_FINALISTS = 2  # that fit, of which the faster is returned
+_SHOWN = 4  # alternatives that fit, and as many that do not
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a rehearsal tells.
+
+    Attributes:
+        peak: bytes of the rank that holds most.
+        seconds: of a step.
+    """
+
+    peak: float
+    seconds: float
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(
+            peak=max(self.peak + other.peak, 0.0), seconds=max(self.seconds + other.seconds, 0.0)
+        )
+
+
+#: Rehearses a model with settings.
+Measure = Callable[[Blueprint, Settings], Measured]
+
+
+class NothingFitsError(ValueError):
+    """No way to train a model fits into the memory.
+
+    Attributes:
+        nearest: what needs the least.
+    """
+
+    def __init__(self, nearest: Alternative, limit: int) -> None:
+        self.nearest = nearest
+        super().__init__(
+            f"nothing fits into {limit:,} bytes; {nearest.words} needs the least, "
+            f"{nearest.peak:,} bytes: use more ranks, or shorter sequences"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """The fastest settings that fit, and what is next to them.
+
+    Attributes:
+        settings: the fastest that fit.
+        alternatives: estimates of others, the fastest first: some that fit, and some that are
+            faster and do not.
+    """
+
+    settings: Settings
+    alternatives: tuple[Alternative, ...]
+
+
+def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) -> Fit:
+    """Find the fastest strategy, batch size, checkpointing and mesh that fit.
+
+    Args:
+        blueprint: the model.
+        settings: everything else, and the number of ranks.
+        limit: bytes that a rank may use.
+        measure: rehearses a model with settings.
+
+    Raises:
+        NothingFitsError: nothing fits.
+    """
+    found = sorted(_estimates(blueprint, settings, limit, measure), key=_slowness)
+    estimates = [each.alternative for each in found]
+    exact: list[int] = []
+    for turn in range(1, _MOST_REHEARSED + 1):
+        left = [i for i, each in enumerate(estimates) if each.fits and i not in exact]
+        if not left:
+            break
+        # The fastest first. If all of them need more than was estimated, what needs the least.
+        last = turn == _MOST_REHEARSED
+        at = min(left, key=lambda i: estimates[i].peak) if last else left[0]
+        estimates[at] = _alternative(
+            found[at].settings, measure(blueprint, found[at].settings), limit
+        )
+        exact.append(at)
+        if sum(estimates[i].fits for i in exact) == _FINALISTS:
+            break
+    fitting = [i for i in exact if estimates[i].fits]
+    if not fitting:
+        too_large = [each for each in estimates if not each.fits]
+        raise NothingFitsError(min(too_large, key=lambda each: each.peak), limit)
+    best = max(fitting, key=lambda i: estimates[i].rate)
+    # An estimate that is faster than what was rehearsed was too high, and is left out.
+    others = [
+        each
+        for i, each in enumerate(estimates)
+        if i != best and not (each.fits and each.rate > estimates[best].rate)
+    ]
+    others.sort(key=lambda each: -each.rate)
+    return Fit(settings=found[best].settings, alternatives=_neighbors(others))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Estimate:
+    settings: Settings
+    alternative: Alternative
+
+
+def _slowness(estimate: _Estimate) -> float:
+    return -estimate.alternative.rate
+
+
+def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:
+    fitting = [each for each in others if each.fits][:_SHOWN]
+    slowest = fitting[-1].rate if fitting else 0.0
+    faster = [each for each in others if not each.fits and each.rate > slowest]
+    closest = sorted(faster, key=lambda each: each.peak)[:_SHOWN]
+    return tuple(sorted((*fitting, *closest), key=lambda each: -each.rate))
+
+
+def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternative:
+    units = settings.samples * (settings.seq_length or 1)
+    return Alternative(
+        mesh=str(settings.mesh),
+        strategy=settings.strategy.value,
+        checkpointing=settings.checkpointing.value,
+        batch_size=settings.batch_size,
+        peak=round(measured.peak),
+        rate=units / measured.seconds if measured.seconds else 0.0,
+        fits=measured.peak <= limit,
+    )
+
+
+def _estimates(
+    blueprint: Blueprint, settings: Settings, limit: int, measure: Measure
+) -> Iterator[_Estimate]:
+    """Estimate all batch sizes of all strategies, checkpointings and meshes that may be best.
+
+    Batch size and checkpointing are estimated for one strategy. What another strategy changes is
+    estimated for the smallest batch, and added.
+    """
+    estimator = _Estimator(blueprint, measure)
+    best = 0.0
+    for tensor_parallel in TENSOR_PARALLEL:
+        meshes = list(_meshes(blueprint, settings, tensor_parallel))
+        if not meshes:
+            continue
+        first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
+        lines = {each: estimator.line(replace(first, checkpointing=each)) for each in Checkpointing}
+        own = 0.0
+        for strategy, mesh in meshes:
+            case = replace(settings, strategy=strategy, mesh=mesh)
+            change = estimator.difference(case, first)
+            for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
+                at = replace(case, checkpointing=checkpointing, batch_size=batch_size)
+                measured = lines[checkpointing](batch_size) + change
+                alternative = _alternative(at, measured, limit)
+                yield _Estimate(settings=at, alternative=alternative)
+                if alternative.fits:
+                    own = max(own, alternative.rate)
+        if own and own < best:
+            return  # cutting matrices into smaller ones pays no more
+        best = max(best, own)
+
+
+def _meshes(
+    blueprint: Blueprint, settings: Settings, tensor_parallel: int
+) -> Iterator[tuple[Strategy, WantedMesh]]:
+    """Return all strategies with a mesh of all ranks."""
+    ranks, on_host = settings.mesh.size, settings.on_host
+    if ranks % tensor_parallel or tensor_parallel > on_host:
+        return
+    if tensor_parallel > 1 and (
+        not blueprint.tensor_parallel
+        or any(count % tensor_parallel for count in blueprint.heads.values())
+    ):
+        return
+    data = ranks // tensor_parallel
+    inner = {TENSOR: tensor_parallel} if tensor_parallel > 1 else {}
+    hosts = ranks // on_host if ranks % on_host == 0 else 1
+    for strategy in (
+        Strategy.FULL_SHARD,
+        Strategy.SHARD_GRAD_OP,
+        Strategy.NO_SHARD,
+        Strategy.HYBRID_SHARD,
+        Strategy.HYBRID_SHARD_ZERO2,
+    ):
+        sizes: dict[str, int] = {DATA: data}
+        if strategy.is_hybrid:
+            if hosts == 1 or data % hosts or data == hosts:
+                continue
+            sizes = {REPLICATE: hosts, SHARD: data // hosts}
+        elif data == 1 and strategy is not Strategy.FULL_SHARD:
+            continue
+        sizes |= inner
+        yield strategy, WantedMesh(tuple(sizes), tuple(sizes.values()))
+
+
+def nearest(settings: Settings, fits: Callable[[Settings], bool]) -> Settings | None:
+    """Return the settings with the smallest change that lets them fit.
+
+    Checkpointing is tried first, then full sharding, then smaller microbatches, and more of them.
+
+    Args:
+        settings: what does not fit.
+        fits: whether others do.
+
+    Returns:
+        ``None`` if none of the changes is enough.
+    """
+    for checkpointing in (Checkpointing.SELECTIVE, Checkpointing.FULL):
+        if settings.checkpointing not in (checkpointing, Checkpointing.FULL):
+            settings = replace(settings, checkpointing=checkpointing)
+            if fits(settings):
+                return settings
+    sharded = Strategy.HYBRID_SHARD if settings.strategy.is_hybrid else Strategy.FULL_SHARD
+    if settings.strategy not in (sharded, Strategy.DILOCO):
+        mesh = settings.mesh
+        if sharded is Strategy.FULL_SHARD:
+            mesh = WantedMesh((SHARD,), (mesh.size,))
+        settings = replace(settings, strategy=sharded, mesh=mesh)
+        if fits(settings):
+            return settings
+    while settings.batch_size > 1 and settings.batch_size % 2 == 0:
+        half, twice = settings.batch_size // 2, settings.accumulate * 2
+        settings = replace(settings, batch_size=half, accumulate=twice)
+        if fits(settings):
+            return settings
+    return None
+
+
+class _Estimator:
+    """Estimates a full model from rehearsals of it with few layers and small batches."""
+
+    def __init__(self, blueprint: Blueprint, measure: Measure) -> None:
+        self._blueprint = blueprint
+        self._few, self._more = shortened(blueprint, _FEW), shortened(blueprint, _MORE)
+        self._measure = measure
+        self._known: dict[Settings, Measured] = {}
+
+    def at(self, settings: Settings) -> Measured:
+        """Return the estimate of settings."""
+        if settings not in self._known:
+            self._known[settings] = self._rehearsed(settings)
+        return self._known[settings]
+
+    def _rehearsed(self, settings: Settings) -> Measured:
+        if self._few is None or self._more is None:
+            return self._measure(self._blueprint, settings)
+        few, more = self._measure(self._few, settings), self._measure(self._more, settings)
+        return _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
+
+    def line(self, settings: Settings) -> Callable[[int], Measured]:
+        """Return estimates by batch size."""
+        one, two = (self.at(replace(settings, batch_size=size)) for size in (1, 2))
+        return lambda batch_size: _extrapolated(one, two, 1, 2, batch_size)
+
+    def difference(self, settings: Settings, first: Settings) -> Measured:
+        """Return what settings change, with the smallest batch and without checkpointing."""
+        one, other = (
+            self.at(replace(each, checkpointing=Checkpointing.NONE, batch_size=1))
+            for each in (settings, first)
+        )
+        return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)
+
+
+def _extrapolated(one: Measured, two: Measured, x: int, y: int, to: int) -> Measured:
+    """Continue a line through two measurements; nothing shrinks."""
+
+    def value(a: float, b: float) -> float:
+        return a + max(b - a, 0.0) / (y - x) * (to - x)
+
+    return Measured(peak=value(one.peak, two.peak), seconds=value(one.seconds, two.seconds))
+
+
+def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
+    """Return a model with fewer repeated layers, on the meta device.
+
+    Returns:
+        ``None`` if the layers are not in one list, or there are too few of them.
+    """
+    blocks = list(blueprint.blocks)
+    if len(blocks) <= layers:
+        return None
+    inside = {id(block) for block in blocks}
+    parents = [
+        module
+        for module in blueprint.model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential)
+        and inside <= {id(child) for child in module}
+    ]
+    if not parents:
+        return None
+    copies: dict[int, Any] = {}
+    for tensor in itertools.chain(blueprint.model.parameters(), blueprint.model.buffers()):
+        without = tensor.detach().to("meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        copies[id(tensor)] = (
+            nn.Parameter(without, tensor.requires_grad) if is_parameter else without
+        )
+    model = copy.deepcopy(blueprint.model, copies)
+    removed = {id(copies[id(block)]) for block in blocks[layers:]}
+    parent = copies[id(parents[0])]
+    for index in reversed(range(len(parent))):
+        if id(parent[index]) in removed:
+            del parent[index]
+    names = {name for name, _ in model.named_modules()}
+    styles = {name: style for name, style in blueprint.tensor_parallel.items() if name in names}
+    left = [copies[id(block)] for block in blocks[:layers]]
+    return replace(blueprint, model=model, blocks=left, tensor_parallel=styles)

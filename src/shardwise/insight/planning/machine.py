@@ -1,0 +1,482 @@
+"""What a step is timed for: devices, the links between them, and how many ranks share a host.
+
+Devices and links are known by name, from data sheets; read from a file; or measured on this machine
+by ``shardwise calibrate``. Torch is not imported.
+
+A file is TOML:
+
+    ranks_per_host = 8
+
+    [device]
+    name = "my-gpu"
+    memory = 85_899_345_920        # bytes
+    memory_bandwidth = 2.0e12      # bytes a second
+    matmul_efficiency = 0.7        # optional, as all that follow but flops
+    attention_efficiency = 0.45
+    memory_efficiency = 0.8
+    op_overhead = 8e-6             # seconds of the host for each operation
+    flops.bfloat16 = 312e12        # operations a second of dense matrix products, by dtype
+    flops.float32 = 19.5e12
+
+    [link]                         # inside a host
+    name = "nvlink3"               # a known link, or a new one with the fields below
+    bandwidth = 230e9              # bytes a second that a collective reaches, in one direction
+    latency = 3e-6                 # seconds from rank to rank
+
+    [link_between_hosts]
+    name = "my-fabric"
+    bandwidth = 23e9
+    latency = 6e-6
+    shared_by = "rank"             # or "host": all ranks of a host share the bandwidth
+"""
+
+from __future__ import annotations
+
+import bisect
+import difflib
+import enum
+import math
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from shardwise.base.errors import CheckpointError
+from shardwise.base.units import printable
+from shardwise.checkpoint.disk.files import Links, read_small
+
+_GIB = 2**30
+_MAX_BYTES = 1 << 16  # of a file that describes a machine
+
+#: The overhead beside each forward or backward of a group of parameters.
+GROUP = "group"
+
+
+class MachineError(ValueError):
+    """A device, a link or a file of them cannot be used.
+
+    Attributes:
+        found: what was given.
+        expected: what is possible.
+    """
+
+    def __init__(self, where: str, found: object, expected: str) -> None:
+        self.found = printable(str(found))[:200]
+        self.expected = expected
+        super().__init__(f"{printable(where)}: found {self.found}, expected {expected}")
+
+
+class Execution(enum.Enum):
+    """How operations of a program come to run."""
+
+    QUEUED = "queued"  # the host issues them, and runs ahead of the device
+    DIRECT = "direct"  # the program runs them itself, one after the other
+
+
+class Progress(enum.Enum):
+    """Who moves the bytes of a collective that is under way."""
+
+    ASYNCHRONOUS = "asynchronous"  # somebody else, while the program computes
+    WAITING = "waiting"  # the thread that waits for it
+
+
+class SharedBy(enum.Enum):
+    """Whose bandwidth the bandwidth of a link is."""
+
+    RANK = "rank"  # each rank has a link of its own
+    HOST = "host"  # the ranks of a host share one
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Measured seconds by size.
+
+    Between two sizes, interpolation is linear in logarithms. Below the first size, a call takes as
+    long as there; above the last, seconds grow in proportion to the size.
+
+    Attributes:
+        sizes: bytes or operations, ascending and positive.
+        seconds: of one call of that size, positive.
+    """
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __call__(self, size: float) -> float:
+        """Return the seconds of one call."""
+        sizes, seconds = self.sizes, self.seconds
+        if size <= sizes[0]:
+            return seconds[0]
+        if size >= sizes[-1]:
+            return seconds[-1] * size / sizes[-1]
+        at = bisect.bisect_right(sizes, size)
+        share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
+        return seconds[at - 1] * math.pow(seconds[at] / seconds[at - 1], share)
+
+    def scaled(self, factor: float) -> Curve:
+        """Return the curve of something that takes ``factor`` times as long."""
+        return Curve(self.sizes, tuple(factor * each for each in self.seconds))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """What one rank computes on.
+
+    Attributes:
+        name: as users give it, such as ``"h100"``.
+        memory: bytes that torch can allocate on it.
+        memory_bandwidth: bytes a second, of the data sheet.
+        flops: operations a second of dense matrix products by dtype, as torch names it; of the
+            data sheet, without sparsity.
+        matmul_efficiency: share of ``flops`` that large matrix products reach.
+        attention_efficiency: share of ``flops`` that fused attention reaches.
+        memory_efficiency: share of ``memory_bandwidth`` that other operations reach.
+        op_overhead: seconds that the host takes for each operation.
+        reported_as: words of the name that the device reports to torch, such as ``"H100 PCIe"``.
+        host_link: name of the link between devices of a host.
+        execution: whether the host runs ahead of the device.
+        curves: measured seconds, by family of operations and dtype; see
+            :mod:`shardwise.insight.planning.costs`. Empty if it was not measured.
+        overheads: measured in place of ``op_overhead``, by phase, and for each :data:`GROUP`.
+    """
+
+    name: str
+    memory: int
+    memory_bandwidth: float
+    flops: Mapping[str, float]
+    matmul_efficiency: float = 0.7
+    attention_efficiency: float = 0.45
+    memory_efficiency: float = 0.8
+    op_overhead: float = 8e-6
+    reported_as: str = ""
+    host_link: str = "pcie4"
+    execution: Execution = Execution.QUEUED
+    curves: Mapping[str, Curve] = field(default_factory=dict)
+    overheads: Mapping[str, float] = field(default_factory=dict)
+
+    def peak(self, dtype: str) -> float:
+        """Return operations a second in a dtype; in an unknown one, those of the next wider."""
+        for each in (dtype, "bfloat16", "float32"):
+            if each in self.flops:
+                return self.flops[each]
+        return max(self.flops.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects ranks.
+
+    Attributes:
+        name: as users give it, such as ``"ib-400"``.
+        bandwidth: bytes a second in one direction that large collectives reach.
+        latency: seconds from one rank to the next.
+        shared_by: whether each rank has that bandwidth, or all ranks of a host together.
+        progress: who moves the bytes.
+        launch: seconds of the host for each collective.
+        host_cost: seconds of the host for each byte.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+    shared_by: SharedBy = SharedBy.RANK
+    progress: Progress = Progress.ASYNCHRONOUS
+    launch: float = 15e-6
+    host_cost: float = 0.0
+
+
+#: From the makers' data sheets; where a sheet has numbers with sparsity, half of them. Memory is
+#: what torch reports. Of devices whose reported names fit both, the first counts: longer names
+#: stand first.
+_DEVICES = (
+    # nvidia.com: HGX B200 (4.5 PFLOPS with sparsity)
+    ("b200", "B200", 178.4, 8.0e12, (2250e12, 75e12, 4500e12), "nvlink5"),
+    # nvidia.com: GH200 Grace Hopper Superchip data sheet
+    ("gh200", "GH200", 94.5, 4.0e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
+    # nvidia.com: H200 data sheet, NVL (1,671 TFLOPS with sparsity) and SXM (1,979)
+    ("h200-nvl", "H200 NVL", 139.8, 4.8e12, (835.5e12, 60e12, 1671e12), "nvlink4"),
+    ("h200", "H200", 139.8, 4.8e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
+    # nvidia.com: H100 data sheet, NVL, PCIe (product brief) and SXM
+    ("h100-nvl", "H100 NVL", 93.1, 3.9e12, (835.5e12, 60e12, 1671e12), "nvlink4"),
+    ("h100-pcie", "H100 PCIe", 79.2, 2.0e12, (756.5e12, 51.2e12, 1513e12), "pcie5"),
+    ("h100", "H100", 79.2, 3.35e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
+    # the one of torchtitan's tables: 96 GB of HBM2e, 500 W
+    ("h100-hbm2e", "", 95.0, 2.4e12, (989.4e12, 67e12, 1978.9e12), "nvlink4"),
+    # nvidia.com: A100 data sheet, 80 GB and 40 GB
+    ("a100-40gb", "A100 40GB", 39.4, 1.555e12, (312e12, 19.5e12), "nvlink3"),
+    ("a100", "A100", 79.2, 2.039e12, (312e12, 19.5e12), "nvlink3"),
+    ("a40", "A40", 44.4, 696e9, (149.7e12, 37.4e12), "pcie4"),  # nvidia.com: A40 data sheet
+    # aws.amazon.com: EC2 G5 (140 TFLOPS with sparsity)
+    ("a10g", "A10G", 22.0, 600e9, (70e12, 35e12), "pcie4"),
+    ("a10", "A10", 22.0, 600e9, (125e12, 31.2e12), "pcie4"),  # nvidia.com: A10 data sheet
+    # nvidia.com: L40S and L4 data sheets (733 and 242 TFLOPS with sparsity)
+    ("l40s", "L40S", 44.4, 864e9, (362.05e12, 91.6e12, 733e12), "pcie4"),
+    ("l4", "L4", 22.0, 300e9, (121e12, 30.3e12, 242.5e12), "pcie4"),
+    # amd.com: Instinct MI300X data sheet; MI250X data sheet, both dies
+    ("mi300x", "MI300X", 192.0, 5.3e12, (1307.4e12, 163.4e12, 2614.9e12), "infinity-fabric"),
+    ("mi250x", "MI250X", 128.0, 3.2768e12, (383e12, 95.7e12), "infinity-fabric"),
+)
+#: Share of the peak that matrix products reach: fitted on one published row each, by
+#: benchmarks/plan_published.py. The others are not fitted.
+_FITTED = {"a100": 0.75, "h100-hbm2e": 0.48}
+_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
+
+DEVICES: Mapping[str, Device] = {
+    name: Device(
+        name=name,
+        memory=int(gib * _GIB),
+        memory_bandwidth=bandwidth,
+        flops=dict(zip(_DTYPES, peaks, strict=False)) | {"float16": peaks[0]},
+        reported_as=reported_as,
+        host_link=host_link,
+        matmul_efficiency=_FITTED.get(name, 0.7),
+    )
+    for name, reported_as, gib, bandwidth, peaks, host_link in _DEVICES
+}
+
+#: Bandwidth is what nccl-tests reach with large messages: about four fifths of what NVLink and PCIe
+#: have in one direction, and 95 % of a network.
+LINKS: Mapping[str, Link] = {
+    link.name: link
+    for link in (
+        Link(name="nvlink3", bandwidth=235e9, latency=2.5e-6),  # 300 GB/s: A100
+        Link(name="nvlink4", bandwidth=360e9, latency=2.5e-6),  # 450 GB/s: H100, H200
+        Link(name="nvlink5", bandwidth=720e9, latency=2.5e-6),  # 900 GB/s: B200
+        Link(name="infinity-fabric", bandwidth=320e9, latency=3e-6),  # 448 GB/s: MI300X
+        Link(name="pcie4", bandwidth=22e9, latency=4e-6),  # 32 GB/s
+        Link(name="pcie5", bandwidth=44e9, latency=4e-6),  # 64 GB/s
+        *(
+            Link(name=f"ib-{gbit}", bandwidth=0.95 * gbit / 8 * 1e9, latency=5e-6)
+            for gbit in (100, 200, 400, 800)
+        ),
+        *(
+            Link(
+                name=f"ethernet-{gbit}",
+                bandwidth=0.95 * gbit / 8 * 1e9,
+                latency=25e-6,
+                shared_by=SharedBy.HOST,
+            )
+            for gbit in (1, 10, 25, 40, 100, 200, 400)
+        ),
+    )
+}
+
+
+def device_named(name: str) -> Device:
+    """Return a known device.
+
+    Raises:
+        MachineError: it is not known.
+    """
+    _check_known("device", name, DEVICES)
+    return DEVICES[name]
+
+
+def device_reported_as(name: str) -> Device | None:
+    """Return the device that reports a name to torch, such as ``"NVIDIA H100 80GB HBM3"``.
+
+    Returns:
+        ``None`` if no known device does.
+    """
+    words = name.replace("-", " ").split()  # CUDA joins some with hyphens
+    for device in DEVICES.values():
+        parts = device.reported_as.split()
+        # Word by word, so that no "A10" is found in "A100".
+        if parts and all(part in words for part in parts):
+            return device
+    return None
+
+
+def link_named(name: str) -> Link:
+    """Return a known link.
+
+    Raises:
+        MachineError: it is not known.
+    """
+    _check_known("link", name, LINKS)
+    return LINKS[name]
+
+
+def _check_known(kind: str, name: str, known: Mapping[str, object]) -> None:
+    if name in known:
+        return
+    near = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f" (did you mean {near[0]}?)" if near else ""
+    names = ", ".join(known)
+    raise MachineError(f"--{kind}", f"{name}{hint}", f"one of {names}, or a --device-file")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Devices, and what connects them.
+
+    Attributes:
+        device: of every rank.
+        inside: the link between ranks of one host.
+        between: the link between hosts.
+        ranks_per_host: ranks that share a host.
+        links: the link of a transport inside a host, by its name; ``inside`` for all others.
+    """
+
+    device: Device
+    inside: Link
+    between: Link
+    ranks_per_host: int = 8
+    links: Mapping[str, Link] = field(default_factory=dict)
+
+    @classmethod
+    def named(cls, device: str, link: str = "ib-400", ranks_per_host: int = 8) -> Self:
+        """Return a machine of known devices.
+
+        Args:
+            device: name of a device.
+            link: name of the link between hosts.
+            ranks_per_host: ranks that share a host.
+
+        Raises:
+            MachineError: the device or the link is not known.
+        """
+        found = device_named(device)
+        return cls(
+            device=found,
+            inside=LINKS[found.host_link],
+            between=link_named(link),
+            ranks_per_host=ranks_per_host,
+        )
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a machine from a TOML file; this module's docstring has an example.
+
+        Raises:
+            MachineError: the file cannot be read, or does not describe a machine.
+        """
+        fields = _Fields(_toml(path), str(path))
+        device = _device(fields.table("device"))
+        inside = _link(fields.table("link", needed=False), LINKS[device.host_link])
+        between = _link(fields.table("link_between_hosts", needed=False), LINKS["ib-400"])
+        ranks = int(fields.number("ranks_per_host", 8.0, least=1))
+        fields.end()
+        return cls(device=device, inside=inside, between=between, ranks_per_host=ranks)
+
+
+def known() -> tuple[Sequence[str], Sequence[str]]:
+    """Return the names of all known devices and of all known links."""
+    return list(DEVICES), list(LINKS)
+
+
+# -- files ----------------------------------------------------------------------------------------
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(read_small(path, _MAX_BYTES, Links.FOLLOW).decode())
+    except CheckpointError as error:  # also for a pipe, which would be waited for
+        reason = str(error).removeprefix(f"{path}: ")
+        raise MachineError(str(path), f"no file to read: {reason}", "a TOML file") from None
+    except (ValueError, RecursionError) as error:
+        raise MachineError(str(path), f"no TOML ({error})", "a TOML file") from None
+
+
+class _Fields:
+    """A table of a file, read field by field.
+
+    Args:
+        values: the table.
+        where: the file and the table, for error messages.
+    """
+
+    def __init__(self, values: object, where: str) -> None:
+        if not isinstance(values, dict):
+            raise MachineError(where, type(values).__name__, "a table")
+        self._left = dict(values)
+        self.where = where
+
+    def table(self, name: str, *, needed: bool = True) -> _Fields:
+        """Return a table within; an empty one if it need not be there."""
+        if needed and name not in self._left:
+            raise MachineError(self.where, f"no [{name}]", f"a table [{name}]")
+        return _Fields(self._left.pop(name, {}), f"{self.where}, [{name}]")
+
+    def number(
+        self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e30
+    ) -> float:
+        """Return a number from ``least`` to ``most``."""
+        value = self._left.pop(name, default)
+        expected = f"a number from {least:g} to {most:g}"
+        if value is None:
+            raise MachineError(self.where, f"no {name}", expected)
+        if type(value) not in (int, float) or not least <= value <= most:
+            raise MachineError(f"{self.where}, {name}", value, expected)
+        return float(value)
+
+    def share(self, name: str, default: float) -> float:
+        """Return a number above 0 and up to 1."""
+        return self.number(name, default, least=1e-3, most=1.0)
+
+    def text(self, name: str, default: str | None = None, among: Iterable[str] = ()) -> str:
+        """Return a printable text of at most 100 characters, one of ``among`` if there are some."""
+        value = self._left.pop(name, default)
+        names = list(among)
+        expected = f"one of {', '.join(names)}" if names else "up to 100 printable characters"
+        if value is None:
+            raise MachineError(self.where, f"no {name}", expected)
+        if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 100:
+            raise MachineError(f"{self.where}, {name}", value, expected)
+        if names and value not in names:
+            raise MachineError(f"{self.where}, {name}", value, expected)
+        return value
+
+    def names(self) -> list[str]:
+        """Return the names of the fields that are left."""
+        return list(self._left)
+
+    def end(self) -> None:
+        """Check that nothing is left."""
+        if self._left:
+            raise MachineError(self.where, f"the unknown field {next(iter(self._left))}", "others")
+
+
+def _device(fields: _Fields) -> Device:
+    name = fields.text("name")
+    table = fields.table("flops")
+    flops = {dtype: table.number(dtype, least=1.0) for dtype in table.names()}
+    if not flops:
+        raise MachineError(table.where, "no dtype", "such as bfloat16 = 312e12")
+    base = Device(
+        name=name,
+        memory=int(fields.number("memory", least=1)),
+        memory_bandwidth=fields.number("memory_bandwidth", least=1.0),
+        flops=flops,
+    )
+    device = replace(
+        base,
+        matmul_efficiency=fields.share("matmul_efficiency", base.matmul_efficiency),
+        attention_efficiency=fields.share("attention_efficiency", base.attention_efficiency),
+        memory_efficiency=fields.share("memory_efficiency", base.memory_efficiency),
+        op_overhead=fields.number("op_overhead", base.op_overhead, most=1.0),
+        host_link=fields.text("host_link", base.host_link, among=LINKS),
+    )
+    fields.end()
+    return device
+
+
+def _link(fields: _Fields, default: Link) -> Link:
+    name = fields.text("name", default.name)
+    known = LINKS.get(name)
+    base = known or default
+    link = Link(
+        name=name,
+        bandwidth=fields.number("bandwidth", known.bandwidth if known else None, least=1.0),
+        latency=fields.number("latency", base.latency, most=10.0),
+        shared_by=SharedBy(
+            fields.text(
+                "shared_by",
+                base.shared_by.value,
+                among=[each.value for each in SharedBy],
+            )
+        ),
+    )
+    fields.end()
+    return link

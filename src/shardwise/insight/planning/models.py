@@ -1,0 +1,277 @@
+"""Models to plan for, built on the meta device: presets, files, functions, modules."""
+
+from __future__ import annotations
+
+import fnmatch
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from shardwise.frontends.pretrained.opening import model_of
+from shardwise.frontends.wrap import repeated_blocks
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.presets import (
+    BYTE_VOCABULARY,
+    LLAMAS,
+    SEPARATOR,
+    ModelError,
+    find_settings,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CLASSES = 1000  # of an image classifier whose settings do not say
+
+
+def find_model(name: str) -> Blueprint:
+    """Build a model by its name.
+
+    Args:
+        name: a preset, the path of a ``config.json``, or ``package.module:name`` for a function in
+            code that makes a module (or a :class:`Blueprint`), called with torch's default device
+            set to meta.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be built.
+    """
+    if ":" in name:
+        return of_module(_call(name), name)
+    settings = find_settings(name)
+    if name in LLAMAS and "vocab_size" not in settings:
+        return language_model(name, settings, BYTE_VOCABULARY, SEPARATOR)
+    return of_settings(name, settings)
+
+
+def of_module(model: object, name: str | None = None) -> Blueprint:
+    """Return how a module would be sharded: its repeated blocks, then the rest.
+
+    Args:
+        model: any module, on any device. A blueprint is returned as it is.
+        name: what reports call it; the name of its class by default.
+
+    Raises:
+        ModelError: it is no module.
+    """
+    if isinstance(model, Blueprint):
+        return model
+    if not isinstance(model, nn.Module):
+        found = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ModelError(found, "an nn.Module, a Blueprint or a name")
+    name = name or type(model).__name__
+    if _is_transformers(model):
+        transformer: Any = model
+        blocks = decoder_layers(transformer) if _has_list(model) else repeated_blocks(model)
+        styles, heads = dict(_styles(transformer)), dict(_heads(transformer.config))
+        return Blueprint(name, model, blocks, tensor_parallel=styles, heads=heads)
+    return Blueprint(name, model, repeated_blocks(model))
+
+
+def of_settings(name: str, settings: dict[str, Any]) -> Blueprint:
+    """Build the model of a ``config.json``: a causal language model or an image classifier.
+
+    Raises:
+        ModelError: ``transformers`` cannot build it.
+    """
+    match settings["model_type"]:
+        case "vit":
+            model = build_classifier(settings, _classes(settings))
+            return Blueprint(name, model, decoder_layers(model), placement=vit_placement)
+        case "resnet":
+            model = build_classifier(settings, _classes(settings))
+            return Blueprint(name, model, repeated_blocks(model))
+    return language_model(name, settings)
+
+
+def language_model(
+    name: str,
+    settings: dict[str, Any],
+    vocab_size: int | None = None,
+    separator: int | None = None,
+) -> Blueprint:
+    """Build a causal language model, and say how tensor parallelism cuts it; see :func:`build`."""
+    model = build(settings, vocab_size, separator)
+    return Blueprint(
+        name,
+        model,
+        decoder_layers(model),
+        tensor_parallel=dict(_styles(model)),
+        heads=dict(_heads(model.config)),
+    )
+
+
+def vit_placement(param: nn.Parameter) -> Shard | None:
+    """Return the dimension that a parameter is sharded along: the first, unless it has one row.
+
+    The class token and the position embeddings have shapes (1, 1, hidden) and (1, positions,
+    hidden). Sharded along the first dimension, rank 0 would hold all of them, and with N ranks
+    they would be gathered into a buffer of N times their size. So they are sharded along their
+    longest dimension.
+    """
+    if param.ndim < 2 or param.shape[0] > 1:
+        return None
+    return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
+
+
+def _classes(settings: Mapping[str, Any]) -> int:
+    return len(settings.get("id2label", ())) or CLASSES
+
+
+def _call(name: str) -> nn.Module | Blueprint:
+    """Call the function that a name refers to."""
+    found = load_object(name)
+    try:
+        with torch.device("meta"):
+            made = found() if callable(found) and not isinstance(found, nn.Module) else found
+    except Exception as error:
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")
+        raise ModelError(f"{name}, which raises {reason}", "a function that makes a module") from (
+            error
+        )
+    if not isinstance(made, nn.Module | Blueprint):
+        raise ModelError(f"{name}, which makes {type(made).__name__}", "an nn.Module")
+    return made
+
+
+def load_object(name: str) -> Callable[..., Any]:
+    """Import what ``package.module:name`` names.
+
+    Raises:
+        ModelError: there is no such module, or no such name in it.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        found: Any = import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ModelError(f"{name} ({error})", "package.module:name, importable from here") from None
+    function: Callable[..., Any] = found
+    return function
+
+
+# -- models of transformers ------------------------------------------------------------------------
+
+
+def build(
+    settings: dict[str, Any], vocab_size: int | None, separator: int | None
+) -> PreTrainedModel:
+    """Build a causal language model on the meta device.
+
+    Args:
+        settings: as in a ``config.json`` of ``transformers``.
+        vocab_size: rows of the embedding, whatever the settings say; ``None``: as they say.
+        separator: the token that stands between documents; ``None``: as they say.
+
+    Raises:
+        ModelError: ``transformers`` cannot make a causal language model of the settings.
+    """
+    from transformers import AutoModelForCausalLM
+
+    own: dict[str, Any] = {"use_cache": False}
+    if vocab_size is not None:
+        own |= {"vocab_size": vocab_size}
+    if separator is not None:
+        own |= {"bos_token_id": separator, "eos_token_id": separator, "pad_token_id": None}
+    with torch.device("meta"):
+        return _from_settings(AutoModelForCausalLM, {**settings, **own}, "causal language model")
+
+
+def build_classifier(
+    settings: dict[str, Any], classes: int, device: str = "meta"
+) -> PreTrainedModel:
+    """Build an image classifier.
+
+    Args:
+        settings: as in a ``config.json`` of ``transformers``.
+        classes: number of classes, whatever the settings say.
+        device: where its tensors are.
+
+    Raises:
+        ModelError: ``transformers`` cannot make an image classifier of the settings.
+    """
+    from transformers import AutoModelForImageClassification
+
+    own = {"num_labels": classes}
+    rest = {k: v for k, v in settings.items() if k not in ("id2label", "label2id")}
+    with torch.device(device):
+        return _from_settings(AutoModelForImageClassification, {**rest, **own}, "image classifier")
+
+
+def _from_settings(family: Any, settings: dict[str, Any], kind: str) -> PreTrainedModel:
+    try:
+        model = model_of(family, settings)
+    except Exception as error:  # each of its models checks in its own way
+        # Their first sentence; a list of everything that would do follows.
+        first = " ".join(str(error).split()).partition(". ")[0]
+        reason = textwrap.shorten(first, 200, placeholder=" ...")
+        raise ModelError(
+            f"settings that transformers cannot use ({reason})",
+            f"those of {'an' if kind[0] in 'aeiou' else 'a'} {kind}",
+        ) from error
+    model.config.architectures = [type(model).__name__]  # as it is called before it is sharded
+    return model
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the repeated blocks: the longest list of modules in the model.
+
+    Raises:
+        ModelError: the model has no list of modules.
+    """
+    lists = [list(each) for each in model.modules() if isinstance(each, nn.ModuleList)]
+    if not lists:
+        raise ModelError(f"{type(model).__name__} without a list of layers", "one made of layers")
+    return max(lists, key=len)
+
+
+def _has_list(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.ModuleList) for module in model.modules())
+
+
+def _is_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def _styles(model: Any) -> Iterator[tuple[str, ParallelStyle]]:
+    """Torch's parallel style for each module of the plan that transformers has for the model.
+
+    The embedding and the head are sharded along the vocabulary, whether or not the plan has them.
+    Styles without a counterpart in torch (fused projections, experts) are left out, and their
+    modules are replicated.
+    """
+    plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
+    if not plan:
+        return
+    ends = {model.get_input_embeddings(): "rowwise", model.get_output_embeddings(): "colwise"}
+    for name, module in model.named_modules():
+        style = ends.get(module) or next(
+            (style for pattern, style in plan.items() if _matches(name, pattern)), ""
+        )
+        if not isinstance(module, nn.Linear | nn.Embedding):
+            continue
+        if style.removeprefix("embedding_").startswith("colwise"):
+            yield name, ColwiseParallel()
+        elif style.removeprefix("embedding_").startswith("rowwise"):
+            yield name, RowwiseParallel()
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def _heads(config: Any) -> Iterator[tuple[str, int]]:
+    for field, what in (
+        ("num_attention_heads", "attention heads"),
+        ("num_key_value_heads", "key and value heads"),
+    ):
+        count = getattr(config, field, None)
+        if isinstance(count, int):
+            yield what, count

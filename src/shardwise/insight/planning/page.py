@@ -1,0 +1,144 @@
+"""A plan as one HTML page: the inspector's, with memory, traffic and time above it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
+
+from shardwise.base.observe import Memory
+from shardwise.base.units import binary_size, seconds
+from shardwise.insight.inspect import page as inspector
+from shardwise.insight.inspect.page import document, table
+from shardwise.insight.inspect.picture import escape
+from shardwise.insight.inspect.report import Report
+from shardwise.insight.planning.report import KINDS, Plan, bytes_of
+from shardwise.insight.planning.text import (
+    MODULE_HEADS,
+    NAMES,
+    TIME_HEADS,
+    TRAFFIC_HEADS,
+    alternative_heads,
+    alternative_rows,
+    head,
+    largest_modules,
+    memory_heads,
+    memory_rows,
+    module_rows,
+    notes,
+    time_rows,
+    traffic_rows,
+)
+
+#: Hues of kinds of memory, and of parts of a step, in degrees.
+_HUES = {
+    Memory.PARAMETERS: 215,
+    Memory.GRADIENTS: 175,
+    Memory.OPTIMIZER: 265,
+    Memory.FULL_PARAMETERS: 195,
+    Memory.TRANSPORT: 320,
+    Memory.ACTIVATIONS: 35,
+    Memory.OTHER: 95,
+}
+_PART_HUES = {"compute": 215, "exposed communication": 10, "optimizer": 265, "host": 50}
+
+
+def page(plan: Plan, layout: Report | None) -> str:
+    """The HTML of the page.
+
+    Args:
+        plan: the plan.
+        layout: who holds what; ``None`` to leave it out.
+    """
+    sections = list(_sections(plan))
+    if layout is not None:
+        return inspector.page(layout, sections)
+    title = f"{plan.model} on {plan.settings.world}"
+    heading = f"<header><h1>{escape(plan.model)}</h1></header>"
+    return document(title, [heading, *sections])
+
+
+def _sections(plan: Plan) -> Iterator[str]:
+    yield f'<style>{_style()}</style><div class="plan"><h2>Plan</h2><dl>'
+    for label, text in head(plan):
+        yield f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>"
+    yield "</dl>"
+    yield from _memory_bar(plan)
+    if plan.step is not None:
+        yield from _time_bar(plan)
+    yield '<div class="tables">'
+    for heads, rows in _tables(plan):
+        yield f"<div>{table(heads, rows)}</div>"
+    yield "</div>"
+    for note in notes(plan):
+        yield f"<p>{escape(note)}</p>"
+    yield "</div>"
+
+
+def _tables(plan: Plan) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+    yield memory_heads(plan.ranks), list(memory_rows(plan.ranks))
+    if modules := largest_modules(plan.ranks[0]):
+        yield MODULE_HEADS, list(module_rows(plan.ranks[0], modules))
+    if plan.traffic:
+        yield TRAFFIC_HEADS, list(traffic_rows(plan))
+    if plan.step is not None:
+        yield TIME_HEADS, list(time_rows(plan))
+    if plan.alternatives:
+        yield alternative_heads(plan), list(alternative_rows(plan))
+
+
+def _memory_bar(plan: Plan) -> Iterator[str]:
+    rank = plan.ranks[0]
+    parts = [(NAMES[kind], bytes_of(rank)[kind.value], _HUES[kind]) for kind in KINDS]
+    limit = None if plan.available is None else plan.available.nbytes
+    scale = max(rank.peak, limit or 0, 1)
+    mark = ""
+    if limit is not None:
+        place = min(100 * limit / scale, 99.5)
+        mark = f'<span class="limit" style="left:{place:.2f}%" title="{binary_size(limit)}"></span>'
+    yield from _bar(
+        f"memory at the peak: {rank.peak_moment}",
+        [(name, value / scale, binary_size(value), hue) for name, value, hue in parts],
+        mark,
+    )
+
+
+def _time_bar(plan: Plan) -> Iterator[str]:
+    step = plan.step
+    assert step is not None
+    parts = {
+        "compute": step.compute,
+        "exposed communication": step.exposed,
+        "optimizer": step.optimizer,
+        "host": step.host,
+    }
+    scale = max(sum(parts.values()), 1e-12)
+    yield from _bar(
+        f"time of a step: {seconds(step.seconds)}",
+        [(name, value / scale, seconds(value), _PART_HUES[name]) for name, value in parts.items()],
+    )
+
+
+def _bar(title: str, parts: Sequence[tuple[str, float, str, int]], mark: str = "") -> Iterator[str]:
+    """A bar of parts, each with its name, its share, its size in words and its hue."""
+    shown = [part for part in parts if part[1] > 0]
+    yield f"<p>{escape(title)}</p>"
+    label = ", ".join(f"{name} {size}" for name, _, size, _ in shown)
+    yield f'<div class="bar" role="img" aria-label="{escape(label)}">'
+    for name, share, size, hue in shown:
+        tip = escape(f"{name}: {size}")
+        yield f'<i style="--h:{hue};width:{100 * share:.3f}%" title="{tip}"></i>'
+    yield f'{mark}</div><ul class="keys">'
+    for name, _, size, hue in shown:
+        yield f'<li><i style="--h:{hue}"></i>{escape(name)} {escape(size)}</li>'
+    yield "</ul>"
+
+
+@cache
+def _style() -> str:
+    return (
+        resources.files("shardwise.insight.planning")
+        .joinpath("page.css")
+        .read_text("utf-8")
+        .strip()
+    )

@@ -1,0 +1,587 @@
+"""Writes down what a rehearsed step computes, allocates, sends and waits for.
+
+Operations come from a dispatch mode above the fake tensors. Memory is that of storages: each is
+noted when an operation makes it and when the last reference to it goes, so nothing that torch
+allocates can be missed. What a storage was for is often known only later: a tensor of forward is an
+activation if backward still has it, and a gradient when autograd hands it over. So kinds are
+decided at the end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from shardwise._torch import autograd, dtensor, fake, replay
+from shardwise.base.observe import Activity, Memory, Route
+from shardwise.insight.planning.events import (
+    Change,
+    Event,
+    Mark,
+    Op,
+    Start,
+    StepPhase,
+    StorageRegion,
+    Wait,
+)
+from shardwise.insight.planning.formulas import MOST_READS, stand_in
+from shardwise.insight.planning.settings import UntraceableError
+from shardwise.insight.planning.work import CallWork, Traits, tensors_in, traits_of, work_of
+
+#: The module that logits, loss and what is computed from them belong to.
+LOSS = "logits and loss"
+
+_ROOT_GROUP = "the root group"
+_FUNCTIONAL = {
+    "all_gather_into_tensor": Activity.ALL_GATHER,
+    "reduce_scatter_tensor": Activity.REDUCE_SCATTER,
+    "all_reduce": Activity.ALL_REDUCE,
+    "all_reduce_": Activity.ALL_REDUCE,
+}
+
+
+# What dispatch modes do not see: they are replaced for as long as a recorder watches.
+_resize = torch.UntypedStorage.resize_
+_get_rng_state = torch.get_rng_state
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A storage.
+
+    Attributes:
+        nbytes: its size now.
+        kind: what it is for, as far as that is known.
+        module: whose it is.
+        phase: the part of the step in which it was made.
+        round: the microbatch in which it was made, counted from 0.
+        number: which storage it is, counted from 1.
+        place: where it lies.
+        outlives: whether it was still there when its phase was over.
+    """
+
+    nbytes: int
+    kind: Memory | None
+    module: str
+    phase: StepPhase | None
+    round: int
+    number: int
+    place: StorageRegion = StorageRegion.OWN
+    outlives: bool = False
+
+    @property
+    def settled(self) -> Memory:
+        """What the storage was for, now that the step is over."""
+        if self.kind is not None:
+            return self.kind
+        makes = self.phase in (StepPhase.FORWARD, StepPhase.RECOMPUTE)
+        if makes and self.outlives and self.module != LOSS:
+            return Memory.ACTIVATIONS
+        return Memory.OTHER
+
+    def change(self, nbytes: int, moment: str) -> Change:
+        """Return a change of the storage's size, as a log has it."""
+        return Change(self.settled, nbytes, self.module, moment, self.number, self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """A change of a storage whose kind is decided at the end."""
+
+    held: Held
+    nbytes: int
+    moment: str
+
+
+class Recorded(NamedTuple):
+    """A step.
+
+    Attributes:
+        before: bytes by kind when it begins.
+        storages: those bytes by storage.
+        events: of the step.
+    """
+
+    before: Mapping[Memory, int]
+    storages: tuple[Change, ...]
+    events: tuple[Event, ...]
+
+
+class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the steps of one rank on fake tensors. Enter it, and observe with it.
+
+    Args:
+        mode: makes the fake tensors of the rehearsal; ``None`` for a step with values.
+        dimensions: name and number of ranks of each process group of the mesh, by its name.
+
+    Attributes:
+        round: the microbatch that is computed.
+        formulas: modules whose results depend on values, and why; see ``formulas.py``.
+    """
+
+    def __init__(
+        self, mode: replay.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._dimensions = dimensions
+        self._records = False
+        self._phase = StepPhase.FORWARD
+        self.round = 0
+        self._events: list[Event | _Growth] = []
+        self._held: dict[int, Held] = {}
+        self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._storages = 0
+        self._before: dict[Memory, int] = {}
+        self._held_before: list[Change] = []
+        self._names: dict[nn.Module, str] = {}
+        self._modules: list[str] = []
+        self._ends: frozenset[str] = frozenset()
+        self._node_numbers: list[int] = [-1]
+        self._node_modules: list[str] = [""]
+        self._group = ""
+        self._fulls: dict[str, Callable[[], list[nn.Parameter]]] = {}
+        self._number = 0
+        self._under_way: set[int] = set()
+        self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.model_flops = 0
+        self.formulas: dict[str, str] = {}
+        self._reads = 0
+
+    # -- what the rehearsal says -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, ends: frozenset[str]) -> Iterator[None]:
+        """Follow which module runs, and every change of a storage's size.
+
+        Args:
+            model: the model.
+            ends: names of modules that compute logits or the loss.
+        """
+        self._names = {module: name for name, module in model.named_modules()}
+        self._ends = ends
+        hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+
+        @functools.wraps(_resize)
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+            result = _resize(storage, nbytes)
+            self._resized(storage)
+            return result
+
+        @functools.wraps(_get_rng_state)
+        def get_rng_state() -> torch.Tensor:
+            state = _get_rng_state()
+            self._hold(state.untyped_storage(), self._module, self._phase)
+            return state
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        torch.get_rng_state = get_rng_state  # activation checkpointing keeps it
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+            torch.get_rng_state = _get_rng_state
+            for hook in hooks:
+                hook.remove()
+
+    def label(self, tensor: torch.Tensor, kind: Memory, module: str) -> None:
+        """Say what a plain tensor's storage is for."""
+        storage = tensor.untyped_storage()
+        held = self._held.get(id(storage)) or self._hold(storage, "", None)
+        held.kind, held.module = kind, module
+
+    def label_gradients(self, groups: Mapping[str, Callable[[], list[nn.Parameter]]]) -> None:
+        """Say what the gradients of full parameters are for.
+
+        Args:
+            groups: returns the full parameters of a group, by its name. They exist as soon as the
+                group has been gathered once.
+        """
+        self._fulls = dict(groups)
+
+    def _follow_gradients(self, group: str, fulls: list[nn.Parameter]) -> None:
+        def label(full: torch.Tensor) -> None:
+            assert full.grad is not None
+            self.label(dtensor.plain(full.grad), Memory.GRADIENTS, group)
+
+        for full in fulls:
+            if full.requires_grad:
+                full.register_post_accumulate_grad_hook(label)  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are allocated now."""
+        return sum(held.nbytes for held in self._held.values())
+
+    def record(self) -> None:
+        """Begin the step to record. What is allocated now is there before it."""
+        self._records = True
+        for held in self._held.values():
+            kind = held.kind or Memory.OTHER
+            self._before[kind] = self._before.get(kind, 0) + held.nbytes
+            held.kind = kind
+            self._held_before.append(held.change(held.nbytes, "between steps"))
+
+    def enter(self, phase: StepPhase) -> None:
+        """Begin a part of the step."""
+        self._outlive(self._phase)
+        self._phase = phase
+        self._group = ""
+
+    def finish(self) -> Recorded:
+        """Return what has been recorded."""
+        events = tuple(
+            each.held.change(each.nbytes, each.moment) if isinstance(each, _Growth) else each
+            for each in self._events
+        )
+        return Recorded(self._before, tuple(self._held_before), events)
+
+    # -- the runtime's reports, as an observer ---------------------------------------------------
+
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        """Note that an activity of the runtime begins."""
+        self._number += 1
+        if activity in (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER):
+            self._group = _group(name)
+            if self._records:
+                self._events.append(Mark(activity, self._group))
+            if activity is not Activity.OPTIMIZER and self._group in self._fulls:
+                fulls = self._fulls[self._group]()
+                if fulls:  # not yet, when the first forward begins
+                    del self._fulls[self._group]
+                    self._follow_gradients(self._group, fulls)
+        return self._number
+
+    def collective(
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
+    ) -> int:
+        """Note that a collective is issued."""
+        self._number += 1
+        if self._records:
+            self._under_way.add(self._number)
+            self._events.append(
+                Start(
+                    number=self._number,
+                    activity=activity,
+                    dimension=wire.dimension,
+                    ranks=wire.ranks,
+                    group=_group(name),
+                    nbytes=nbytes,
+                    launches=launches,
+                    transport=wire.transport,
+                    apart=wire.members[1] - wire.members[0] if len(wire.members) > 1 else 0,
+                )
+            )
+        return self._number
+
+    def end(self, number: int) -> None:
+        """Note that an activity has ended."""
+        if number in self._under_way:
+            self._under_way.remove(number)
+            self._events.append(Wait(number))
+
+    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
+        """Do nothing: storages say what is allocated."""
+
+    # -- modules ---------------------------------------------------------------------------------
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        self._modules.append(self._names.get(module, self._module))
+        self._note_sequence()
+
+    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._modules:
+            self._modules.pop()
+        self._note_sequence()
+
+    def _note_sequence(self) -> None:
+        self._node_numbers.append(autograd.sequence_number())
+        self._node_modules.append(self._module)
+
+    @property
+    def _module(self) -> str:
+        return self._modules[-1] if self._modules else ""
+
+    def _module_of_node(self) -> str:
+        """The module whose forward made the node of the graph that runs now."""
+        number = autograd.running_node_number()
+        if number is None:
+            return self._group
+        return self._node_modules[bisect.bisect_right(self._node_numbers, number) - 1]
+
+    # -- operations ------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation, and write down what it does."""
+        if (device := fake.device_of(func, args)) is not None:
+            return device
+        kwargs = kwargs or {}
+        traits = traits_of(func)
+        call: replay.ReplayedCall | None = None
+        try:
+            out = fake.grouped_product(func, args, kwargs)
+            known = None
+            if out is None and self._mode is not None:
+                known = self._mode.again(func, args, kwargs)
+            if known is not None:
+                out, call = known
+            elif out is None:
+                out = func(*args, **kwargs)
+        except fake.UNTRACEABLE as error:
+            out = self._stand_in(traits.name, args, error)
+        if traits.only_views:
+            for tensor in tensors_in(out):
+                self._keep_size(tensor.untyped_storage())
+            return out
+        written = tensors_in(out)
+        if written and not fake.stands_for_memory(written[0], self._mode):
+            return out  # shapes are also found out on the meta device, or on other fake tensors
+        phase, module = self._where()
+        source = _source(inspect.currentframe())
+        made = 0
+        for tensor in written:
+            storage = tensor.untyped_storage()
+            if id(storage) in self._held:
+                self._keep_size(storage)
+            else:
+                held = self._hold(storage, module, phase)
+                held.kind, held.place = source.kind, source.place
+                if source.kind is None and module in self._ends and phase is StepPhase.FORWARD:
+                    held.module = LOSS
+                made += 1
+        if traits.namespace == "c10d":
+            return out
+        if traits.namespace == "_c10d_functional":
+            self._functional_collective(traits, module, args, out)
+            return out
+        if not (self._records and traits.computes and (made or traits.writes)):
+            return out
+        work: CallWork
+        if call is None or call.facts is None:
+            work = work_of(func, args, kwargs, out, written)
+            if call is not None:
+                call.facts = work
+        else:
+            work = call.facts
+        if not source.runtime and phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
+            self.model_flops += work.flops.needed
+        self._events.append(
+            Op(
+                name=traits.name,
+                module=module,
+                phase=phase,
+                flops=work.flops.done,
+                nbytes=work.nbytes,
+                shapes=work.shapes,
+                dtype=work.dtype,
+                runtime=source.runtime,
+            )
+        )
+        return out
+
+    def _stand_in(self, name: str, args: tuple[Any, ...], error: Exception) -> Any:
+        """Return what stands in for a result that depends on values."""
+        _, module = self._where()
+        self._reads += 1
+        try:
+            if self._reads > MOST_READS:
+                raise NotImplementedError
+            found = stand_in(name, args)
+        except NotImplementedError:
+            raise UntraceableError(module, name) from error
+        self.formulas.setdefault(module, f"{name} depends on values")
+        return found
+
+    def _where(self) -> tuple[StepPhase, str]:
+        """The part of the step, and the innermost module."""
+        if self._phase is not StepPhase.BACKWARD:
+            return self._phase, self._module
+        if self._modules:
+            return StepPhase.RECOMPUTE, self._module
+        # Backward itself runs without gradients; what checkpointing runs again, with them.
+        phase = StepPhase.RECOMPUTE if torch.is_grad_enabled() else StepPhase.BACKWARD
+        return phase, self._module_of_node()
+
+    def _functional_collective(self, traits: Traits, module: str, args: Any, out: Any) -> None:
+        """Note a collective of tensor parallelism, or the wait for one."""
+        if traits.short == "wait_tensor":
+            number = self._functional.get(args[0].untyped_storage())
+            if number is not None:
+                self.end(number)
+            return
+        activity = _FUNCTIONAL.get(traits.short)
+        if activity is None:
+            return
+        name, ranks = self._dimensions.get(args[-1], ("", 0))
+        full = args[0] if activity is Activity.REDUCE_SCATTER else out
+        nbytes = full.numel() * full.element_size()
+        number = self.collective(activity, module, Route("functional", name, ranks), nbytes, 1)
+        self._functional[out.untyped_storage()] = number
+
+    # -- memory ----------------------------------------------------------------------------------
+
+    def _hold(self, storage: torch.UntypedStorage, module: str, phase: StepPhase | None) -> Held:
+        key, nbytes = id(storage), storage.nbytes()
+        self._storages += 1
+        held = Held(nbytes, None, module, phase, self.round, self._storages)
+        self._held[key] = held
+        self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
+        self._grow(held, nbytes)
+        return held
+
+    def _freed(self, key: int, _: object) -> None:
+        del self._watches[key]
+        held = self._held.pop(key)
+        self._grow(held, -held.nbytes)
+        held.nbytes = 0
+
+    def _resized(self, storage: torch.UntypedStorage) -> None:
+        held = self._held.get(id(storage))
+        if held is None:
+            return
+        nbytes = storage.nbytes()
+        last = self._events[-1] if self._events else None
+        if nbytes == 0 and isinstance(last, _Growth) and last.held is held and last.nbytes > 0:
+            self._events.pop()  # it only got a size, and no memory: nothing has been written to it
+        else:
+            self._grow(held, nbytes - held.nbytes)
+        held.nbytes = nbytes
+
+    def _keep_size(self, storage: torch.UntypedStorage) -> None:
+        """Free a storage again: a view of one without memory gives it memory, if it is fake."""
+        held = self._held.get(id(storage))
+        if held is not None and held.nbytes == 0 and storage.nbytes():
+            _resize(storage, 0)
+
+    def _grow(self, held: Held, nbytes: int) -> None:
+        if self._records and nbytes:
+            self._events.append(_Growth(held, nbytes, self._moment))
+
+    def _outlive(self, phase: StepPhase) -> None:
+        for held in self._held.values():
+            if held.phase is phase:
+                held.outlives = True
+
+    @property
+    def _moment(self) -> str:
+        if self._phase is StepPhase.OPTIMIZER:
+            return "optimizer"
+        return f"{self._phase.value} of {self._group or 'the model'}"
+
+
+# Assigned here, since torch wraps what stands in the class, which costs as much as an operation.
+RehearsalRecorder.__torch_dispatch__ = RehearsalRecorder._dispatch  # type: ignore[method-assign, assignment]
+
+
+def _group(label: str) -> str:
+    """The name of a group from its label in reports."""
+    return "" if label == _ROOT_GROUP else label
+
+
+# -- where operations come from -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Who calls an operation.
+
+    Attributes:
+        runtime: whether the sharding runtime does.
+        kind: what the memory that it allocates there is for, if the file says so.
+        place: where that memory lies.
+    """
+
+    runtime: bool
+    kind: Memory | None = None
+    place: StorageRegion = StorageRegion.OWN
+
+
+_MODEL = _Source(runtime=False)
+#: File of the runtime -> what it allocates memory for.
+_KINDS = {
+    "sharding/full_params.py": Memory.FULL_PARAMETERS,
+    "sharding/group_param.py": Memory.FULL_PARAMETERS,
+    "sharding/extension.py": Memory.FULL_PARAMETERS,
+    "sharding/layout.py": Memory.GRADIENTS,  # in the order of chunks
+    "sharding/delivery.py": Memory.GRADIENTS,
+    "sharding/param.py": Memory.GRADIENTS,
+    "optim/offloaded/stores.py": Memory.OPTIMIZER,
+    "optim/whole.py": Memory.TRANSPORT,
+    "transport/memory.py": Memory.FULL_PARAMETERS,
+    "transport/sums.py": Memory.OTHER,
+}
+#: Functions of those files that allocate for something else.
+_EXCEPTIONS = {
+    "accumulate_grad": Memory.GRADIENTS,
+    "zeros_for_grad": Memory.GRADIENTS,
+    "take": Memory.TRANSPORT,  # of a loan of scratch
+    "_block": Memory.TRANSPORT,
+}
+#: Functions that allocate what stands for memory elsewhere, or of others -> its kind and place.
+_STAND_INS = {
+    "_shared_full_parameters": (Memory.FULL_PARAMETERS, StorageRegion.SHARED),
+    "_shared_staging": (Memory.TRANSPORT, StorageRegion.SHARED),
+    "_copy_of_gloo": (Memory.OTHER, StorageRegion.OWN),
+    "_copy_of_a_thread": (Memory.OTHER, StorageRegion.THREADS),
+}
+
+
+def _source(frame: FrameType | None) -> _Source:
+    """Find out who calls the operation whose frame this is: the first caller that is not torch."""
+    while frame is not None:
+        code = frame.f_code
+        source = _source_of_file(code.co_filename)
+        if source is not None:
+            stands_for = _STAND_INS.get(code.co_name)
+            if stands_for is not None:
+                return _Source(runtime=True, kind=stands_for[0], place=stands_for[1])
+            kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
+            return source if kind is None else _Source(runtime=True, kind=kind)
+        frame = frame.f_back
+    return _MODEL
+
+
+@functools.cache
+def _source_of_file(path: str) -> _Source | None:
+    """The source that a file stands for; ``None`` for torch and helpers, whose caller counts."""
+    if path.startswith(_TORCH) or path.endswith("insight/planning/recorder.py"):
+        return None
+    if not path.startswith(_HERE):
+        return _MODEL
+    name = path[len(_HERE) :]
+    if name.startswith("_torch/"):
+        return None
+    if name.startswith("transport/") or name == "insight/planning/wires.py":
+        return _Source(runtime=True, kind=_KINDS.get(name, Memory.TRANSPORT))
+    if name.startswith(("sharding/", "optim/")):
+        return _Source(runtime=True, kind=_KINDS.get(name))
+    return _MODEL
+
+
+_TORCH = str(torch.__file__).removesuffix("__init__.py")
+_HERE = __file__.removesuffix("insight/planning/recorder.py")

@@ -1,0 +1,579 @@
+"""A rehearsal: the runtime runs one step of one rank on tensors without values.
+
+Nothing here computes what a step needs. The model is sharded as in a training and runs forward,
+backward and optimizer, on fake tensors and in a fake world. What it allocates, computes and sends
+is written down, so that a plan cannot differ from what the runtime does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import random
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from shardwise._torch import c10d, dtensor, fake, replay
+from shardwise.base import devices
+from shardwise.base.observe import Memory, observing
+from shardwise.diloco.average import sent_nbytes
+from shardwise.diloco.fragment import Fragment
+from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.frontends.strategies import TENSOR
+from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.planning.events import Log, StepPhase
+from shardwise.insight.planning.recorder import RehearsalRecorder
+from shardwise.insight.planning.settings import (
+    DTYPES,
+    Checkpointing,
+    RehearsalError,
+    Settings,
+    SettingsError,
+    Stepping,
+    UntraceableError,
+)
+from shardwise.insight.planning.wires import simulated
+from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
+from shardwise.optim.offloaded.masters import Masters
+from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.offloaded.place import Medium, StateHome
+from shardwise.optim.offloaded.stores import PlannedStore
+from shardwise.sharding import policy
+from shardwise.sharding.grad import NormParts, clip_grad_norm_, scale_grads
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.init import allocate
+from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.module import FSDPModule
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.state import groups_of
+from shardwise.sharding.tree import every_tensor_in, map_tensors
+from shardwise.transport.peers import Peers
+from shardwise.transport.shm.transport import ShmTransport
+
+USUAL_IMAGE = 224  # pixels of an image's height and width, unless they are given
+
+
+def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
+    """Run one step of one rank in its steady state, without values, and return what happened.
+
+    Args:
+        blueprint: the model, on any device. It is only read.
+        settings: mesh, strategy, batch, dtypes, optimizer.
+        rank: which rank of ``settings.world``.
+
+    Raises:
+        RuntimeError: this process is part of a world.
+        RehearsalError: the model cannot be copied or sharded, or it or the user's code raises.
+        SettingsError: no way to make a batch is given, or what is made is no loss.
+        UntraceableError: a module computes with values.
+    """
+    world = settings.world
+    with contextlib.ExitStack() as stack:
+        # Whatever the caller has switched off or on, a training does not run in it.
+        stack.callback(random.setstate, random.getstate())  # torch numbers collectives with it
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        stack.enter_context(c10d.fake_world(world.size, rank))
+        mesh = init_device_mesh("cpu", world.shape, mesh_dim_names=world.names)
+        for name in world.names:
+            Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
+        with _explaining("copying the model"):
+            model, blocks = _without_values(blueprint, settings)
+        stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
+        stack.enter_context(_fake_as_real())
+        mode = stack.enter_context(replay.ReplayMode())
+        with _explaining("sharding the model"):
+            built = _build(model, blocks, blueprint, settings, mesh)
+        with _explaining("making the optimizer"):
+            optimizer = _Optimizer(settings, built.model)
+        stepper = _GroupSteps(optimizer, settings.clip_grad)
+        name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
+        with _explaining("making a batch"):
+            each = range(settings.accumulate)
+            batches = [_batch(settings, built.model, name, mode) for _ in each]
+        recorder = RehearsalRecorder(mode, _dimensions(mesh))
+        with recorder, recorder.watching(built.model, built.ends), observing(recorder):
+            with _explaining("a step of the optimizer"):
+                optimizer.make_states(built.model)
+            if settings.stepping is Stepping.IN_BACKWARD:
+                for group in groups_of(built.model):
+                    group.stepper = stepper
+            recorder.label_gradients(_fulls(built.model))
+            _warm_up(recorder, settings, built.model, optimizer, batches)
+            elsewhere = _offloaded_parameters(settings, built.model)
+            _label(recorder, built.model, optimizer, batches, elsewhere)
+            recorder.record()
+            _step(recorder, settings, built.model, optimizer, batches)
+            recorded = recorder.finish()
+    return Log(
+        rank=rank,
+        before=recorded.before,
+        storages=recorded.storages,
+        events=recorded.events,
+        tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
+        flops=recorder.model_flops,
+        formulas=recorder.formulas,
+        exchanged=optimizer.exchanged,
+        offloaded=optimizer.offloaded + sum(dtensor.plain(each).nbytes for each in elsewhere),
+    )
+
+
+@contextlib.contextmanager
+def _explaining(what: str, model: nn.Module | None = None) -> Iterator[None]:
+    """Say what was being done, and in which module, when an error is raised."""
+    try:
+        yield
+    except (RehearsalError, SettingsError, UntraceableError):
+        raise
+    except Exception as error:
+        where = "" if model is None else _raised_in(error, model)
+        raise RehearsalError(f"{what} of module {where}" if where else what, error) from error
+
+
+def _raised_in(error: Exception, model: nn.Module) -> str:
+    """The name of the innermost module in whose code an error was raised."""
+    names, found = {module: name for name, module in model.named_modules()}, ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module):
+            found = names.get(module, found)
+    return found
+
+
+def _backend(settings: Settings) -> devices.Backend:
+    """The backend of the process groups that are planned for."""
+    kind = settings.device_type
+    return devices.backend_of(
+        settings.backend or dist.get_default_backend_for_device(kind), torch.device(kind)
+    )
+
+
+def _fake_as_real() -> contextlib.AbstractContextManager[None]:
+    if "transformers" not in sys.modules:  # the model is none of its
+        return contextlib.nullcontext()
+    from shardwise.frontends.pretrained import hf
+
+    return hf.fake_as_real()
+
+
+@dataclass(frozen=True)
+class _Built:
+    """The sharded model, and the names of the modules that compute logits or the loss."""
+
+    model: nn.Module
+    ends: frozenset[str]
+
+
+def _build(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    blueprint: Blueprint,
+    settings: Settings,
+    mesh: DeviceMesh,
+) -> _Built:
+    """Shard a model on the meta device as a training does, with fake tensors on the host."""
+    if settings.checkpointing is not Checkpointing.NONE:
+        selective = settings.checkpointing is Checkpointing.SELECTIVE
+        for block in blocks:
+            checkpoint_module(block, context_fn=keep_products if selective else None)
+    if TENSOR not in settings.world.names:
+        _make_fake(model)
+        _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
+        return _Built(model, _ends(model))
+    # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
+    # all is done on the meta device, except that transports get fake memory from the start.
+    with fake.paused():
+        data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
+        apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+    transports = DataMesh.of(data, settings.transport, wires=settings.wire)
+    with fake.paused():
+        _shard(model, blocks, blueprint, settings, data)
+    del transports  # the groups hold them now
+    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    allocate(model, [name for name, _ in names])
+    return _Built(model, _ends(model))
+
+
+def _shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    blueprint: Blueprint,
+    settings: Settings,
+    mesh: DeviceMesh,
+) -> None:
+    reshard = settings.reshard_after_forward
+    reduce_dtype = settings.reduce_dtype or settings.param_dtype
+    shard_blocks(
+        model,
+        blocks,
+        mesh=mesh,
+        reshard_after_forward=(
+            settings.sharding.reshard_after_forward if reshard is None else reshard
+        ),
+        precision=MixedPrecisionPolicy(
+            param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
+            reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype),
+        ),
+        placement=blueprint.placement,
+        transport=settings.transport,
+        wire=settings.wire.argument,
+    )
+
+
+def _without_values(blueprint: Blueprint, settings: Settings) -> tuple[nn.Module, list[nn.Module]]:
+    """Copy the model to the meta device, in its dtype; return the copy, and its blocks."""
+    copies: dict[int, Any] = {}
+    for tensor in (*blueprint.model.parameters(), *blueprint.model.buffers()):
+        if not tensor.is_meta:
+            without = tensor.detach().to("meta")
+            copies[id(tensor)] = (
+                nn.Parameter(without, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else without
+            )
+    model = copy.deepcopy(blueprint.model, copies)
+    if settings.shard_dtype is not None:
+        store_in(model, _dtype(settings.shard_dtype))
+    return model.train(), [copies[id(block)] for block in blueprint.blocks]
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace tensors on the meta device by fake ones on the host. Tied ones stay tied."""
+    fakes: dict[torch.Tensor, Any] = {}
+    for module in model.modules():
+        for own in fake.own_tensors(module):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    if tensor not in fakes:
+                        fakes[tensor] = _without_memory(tensor)
+                    own[name] = fakes[tensor]
+
+
+def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a fake tensor, or a parameter, like another tensor."""
+    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(like, tensor.requires_grad)
+    return like
+
+
+def _ends(model: nn.Module) -> frozenset[str]:
+    """The names of the modules that compute logits or the loss: the model itself, and its head."""
+    ends = {""}
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    ends |= {name for name, module in model.named_modules() if head is not None and module is head}
+    return frozenset(ends)
+
+
+class _Optimizer:
+    """The optimizer of a rehearsal, over the shards.
+
+    What torch names works on the local shards as such: the same operations as on ``DTensor``s,
+    without the seconds that these take to find out placements. A function of the user gets the
+    parameters as they are, and so do our own optimizers: their states depend on placements, and
+    ranks may share their work.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
+        self._shards: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.inner: torch.optim.Optimizer | None = None
+        if callable(settings.optimizer):
+            self.inner = settings.optimizer(trained)
+        elif trained and settings.optimizer in _OF_MODELS:
+            self.inner = _OF_MODELS[settings.optimizer](model)
+        elif trained and settings.optimizer in _OPTIMIZERS:
+            self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
+            self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
+        if self.inner is not None and settings.offload is not None:
+            masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
+            place = StateHome.parse(settings.offload)
+            stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
+            store = None if stays else PlannedStore()
+            self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
+        self.exchanged = 0
+        self._outer: list[torch.Tensor] = []
+        if settings.outer_states and trained:
+            named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+            kept = Fragment("all", named, error_feedback=settings.outer_states > 2)
+            tensors = (kept.outer, kept.momentum, kept.error)
+            self._outer = [each for each in tensors if each is not None]
+            if settings.exchange is not None:
+                replicas = settings.sharding.shape[0]
+                self.exchanged = sent_nbytes(settings.exchange.wire, kept.sections, replicas)
+
+    def step(self) -> None:
+        """Update the shards."""
+        for parameter, shard in self._shards:
+            grad = parameter.grad
+            shard.grad = None if grad is None else dtensor.plain(grad)
+        if self.inner is not None:
+            self.inner.step()
+        for _, shard in self._shards:
+            shard.grad = None
+
+    def make_states(self, model: nn.Module) -> None:
+        """Make the states, by a step on gradients of zero."""
+        for parameter in model.parameters():
+            if parameter.requires_grad and self.inner is not None:
+                parameter.grad = torch.zeros_like(parameter)
+        self.step()
+        model.zero_grad()
+
+    def states(self) -> list[torch.Tensor]:
+        """The local tensors of all states, those of DiLoCo among them."""
+        every = [] if self.inner is None else self.inner.state.values()
+        found = [dtensor.plain(each) for each in every_tensor_in(list(every))]
+        # Homes of states that are kept elsewhere are on the meta device.
+        return [*self._outer, *(each for each in found if not each.is_meta)]
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of states that are kept elsewhere."""
+        return self.inner.nbytes_kept if isinstance(self.inner, OffloadedOptimizer) else 0
+
+
+class _GroupSteps:
+    """What steps in backward; see :class:`~shardwise.sharding.stepping.Stepper`.
+
+    Gradients are scaled by the norm of the step before, as trainings do it.
+    """
+
+    def __init__(self, optimizer: _Optimizer, clip_grad: float) -> None:
+        self._optimizer = optimizer
+        self._clip_grad = clip_grad
+        self._parts = NormParts()
+
+    def check(self) -> None:
+        """Do nothing: no backward is interrupted here."""
+
+    def check_whole(self) -> None:
+        """Do nothing: no backward is interrupted here."""
+
+    def step(self, name: str, forms: Sequence[ShardedParam]) -> None:
+        """Update the shards of a group, and drop their gradients."""
+        params = [form.parameter for form in forms]
+        if self._clip_grad:
+            self._parts.add(params)
+            scale_grads(params, 1.0, self._clip_grad)
+        self._optimizer.step()
+        for param in params:
+            param.grad = None
+
+    def finish(self) -> None:
+        """Compute the norm that clips the next step."""
+        if self._clip_grad:
+            self._parts.total()
+
+    def interrupt(self) -> None:
+        """Do nothing."""
+
+
+_OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": functools.partial(torch.optim.AdamW, fused=True),
+    "adam": functools.partial(torch.optim.Adam, fused=True),
+    "sgd": torch.optim.SGD,
+    "sgd-momentum": functools.partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": torch.optim.Adagrad,
+    "lion": Lion,
+}
+
+
+_OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "adamw8bit": lambda model: AdamW8bit(p for p in model.parameters() if p.requires_grad),
+    "muon": lambda model: Muon(muon_groups(model)),
+    "adafactor": lambda model: Adafactor(p for p in model.parameters() if p.requires_grad),
+}
+
+
+def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTensorMode) -> Any:
+    """Make one microbatch for a model whose class has this name."""
+    size = settings.batch_size
+    if settings.batch is not None:
+        made = settings.batch(size)
+        return map_tensors(functools.partial(fake.adopt, mode), made)
+    config: Any = getattr(model, "config", None)
+    takes = getattr(model, "main_input_name", None)
+    if takes == "pixel_values":
+        side: Any = settings.image_size or getattr(config, "image_size", USUAL_IMAGE)
+        height, width = (side, side) if isinstance(side, int) else side
+        pixels = torch.zeros(size, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
+    if takes != "input_ids":
+        found = f"none, for a {name}, which takes neither tokens nor images"
+        raise SettingsError("batch", found, "a function from a number of samples to a batch")
+    tokens = torch.zeros(size, settings.seq_length or 1, dtype=torch.long)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def _loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tensor:
+    if settings.step is not None:
+        return _checked(settings.step(model, batch))
+    if isinstance(batch, dict):
+        out = model(**batch)
+    elif isinstance(batch, list | tuple):
+        out = model(*batch)
+    else:
+        out = model(batch)
+    loss = getattr(out, "loss", None)
+    if loss is None:
+        made = every_tensor_in(getattr(out, "logits", out))
+        loss = next((each.float().mean() for each in made if each.requires_grad), None)
+    return _checked(loss)
+
+
+def _checked(loss: object) -> torch.Tensor:
+    expected = "a loss: a tensor of one element, computed from trained parameters"
+    if not isinstance(loss, torch.Tensor):
+        raise SettingsError("step", "no tensor" if loss is None else type(loss).__name__, expected)
+    if loss.numel() != 1 or not loss.requires_grad:
+        kind = "trained" if loss.requires_grad else "that nothing trained went into"
+        raise SettingsError("step", f"a tensor {tuple(loss.shape)} {kind}", expected)
+    return loss
+
+
+def _step(
+    recorder: RehearsalRecorder,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: _Optimizer,
+    batches: Sequence[Any],
+) -> None:
+    """Take one optimizer step, as the loop of trainings does."""
+    assert isinstance(model, FSDPModule)
+    for micro, batch in enumerate(batches):
+        recorder.round = micro
+        if len(batches) > 1:
+            model.set_requires_gradient_sync(micro == len(batches) - 1)
+        recorder.enter(StepPhase.FORWARD)
+        with _explaining("forward", model):
+            loss = _loss(settings, model, batch)
+        recorder.enter(StepPhase.BACKWARD)
+        with _explaining("backward", model):
+            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        del loss
+    recorder.enter(StepPhase.OPTIMIZER)
+    if settings.stepping is Stepping.IN_BACKWARD:
+        return
+    if settings.clip_grad:
+        clip_grad_norm_(list(model.parameters()), settings.clip_grad)
+    with _explaining("a step of the optimizer"):
+        optimizer.step()
+    model.zero_grad()
+
+
+def _warm_up(
+    recorder: RehearsalRecorder,
+    settings: Settings,
+    model: nn.Module,
+    optimizer: _Optimizer,
+    batches: Sequence[Any],
+) -> None:
+    """Take steps until the transports keep as much memory as they will.
+
+    Messages have scratch memory from the first step on. Groups take turns in shared memory, and
+    which one gets which piece may settle only after some steps. Other transports keep nothing, but
+    what tensor parallelism gathers for the first time on the meta device is not noted.
+    """
+    meshes = [group.mesh for group in groups_of(model)]
+    names = {
+        transport.name
+        for mesh in meshes
+        for transport in (mesh.shard, mesh.scatter, mesh.replicate)
+        if transport is not None
+    }
+    settles = _backend(settings).sends_messages or TENSOR in settings.world.names
+    most = 4 if ShmTransport.name in names else 1 if settles else 0
+    before = -1
+    for _ in range(most):
+        _step(recorder, settings, model, optimizer, batches)
+        if recorder.nbytes == before:
+            break
+        before = recorder.nbytes
+
+
+def _label(
+    recorder: RehearsalRecorder,
+    model: nn.Module,
+    optimizer: _Optimizer,
+    batches: Sequence[Any],
+    elsewhere: Container[nn.Parameter],
+) -> None:
+    """Say what the memory is for that is there before the step.
+
+    Args:
+        recorder: receives the reports.
+        model: the model.
+        optimizer: its optimizer.
+        batches: what it is trained on.
+        elsewhere: the parameters that have no memory between steps.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter not in elsewhere:
+            recorder.label(dtensor.plain(parameter), Memory.PARAMETERS, name)
+    for name, buffer in model.named_buffers():
+        recorder.label(dtensor.plain(buffer), Memory.OTHER, name)
+    for state in optimizer.states():
+        recorder.label(state, Memory.OPTIMIZER, "")
+    for tensor in every_tensor_in(batches):
+        recorder.label(tensor, Memory.OTHER, "batch")
+
+
+def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.Parameter]:
+    """The parameters whose shards are kept elsewhere.
+
+    Raises:
+        SettingsError: gradients and states would be, too, which no plan counts.
+    """
+    if settings.offload_parameters is None:
+        return frozenset()
+    if settings.device_type != devices.CPU.type:
+        expected = "None for an accelerator: plans do not count the memory of its host"
+        raise SettingsError("offload_parameters", settings.offload_parameters, expected)
+    if StateHome.parse(settings.offload_parameters).medium is Medium.HOST:
+        return frozenset()
+    every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= policy.SMALLEST}
+    return frozenset(every)
+
+
+def _fulls(model: nn.Module) -> dict[str, Callable[[], list[nn.Parameter]]]:
+    """What returns the full parameters of each group, by the name of the group."""
+
+    def fulls_of(group: ParamGroup) -> list[nn.Parameter]:
+        return [param.full for param in group.params if param.full is not None]
+
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        names[group.modules[0]]: functools.partial(fulls_of, group) for group in groups_of(model)
+    }
+
+
+def _dimensions(mesh: DeviceMesh) -> dict[str, tuple[str, int]]:
+    """Name and size of each dimension of a mesh, by the name of its process group."""
+    return {
+        mesh.get_group(dim).group_name: (name, mesh.size(dim))
+        for dim, name in enumerate(mesh.mesh_dim_names or ())
+    }
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, DTYPES[name])
+    assert isinstance(dtype, torch.dtype)
+    return dtype

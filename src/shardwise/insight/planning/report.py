@@ -1,0 +1,253 @@
+"""The plan: memory, traffic and time of a training that has not been started.
+
+A plan is a plain value. ``text.py`` and ``page.py`` show it, and ``docs/plan.md`` describes its
+JSON form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.base.observe import Memory
+from shardwise.insight.planning.clock import StepTime, sent
+from shardwise.insight.planning.events import Log, Start
+from shardwise.insight.planning.memory import RankBytes
+from shardwise.insight.planning.settings import Settings
+
+JSON_VERSION = 1  # raised when a field is removed or changes its meaning
+
+#: The kinds of memory, in the order in which they are shown.
+KINDS = tuple(Memory)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """The collectives of one kind along one mesh dimension, on one rank in one step.
+
+    Attributes:
+        dimension: the mesh dimension, such as ``"dp_shard"``.
+        collective: ``"all-gather"``, ``"reduce-scatter"`` or ``"all-reduce"``.
+        calls: how many collectives.
+        launches: calls of the wire that they take: messages, or calls of a library.
+        nbytes: bytes of the full tensors, padding included.
+        sent: bytes that the rank sends.
+    """
+
+    dimension: str
+    collective: str
+    calls: int
+    launches: int
+    nbytes: int
+    sent: int
+
+    @classmethod
+    def of(cls, log: Log) -> tuple[Traffic, ...]:
+        """Return the collectives of a step, in the order of their first calls."""
+        found: dict[tuple[str, str], list[Start]] = {}
+        for event in log.events:
+            if isinstance(event, Start):
+                found.setdefault((event.dimension, event.activity.value), []).append(event)
+        return tuple(
+            cls(
+                dimension=dimension,
+                collective=collective,
+                calls=len(starts),
+                launches=sum(start.launches for start in starts),
+                nbytes=sum(start.nbytes for start in starts),
+                sent=sum(map(sent, starts)),
+            )
+            for (dimension, collective), starts in found.items()
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Available:
+    """The memory that a rank may use.
+
+    Attributes:
+        nbytes: how much.
+        source: where the figure is from, such as ``"h100"`` or ``"--fit"``.
+    """
+
+    nbytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """Another way to train the same model on as many ranks.
+
+    Attributes:
+        mesh: ranks by dimension.
+        strategy: name of the strategy.
+        checkpointing: which activations are recomputed.
+        batch_size: samples of a rank and microbatch.
+        peak: estimated bytes of the rank that holds most.
+        rate: estimated tokens a second on all ranks; samples for models without sequences.
+        fits: whether it fits.
+    """
+
+    mesh: str
+    strategy: str
+    checkpointing: str
+    batch_size: int
+    peak: int
+    rate: float
+    fits: bool
+
+    @property
+    def words(self) -> str:
+        """The settings in a few words."""
+        recomputed = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        return f"{self.strategy} over {self.mesh}, batch size {self.batch_size}{recomputed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a training needs and how fast it is. ``print`` it, or write it as JSON or as a page.
+
+    Attributes:
+        model: the model's name.
+        numel: number of elements of all parameters.
+        settings: what the plan was made for.
+        ranks: memory by kind of rank, the one with the highest peak first.
+        traffic: the collectives of a step on one rank.
+        step: the time of a step; ``None`` if the machine is not known.
+        machine: the device and the links, in words; ``""`` if they are not known.
+        available: the memory of a rank; ``None`` if it is not known.
+        reserved: bytes that the allocator takes for the first kind of rank, at the peak or above:
+            the caching allocator of the device, or glibc's heap on CPUs; ``None`` if it is not
+            known.
+        exchanged: bytes that a rank sends in each exchange of DiLoCo's replicas.
+        formulas: modules that could not be traced, and why. Their figures come from formulas.
+        alternatives: other ways to train the model, if the fastest that fits was looked for.
+    """
+
+    model: str
+    numel: int
+    settings: Settings
+    ranks: tuple[RankBytes, ...]
+    traffic: tuple[Traffic, ...] = ()
+    step: StepTime | None = None
+    machine: str = ""
+    available: Available | None = None
+    reserved: int | None = None
+    exchanged: int = 0
+    formulas: Mapping[str, str] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that any rank holds at any moment."""
+        return max(rank.peak for rank in self.ranks)
+
+    @property
+    def needed(self) -> int:
+        """The memory that a rank needs: its peak, and what the allocator reserves above it."""
+        return max(self.peak, self.reserved or 0)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether every rank has enough memory; ``None`` if its memory is not known."""
+        return None if self.available is None else self.needed <= self.available.nbytes
+
+    @property
+    def bytes_sent(self) -> dict[str, int]:
+        """Bytes that a rank sends in a step, by mesh dimension."""
+        return _summed((each.dimension, each.sent) for each in self.traffic)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
+        return {
+            "version": JSON_VERSION,
+            "model": self.model,
+            "numel": self.numel,
+            "machine": self.machine or None,
+            "settings": self.settings.to_json(),
+            "ranks": [_json_of_rank(rank) for rank in self.ranks],
+            "step": self._json_of_step(),
+            "exchange": self._json_of_exchange(),
+            "fits": self.fits,
+            "reserved": self.reserved,
+            "available": None
+            if self.available is None
+            else {"bytes": self.available.nbytes, "source": self.available.source},
+            "formulas": dict(self.formulas),
+            "alternatives": [_json_of_alternative(each) for each in self.alternatives],
+        }
+
+    def _json_of_exchange(self) -> dict[str, Any] | None:
+        exchange = self.settings.exchange
+        if exchange is None:
+            return None
+        return {
+            "wire": exchange.wire.value,
+            "every": exchange.every,
+            "bytes_sent": self.exchanged,
+        }
+
+    def _json_of_step(self) -> dict[str, Any]:
+        step = self.step
+        return {
+            "seconds": step and step.seconds,
+            "parts": step
+            and {
+                "compute": step.compute,
+                "exposed_communication": step.exposed,
+                "optimizer": step.optimizer,
+                "host": step.host,
+            },
+            "bytes_sent": self.bytes_sent,
+            "collectives": [
+                {
+                    "dimension": each.dimension,
+                    "collective": each.collective,
+                    "calls": each.calls,
+                    "launches": each.launches,
+                    "bytes": each.nbytes,
+                    "bytes_sent": each.sent,
+                }
+                for each in self.traffic
+            ],
+            "tokens_per_second": step and step.tokens_per_second,
+            "mfu": step and step.mfu,
+            "bound_by": step and step.bound_by,
+        }
+
+
+def bytes_of(rank: RankBytes) -> dict[str, int]:
+    """Return the bytes at the peak by kind of memory, as named in JSON."""
+    return {kind.value: getattr(rank, kind.value) for kind in KINDS}
+
+
+def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
+    return {
+        "ranks": rank.ranks,
+        "bytes": bytes_of(rank),
+        "peak": rank.peak,
+        "peak_moment": rank.peak_moment,
+        "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
+        "activations_by_module": dict(rank.by_module),
+        "offloaded": rank.offloaded,
+    }
+
+
+def _json_of_alternative(each: Alternative) -> dict[str, Any]:
+    return {
+        "mesh": each.mesh,
+        "strategy": each.strategy,
+        "activation_checkpointing": each.checkpointing,
+        "batch_size": each.batch_size,
+        "peak": each.peak,
+        "tokens_per_second": each.rate,
+        "fits": each.fits,
+    }
+
+
+def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
+    sums: dict[str, int] = {}
+    for name, value in items:
+        sums[name] = sums.get(name, 0) + value
+    return sums

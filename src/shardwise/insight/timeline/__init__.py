@@ -1,0 +1,23 @@
+"""What every rank did in a step, and when: recorded, and shown beside what a plan predicted."""
+
+from typing import TYPE_CHECKING
+
+from shardwise.base.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from shardwise.insight.timeline.files import read, write
+    from shardwise.insight.timeline.merged import Timeline
+    from shardwise.insight.timeline.recording import Recording, record
+
+__all__ = ["Recording", "Timeline", "read", "record", "write"]
+
+_HOME = {
+    "Recording": "shardwise.insight.timeline.recording",
+    "Timeline": "shardwise.insight.timeline.merged",
+    "read": "shardwise.insight.timeline.files",
+    "record": "shardwise.insight.timeline.recording",
+    "write": "shardwise.insight.timeline.files",
+}
+
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = lazy_names(__name__, _HOME)

@@ -1,0 +1,410 @@
+"""The timeline as one HTML page that loads nothing else.
+
+Steps stand side by side, and ranks are rows: so much is drawn here, and readable without scripts.
+The script adds one step in detail: what each rank did at which moment, beside what was predicted.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from shardwise.base import units
+from shardwise.base.observe import Activity
+from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.timeline.merged import Timeline
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
+from shardwise.insight.timeline.steps import Part, StepOfAll, StepOfRank
+from shardwise.insight.timeline.trace import nested
+
+#: What a page has in detail at most: more is slow to draw. The rest is in the trace.
+MOST_SPANS, MOST_RANKS, MOST_STEPS = 60_000, 32, 8
+
+_WAITS = 12  # rows of the table of waits
+
+_MEANING = {
+    Part.FORWARD: "forward",
+    Part.BACKWARD: "backward",
+    Part.RECOMPUTE: "forward again, in backward",
+    Part.OPTIMIZER: "optimizer",
+    Part.RUNTIME: "issuing collectives",
+    Part.COPY: "copying",
+    Part.WAIT: "waiting (exposed communication)",
+    Part.OTHER: "other: data, loss, logging",
+}
+
+#: Rows of a rank in detail, from the top down.
+_ROWS = ("groups", "host", "device")
+
+
+def page(timeline: Timeline) -> str:
+    """Return the HTML of the page."""
+    steps = timeline.steps[-MOST_STEPS:]
+    ranks = _shown(timeline)
+    data = json.dumps(_data(timeline, steps, ranks), separators=(",", ":"), allow_nan=False)
+    return "\n".join(
+        (
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            "<title>Timeline</title>",
+            f"<style>{_resource('page.css')}</style></head><body>",
+            *_head(timeline, steps),
+            *_steps(timeline, steps, ranks),
+            *_detail(steps, ranks),
+            *_waits(timeline),
+            *_memory(timeline),
+            '<script type="application/json" id="data">',
+            # Names of groups are of the user's making: none may end the element.
+            data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
+            "</script>",
+            f"<script>{_resource('page.js')}</script>",
+            "</body></html>\n",
+        )
+    )
+
+
+def _shown(timeline: Timeline) -> list[RankTimeline]:
+    """Return the ranks that the page has: all, or rank 0 and the slowest and fastest ones."""
+    ranks, step = list(timeline.ranks), timeline.typical
+    if len(ranks) <= MOST_RANKS or step is None:
+        return ranks[:MOST_RANKS]
+    by_pace = [each.rank for each in sorted(step.ranks, key=lambda each: -each.busy)]
+    half = MOST_RANKS // 2
+    wanted = {ranks[0].rank, *by_pace[:half], *by_pace[-half + 1 :]}
+    return [rank for rank in ranks if rank.rank in wanted]
+
+
+# -- what is said ----------------------------------------------------------------------------------
+
+
+def _head(timeline: Timeline, steps: Sequence[StepOfAll]) -> Iterator[str]:
+    yield f"<header><h1>Timeline</h1><p>{_escape(_sentence(timeline.summary()))}</p>"
+    yield '<p class="soft">'
+    hosts = len({rank.host for rank in timeline.ranks})
+    facts = [
+        _counted(len(timeline.ranks), "rank") + f" on {_counted(hosts, 'host')}",
+        *sorted({rank.device for rank in timeline.ranks}),
+        _counted(len(timeline.steps), "step"),
+    ]
+    if len(steps) < len(timeline.steps):
+        facts.append(f"the last {len(steps)} are shown")
+    off = max((rank.uncertainty for rank in timeline.ranks), default=0.0)
+    if off:
+        facts.append(f"clocks of hosts agree within {units.seconds(off)}")
+    yield _escape(" · ".join(facts))
+    yield "</p>"
+    if timeline.missing:
+        named = ", ".join(map(str, timeline.missing[:20]))
+        yield f'<p class="bad">Nothing is known of the ranks {named}.</p>'
+    for rank in timeline.ranks:
+        if rank.error:
+            yield f'<p class="bad">Rank {rank.rank} ended with {_escape(rank.error)}</p>'
+    dropped = sum(rank.dropped for rank in timeline.ranks)
+    if dropped:
+        yield (
+            f'<p class="soft">{dropped:,} of the oldest spans and changes were dropped: record '
+            "fewer steps to keep all.</p>"
+        )
+    yield "</header>"
+
+
+def _steps(
+    timeline: Timeline, steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]
+) -> Iterator[str]:
+    """Steps side by side, ranks as rows, each a bar of its parts."""
+    yield '<section><h2>Steps</h2><p class="legend">'
+    for part, meaning in _MEANING.items():
+        yield f'<span><i class="{part.name.lower()}"></i>{meaning}</span>'
+    yield "</p>"
+    if not steps:
+        yield "<p>No step was recorded.</p></section>"
+        return
+    predicted = timeline.prediction
+    longest = max([step.seconds for step in steps] + ([predicted.seconds] if predicted else []))
+    shown = {rank.rank for rank in ranks}
+    yield '<div class="scroll" tabindex="0" role="region" aria-label="steps"><table class="steps">'
+    yield '<thead><tr><th scope="col">rank</th>'
+    for step in steps:
+        yield (
+            f'<th scope="col"><a href="#detail" data-step="{step.number}">step {step.number}</a> '
+            f"{units.seconds(step.seconds)}</th>"
+        )
+    yield "</tr></thead><tbody>"
+    if predicted is not None:
+        yield '<tr class="predicted"><th scope="row">predicted</th>'
+        for _ in steps:
+            yield f"<td>{_bar(_predicted_parts(predicted), longest)}</td>"
+        yield "</tr>"
+    for rank in ranks:
+        if rank.rank not in shown:
+            continue
+        yield f'<tr><th scope="row">{rank.rank}</th>'
+        for step in steps:
+            mine = next((each for each in step.ranks if each.rank == rank.rank), None)
+            yield f"<td>{'' if mine is None else _cell(mine, step, longest)}</td>"
+        yield "</tr>"
+    yield "</tbody></table></div></section>"
+
+
+def _cell(mine: StepOfRank, step: StepOfAll, longest: float) -> str:
+    waiting = mine.parts[Part.WAIT]
+    words = f"waits {units.seconds(waiting)}" if waiting else "no waits"
+    mark = ' <b class="slowest">slowest</b>' if mine.rank == _waited_for(step) else ""
+    return f"{_bar(mine.parts, longest)}<small>{words}{mark}</small>"
+
+
+def _waited_for(step: StepOfAll) -> int | None:
+    """Return the slowest rank, if any other had to wait."""
+    others = (each.parts[Part.WAIT] for each in step.ranks if each.rank != step.slowest)
+    return step.slowest if any(others) else None
+
+
+def _predicted_parts(predicted: StepTime) -> dict[Part, float]:
+    return {
+        Part.FORWARD: predicted.compute / 3,  # backward computes twice as much
+        Part.BACKWARD: predicted.compute * 2 / 3,
+        Part.OPTIMIZER: predicted.optimizer,
+        Part.RUNTIME: predicted.host,
+        Part.WAIT: predicted.exposed,
+    }
+
+
+def _bar(parts: Any, longest: float) -> str:
+    """A bar of the parts of a step, as long as the step took."""
+    pieces, at = [], 0.0
+    for part in Part:
+        seconds = parts.get(part, 0.0)
+        width = 100 * seconds / longest if longest else 0.0
+        if width <= 0:
+            continue
+        title = f"{_MEANING[part]}: {units.seconds(seconds)}"
+        pieces.append(
+            f'<rect class="{part.name.lower()}" x="{at:.3f}" width="{width:.3f}" height="10">'
+            f"<title>{title}</title></rect>"
+        )
+        at += width
+    label = ", ".join(f"{_MEANING[p]} {units.seconds(s)}" for p, s in parts.items() if s)
+    return (
+        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" '
+        f'aria-label="{label}">{"".join(pieces)}</svg>'
+    )
+
+
+def _detail(steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]) -> Iterator[str]:
+    if not steps or not ranks:
+        return
+    yield '<section id="detail"><h2>One step in detail</h2><p class="controls">'
+    yield '<label>Step <select id="step">'
+    for step in steps:
+        yield f'<option value="{step.number}">{step.number}, {units.seconds(step.seconds)}</option>'
+    yield "</select></label>"
+    for name, label in (("in", "Zoom in"), ("out", "Zoom out"), ("all", "Whole step")):
+        yield f'<button type="button" data-zoom="{name}">{label}</button>'
+    yield "</p><noscript><p>The details need JavaScript.</p></noscript>"
+    yield '<div class="chart"><canvas id="chart" tabindex="0" role="img" '
+    yield 'aria-label="What each rank did at which moment"></canvas></div>'
+    yield '<p id="about" aria-live="polite">Point at a bar to see what it is. Drag to move.</p>'
+    yield "</section>"
+
+
+def _waits(timeline: Timeline) -> Iterator[str]:
+    """The longest waits of the typical step, and who waited for whom."""
+    step = timeline.typical
+    if step is None:
+        return
+    rows = sorted(
+        ((wait.seconds, mine.rank, wait) for mine in step.ranks for wait in mine.waits),
+        key=lambda row: (-row[0], row[1]),
+    )[:_WAITS]
+    yield f"<section><h2>Exposed waits of step {step.number}</h2>"
+    if not rows:
+        yield "<p>No rank waited.</p></section>"
+        return
+    yield from _table(
+        ("rank", "waits for the collective of", "over", "seconds", "because of"),
+        [
+            (
+                str(rank),
+                wait.name or "a collective of the program",
+                wait.dimension or "all ranks",
+                units.seconds(seconds),
+                "bytes under way" if wait.peer is None else f"rank {wait.peer}, which came late",
+            )
+            for seconds, rank, wait in rows
+        ],
+    )
+    yield "</section>"
+
+
+def _memory(timeline: Timeline) -> Iterator[str]:
+    """The peak of each kind of memory, by rank."""
+    rows = []
+    for rank in timeline.ranks[:MOST_RANKS]:
+        now, most = dict(rank.held), dict(rank.held)
+        for change in rank.changes:
+            now[change.kind] = now.get(change.kind, 0) + change.nbytes
+            most[change.kind] = max(most.get(change.kind, 0), now[change.kind])
+        rows.append((rank.rank, most))
+    kinds = list(dict.fromkeys(kind for _, most in rows for kind in most))
+    if not kinds:
+        return
+    yield "<section><h2>Memory at its peak</h2>"
+    yield (
+        '<p class="soft">What the runtime allocated, each kind at its own peak. Activations are '
+        "torch's, and not counted.</p>"
+    )
+    yield from _table(
+        ("rank", *(kind.value.replace("_", " ") for kind in kinds)),
+        [
+            (str(rank), *(units.brief_size(most.get(kind, 0)) for kind in kinds))
+            for rank, most in rows
+        ],
+    )
+    yield "</section>"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
+    yield from (f'<th scope="col">{_escape(head)}</th>' for head in heads)
+    yield "</tr></thead><tbody>"
+    for row in rows:
+        yield f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>"
+    yield "</tbody></table></div>"
+
+
+# -- what the script draws -------------------------------------------------------------------------
+
+
+def _data(
+    timeline: Timeline, steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]
+) -> dict[str, Any]:
+    """Return the spans of all steps and ranks that are shown, by step.
+
+    A row of the drawing is ``[title, spans]``; a span is ``[class, name, begin, length, about]``,
+    in microseconds from the begin of the step.
+    """
+    names: dict[str, int] = {}
+    left = MOST_SPANS
+    drawn = []
+    for step in steps:
+        begin = min(mine.step.begin for mine in step.ranks)
+        groups = []
+        if timeline.prediction is not None:
+            groups.append(
+                {"title": "predicted", "rows": _predicted_rows(timeline.prediction, names)}
+            )
+        for rank in ranks:
+            mine = next((each for each in step.ranks if each.rank == rank.rank), None)
+            if mine is None:
+                continue
+            spans = rank.of(mine.step)[: max(0, left)]
+            left -= len(spans)
+            slow = " (slowest)" if rank.rank == _waited_for(step) else ""
+            groups.append(
+                {"title": f"rank {rank.rank}{slow}", "rows": _rows(rank, spans, begin, names)}
+            )
+        drawn.append({"number": step.number, "length": round(1e6 * step.seconds), "groups": groups})
+    typical = timeline.typical
+    shown = [step.number for step in steps]
+    first = (
+        typical.number if typical is not None and typical.number in shown else max(shown, default=0)
+    )
+    return {"names": list(names), "steps": drawn, "typical": first}
+
+
+def _rows(
+    rank: RankTimeline, spans: Sequence[Span], zero: float, names: dict[str, int]
+) -> list[list[Any]]:
+    by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]] = {}
+    for span in spans:
+        end = rank.end if span.end is None else span.end
+        about = {"kind": _kind(span), "about": _about(span)}
+        if span.activity in COLLECTIVES:
+            row = span.dimension or "ranks"
+        else:
+            row = _ROWS[0] if _kind(span) in ("forward", "backward") else _ROWS[1]
+        by_row.setdefault(row, []).append((span.begin, end, span.name, about))
+        if span.device is not None:
+            by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
+    return _drawn(by_row, zero, names)
+
+
+def _predicted_rows(predicted: StepTime, names: dict[str, int]) -> list[list[Any]]:
+    by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]] = {}
+    for span in predicted.spans:
+        kind = span.activity.name.lower()
+        row = _ROWS[0] if kind in ("forward", "backward") else _ROWS[1]
+        row = span.dimension if span.activity in COLLECTIVES else row
+        about = {"kind": kind, "about": f"predicted {span.activity.value}"}
+        by_row.setdefault(row, []).append((span.begin, span.end, span.name, about))
+    return _drawn(by_row, 0.0, names)
+
+
+def _drawn(
+    by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]],
+    zero: float,
+    names: dict[str, int],
+) -> list[list[Any]]:
+    def place(row: str) -> tuple[int, str]:
+        return (_ROWS.index(row) if row in _ROWS else len(_ROWS)), row
+
+    rows: list[list[Any]] = []
+    for row in sorted(by_row, key=place):
+        for lane in nested(by_row[row]):
+            drawn = [
+                [
+                    *(more["kind"], names.setdefault(name, len(names))),
+                    *(round(1e6 * (begin - zero)), round(1e6 * (end - begin))),
+                    more["about"],
+                ]
+                for begin, end, name, more in lane
+            ]
+            rows.append([row, drawn])
+    return rows
+
+
+def _kind(span: Span) -> str:
+    """Return the class of a span in the drawing."""
+    return span.activity.name.lower()
+
+
+def _about(span: Span) -> str:
+    words = [span.activity.value]
+    if span.activity is Activity.PEER:
+        words = [f"wait for rank {span.name}"]
+    if span.nbytes:
+        words.append(units.brief_size(span.nbytes))
+        if span.seconds > 0:
+            words.append(f"{span.nbytes / span.seconds / 1e9:.3g} GB/s")
+    if span.transport:
+        words.append(f"by {span.transport}")
+    if span.end is None:
+        words.append("it never ended")
+    return ", ".join(words)
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _escape(text: str) -> str:
+    return html.escape(text, quote=True)
+
+
+@cache
+def _resource(name: str) -> str:
+    return (
+        resources.files("shardwise.insight.timeline")
+        .joinpath(name)
+        .read_text(encoding="utf-8")
+        .strip()
+    )

@@ -1,0 +1,369 @@
+"""Recording what ranks do, and writing it down when they have done it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+import torch.distributed as dist
+
+from shardwise._torch import c10d
+from shardwise.base import devices, observe
+from shardwise.base.errors import CheckpointError
+from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.timeline.clocks import (
+    ClockReport,
+    Reading,
+    SharedClock,
+    clock_of_host,
+    own_clock,
+    read_clock,
+)
+from shardwise.insight.timeline.device import DeviceClock
+from shardwise.insight.timeline.files import leave, make_folder, write
+from shardwise.insight.timeline.meeting import Meeting, turns_of, waiting_for
+from shardwise.insight.timeline.merged import Timeline, packed, unpacked
+from shardwise.insight.timeline.rank import RankTimeline
+from shardwise.insight.timeline.recorder import Recorder
+from shardwise.transport.peers import Peers
+
+#: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
+SPANS_OF_RANK, SPANS_OF_ALL = 100_000, 2_000_000
+_FEWEST = 2_000
+#: Seconds that ranks wait for others at the beginning and at the end of a recording.
+PATIENCE = 60.0
+
+_LEFT = "left"  # what a rank says whose block has raised
+
+_log = logging.getLogger(__name__)
+
+
+class Recording:
+    """A block of a program that is recorded; see :func:`record`.
+
+    Attributes:
+        folder: where files are written; ``None``: nowhere.
+        timeline: what was recorded, after the block: on rank 0 of all ranks, on others of
+            themselves. ``None`` before.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        prediction: StepTime | None = None,
+        patience: float = PATIENCE,
+        now: Callable[[], int] = time.perf_counter_ns,
+        clock: str | None = None,
+    ) -> None:
+        if not 0 < patience < math.inf:
+            raise ValueError(f"patience: found {patience}, expected seconds above 0")
+        self.folder = folder
+        self.timeline: Timeline | None = None
+        self._prediction = prediction
+        self._patience = patience
+        self._now = now
+        self._clock = clock
+        self._recorder: Recorder | None = None
+        self._place = _OwnPlace(0, 1)
+        self._held = contextlib.ExitStack()
+        self._first: Reading | None = None
+        self._clocks: Mapping[int, ClockReport] = {}
+        self._meeting = ""  # "": not all ranks are recorded together
+
+    def step(self, number: int) -> contextlib.AbstractContextManager[None]:
+        """Return a block that is one step.
+
+        Without this, a step begins with the first forward after an optimizer has stepped.
+
+        Args:
+            number: of the step; the same on all ranks.
+
+        Raises:
+            RuntimeError: nothing is being recorded.
+        """
+        if self._recorder is None:
+            raise RuntimeError("step() is for inside of the block: with record() as recording: ...")
+        return self._recorder.step(number)
+
+    def __enter__(self) -> Self:
+        peers = _peers()
+        self._place = _place(peers) or _OwnPlace(0, 1)
+        limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._place.world_size))
+        clock = DeviceClock.of(_device())
+        recorder = Recorder(limit, clock, self._now)
+        self._first = self._begin(peers)
+        self._held.enter_context(recorder.recording())
+        self._recorder = recorder
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._recorder is not None
+        assert self._first is not None
+        self._held.close()
+        peers = _peers()
+        if error is not None:
+            if peers is not None and self._meeting:
+                with contextlib.suppress(RuntimeError):  # the store may be gone
+                    self._end(peers).come(_LEFT)  # so that no rank waits for this one
+            # Whatever cannot be written now must not hide the error.
+            with contextlib.suppress(OSError, CheckpointError):
+                self._leave(self._first, f"{type(error).__name__}: {error}")
+            return
+        try:
+            if self._place.world_size == 1 or (peers is not None and self._all_have_come(peers)):
+                self._put_together(peers)
+                return
+        except RuntimeError as lost:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._leave(self._first, f"{type(lost).__name__}: {lost}")
+            raise
+        self._leave(self._first)
+
+    def _begin(self, peers: Peers | None) -> Reading:
+        """Meet the other ranks, and compare clocks. If any rank cannot begin, all of them raise."""
+        if peers is None or not c10d.has_shared_store(peers.group):
+            observe.check_unobserved()
+            if self.folder is not None and self._place.rank == 0:
+                make_folder(self.folder)
+            return own_clock(self._now)
+        doing = "the beginning of a recording"
+        name = clock_of_host() if self._clock is None else self._clock
+        mine = _Arrival(ClockReport(name, self._now()), _problem(observe.check_unobserved))
+        turns = turns_of(peers)
+        with peers.collective(doing):  # the store may go with the rank that keeps it
+            meeting = turns.take(peers.store, peers.rank, range(peers.size))
+            said = meeting.meet(mine.to_json(), waiting_for(peers, doing, self._patience))
+        arrivals = {rank: _Arrival.from_json(text) for rank, text in said.items()}
+        turns.late = peers.rank not in arrivals
+        _raise_any(mine, *arrivals.values())
+        if turns.late:
+            _log.warning(
+                "rank %d came to a recording when others had waited %g s and begun: it is recorded "
+                "by itself, and its files are not written",
+                peers.rank,
+                self._patience,
+            )
+            self.folder = None
+            return own_clock(self._now)
+        self._clocks = {rank: each.clock for rank, each in arrivals.items()}
+        self._make_folder(peers, meeting)
+        if len(arrivals) == peers.size:
+            self._meeting = meeting.name
+        elif peers.rank == min(arrivals):
+            _warn_of_missing(arrivals, peers, "beginning", self._patience)
+        return read_clock(peers, self._clocks, f"{meeting.name}/begin", self._now)
+
+    def _make_folder(self, peers: Peers, meeting: Meeting) -> None:
+        """Make the folder, on the first rank, before any rank can write its own.
+
+        Raises:
+            OSError: it cannot be made; on all ranks alike.
+        """
+        key, first = f"{meeting.name}/folder", min(self._clocks)
+        if peers.rank == first:
+            problem = None if (to := self.folder) is None else _problem(lambda: make_folder(to))
+            made = _Arrival(self._clocks[first], problem)
+            peers.store.set(key, made.to_json())
+        else:
+            doing = "the beginning of a recording"
+            text = peers.call(lambda: peers.store.get(key), doing, [first])
+            made = _Arrival.from_json(text)
+        _raise_any(made)
+
+    def _end(self, peers: Peers) -> Meeting:
+        return Meeting(peers.store, f"{self._meeting}/end", peers.rank, range(peers.size))
+
+    def _all_have_come(self, peers: Peers) -> bool:
+        """Whether all ranks were recorded together, and are at the end of their blocks now."""
+        if not self._meeting:
+            return False
+        doing = "the end of a recording"
+        with peers.collective(doing):
+            said = self._end(peers).meet("", waiting_for(peers, doing, self._patience))
+        here = [rank for rank, text in said.items() if text != _LEFT]
+        if peers.rank == min(here, default=0):
+            _warn_of_missing(here, peers, "end", self._patience)
+        return len(here) == peers.size
+
+    def _put_together(self, peers: Peers | None) -> None:
+        """Gather what ranks have recorded on rank 0, and write it there."""
+        if peers is None or not self._meeting:
+            mine = self._of_this_rank(own_clock(self._now))
+            ranks = [mine]
+        else:
+            last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
+            mine = self._of_this_rank(last)
+            parts = _gather(peers, packed(mine))
+            ranks = [unpacked(part, rank) for rank, part in enumerate(parts)] or [mine]
+        self.timeline = Timeline(tuple(ranks), self._prediction)
+        if self.folder is not None and mine.rank == 0:
+            write(self.timeline, self.folder)
+
+    def _leave(self, last: Reading, error: str = "") -> None:
+        """Keep what this rank knows, and write it by itself: peers may be gone."""
+        mine = self._of_this_rank(last, error)
+        self.timeline = Timeline((mine,), self._prediction)
+        if self.folder is not None:
+            leave(self.timeline, self.folder)
+
+    def _of_this_rank(self, last: Reading, error: str = "") -> RankTimeline:
+        assert self._recorder is not None
+        assert self._first is not None
+        place = _place(_peers()) or self._place
+        shared = SharedClock(self._first, last)
+        return self._recorder.timeline(
+            rank=place.rank,
+            world_size=place.world_size,
+            device=devices.name(_device()),
+            shared=shared,
+            error=error[:2000],
+            uncertainty=shared.uncertainty,
+        )
+
+
+def record(
+    folder: str | Path | None = None,
+    *,
+    prediction: StepTime | None = None,
+    patience: float = PATIENCE,
+) -> Recording:
+    """Record what every rank computes, gathers, reduces, waits for, copies and allocates.
+
+    ::
+
+        with shardwise.timeline.record("runs/lm/timeline"):
+            for batch in itertools.islice(batches, 4):
+                train_step(batch)
+
+    All ranks of the default process group call this at the same place: at the beginning and at the
+    end they meet, and compare their clocks. In between, each writes down what happens, in bounded
+    memory: 100,000 spans a rank, fewer in a job of more than 20 ranks; the oldest are dropped. A
+    few steps are enough, and easier to look at. If a rank cannot begin, because its process is
+    recorded already or the folder cannot be written to, all ranks raise what it raised.
+
+    No rank waits forever. Ranks that have not come after ``patience`` seconds are named in a
+    warning, and the others are recorded without them. They are not disturbed: ranks meet in the
+    store, not in a collective.
+
+    At the end rank 0 writes ``trace.json`` (for https://ui.perfetto.dev), ``timeline.html`` (which
+    needs nothing else) and ``timeline.json`` (for :func:`read`) to the folder. If the block raises
+    or not all ranks have come, every rank writes what it has by itself.
+
+    Args:
+        folder: where rank 0 writes to; ``None``: no files.
+        prediction: what a plan says that a step takes, to show beside what happened:
+            ``shardwise.plan(...).step``.
+        patience: seconds that ranks wait for others at the beginning, and at the end.
+
+    Returns:
+        A context manager. Its ``timeline`` has the result, and ``step(number)`` marks a step.
+
+    Raises:
+        ValueError: ``patience`` is not above 0.
+        RuntimeError: this process is recorded already.
+        PeerLostError: a peer is gone at the beginning or at the end.
+        OSError: the folder cannot be written to.
+    """
+    return Recording(None if folder is None else Path(folder), prediction, patience)
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """What a rank says when it comes.
+
+    Attributes:
+        clock: what it reports of its clock.
+        problem: why it cannot begin; ``None``: it can.
+    """
+
+    clock: ClockReport
+    problem: Exception | None
+
+    def to_json(self) -> str:
+        """Return it as text."""
+        error, problem = self.problem, None
+        if isinstance(error, OSError):
+            problem = [error.errno, error.strerror, error.filename and str(error.filename)]
+        elif error is not None:
+            problem = [None, str(error), None]
+        return json.dumps([self.clock.clock, self.clock.now, problem])
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> _Arrival:
+        """Read what :meth:`to_json` returned."""
+        clock, now, problem = json.loads(text)
+        error: Exception | None = None
+        if problem is not None:
+            number, words, name = problem
+            error = RuntimeError(words) if number is None else OSError(number, words, name)
+        return cls(ClockReport(clock, now), error)
+
+
+def _problem(prepare: Callable[[], object]) -> Exception | None:
+    """Return what a preparation raised."""
+    try:
+        prepare()
+    except (OSError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _raise_any(*arrivals: _Arrival) -> None:
+    """Raise the first problem, if there is one."""
+    for each in arrivals:
+        if each.problem is not None:
+            raise each.problem
+
+
+@dataclass(frozen=True)
+class _OwnPlace:
+    """This process among the ranks."""
+
+    rank: int
+    world_size: int
+
+
+def _place(peers: Peers | None) -> _OwnPlace | None:
+    return None if peers is None else _OwnPlace(peers.rank, peers.size)
+
+
+def _peers() -> Peers | None:
+    return Peers() if dist.is_available() and dist.is_initialized() else None
+
+
+def _device() -> torch.device:
+    return devices.current(devices.default_type())
+
+
+def _warn_of_missing(here: Collection[int], peers: Peers, when: str, seconds: float) -> None:
+    missing = [rank for rank in range(peers.size) if rank not in here]
+    if missing:
+        _log.warning(
+            "ranks %s did not come to the %s of a recording within %g s, and are not in it; all "
+            "ranks of the default process group have to call record() at the same place",
+            missing,
+            when,
+            seconds,
+        )
+
+
+def _gather(peers: Peers, mine: bytes) -> list[bytes]:
+    """Return the parts of all ranks on rank 0, and nothing elsewhere."""
+    parts: list[bytes] | None = [b""] * peers.size if peers.rank == 0 else None
+    doing = "gathering what ranks have recorded"
+    peers.call(lambda: dist.gather_object(mine, parts, 0, group=peers.group), doing)
+    return parts or []

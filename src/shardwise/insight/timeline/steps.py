@@ -1,0 +1,297 @@
+"""What the time of a step went into, on every rank, and who waited for whom.
+
+At each moment of a step a rank does one thing. Where activities overlap, because one is inside
+another or runs in another thread, the first of these counts:
+
+    waiting     nothing but waiting for other ranks, or for bytes: exposed communication
+    copying     between host and device, or between buffers
+    runtime     issuing gathers and reductions
+    optimizer
+    recompute   forward again, inside backward
+    backward
+    forward
+    other       none of these: loading data, the loss, logging
+
+Where times of the device were recorded, these are what counts: a host that waits in advance costs
+nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from shardwise.base.observe import Activity
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span, Step
+
+
+class Part(enum.Enum):
+    """What a rank does at a moment."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    RECOMPUTE = "recompute"
+    OPTIMIZER = "optimizer"
+    RUNTIME = "runtime"
+    COPY = "copying"
+    WAIT = "waiting"
+    OTHER = "other"
+
+
+_PART = {
+    Activity.FORWARD: Part.FORWARD,
+    Activity.BACKWARD: Part.BACKWARD,
+    Activity.OPTIMIZER: Part.OPTIMIZER,
+    Activity.UNSHARD: Part.RUNTIME,
+    Activity.REDUCE: Part.RUNTIME,
+    Activity.COPY: Part.COPY,
+    Activity.WAIT: Part.WAIT,
+}
+
+#: What counts first where several happen at once.
+_ORDER = (
+    *(Part.WAIT, Part.COPY, Part.RUNTIME, Part.OPTIMIZER),
+    *(Part.RECOMPUTE, Part.BACKWARD, Part.FORWARD),
+)
+
+_Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class StepWait:
+    """Time that a rank spent waiting in one step, for one thing.
+
+    Attributes:
+        name: of the group whose collective it waited for.
+        dimension: the mesh dimension.
+        seconds: how long, in all.
+        peer: the rank that it waited for; ``None``: for bytes, or unknown.
+    """
+
+    name: str
+    dimension: str
+    seconds: float
+    peer: int | None
+
+
+@dataclass(frozen=True)
+class StepOfRank:
+    """One step of one rank.
+
+    Attributes:
+        rank: the rank.
+        step: the step.
+        parts: seconds of each part; together the length of the step.
+        waits: what it waited for, the longest first.
+        overlapped: seconds in which a collective was under way and the rank did not wait.
+    """
+
+    rank: int
+    step: Step
+    parts: Mapping[Part, float]
+    waits: tuple[StepWait, ...]
+    overlapped: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds in which it did not wait."""
+        return self.step.seconds - self.parts[Part.WAIT]
+
+    def waited_for(self, peer: int) -> float:
+        """Return how long it waited for another rank."""
+        return sum(wait.seconds for wait in self.waits if wait.peer == peer)
+
+
+@dataclass(frozen=True)
+class StepOfAll:
+    """One step of all ranks that recorded it.
+
+    Attributes:
+        number: of the step.
+        ranks: what each did, by rank.
+    """
+
+    number: int
+    ranks: tuple[StepOfRank, ...]
+
+    @property
+    def seconds(self) -> float:
+        """How long it took, from the first rank's begin to the last one's end."""
+        return max(r.step.end for r in self.ranks) - min(r.step.begin for r in self.ranks)
+
+    @property
+    def slowest(self) -> int:
+        """The rank that was busy longest: the others waited for it."""
+        return max(self.ranks, key=lambda each: (each.busy, -each.rank)).rank
+
+    def part(self, part: Part) -> float:
+        """Return the mean seconds of a part, over ranks."""
+        return sum(each.parts[part] for each in self.ranks) / len(self.ranks)
+
+    def waited_for(self, rank: int) -> float:
+        """Return how long all other ranks together waited for one."""
+        return sum(each.waited_for(rank) for each in self.ranks if each.rank != rank)
+
+
+def steps_of(ranks: Sequence[RankTimeline]) -> list[StepOfAll]:
+    """Divide the time of every step of every rank into parts.
+
+    Returns:
+        The steps that any rank recorded, in order.
+    """
+    found: dict[int, list[tuple[RankTimeline, Step, list[Span]]]] = defaultdict(list)
+    for rank in ranks:
+        for step in rank.steps:
+            found[step.number].append((rank, step, rank.of(step)))
+    steps = []
+    for number in sorted(found):
+        last = _last_to_come([(rank.rank, spans) for rank, _, spans in found[number]])
+        of_ranks = (_of_rank(rank.rank, step, spans, last) for rank, step, spans in found[number])
+        steps.append(StepOfAll(number, tuple(of_ranks)))
+    return steps
+
+
+def typical(steps: Sequence[StepOfAll]) -> StepOfAll:
+    """Return the step of median length. The first of several is left out: it warms up."""
+    later = steps[1:] or steps
+    middle = median(step.seconds for step in later)
+    return min(later, key=lambda step: abs(step.seconds - middle))
+
+
+# -- parts -----------------------------------------------------------------------------------------
+
+
+def _of_rank(
+    rank: int, step: Step, spans: Sequence[Span], last: Mapping[_Call, tuple[int, float]]
+) -> StepOfRank:
+    taken: dict[Part, list[_Interval]] = {part: [] for part in _ORDER}
+    backward = [_time(span) for span in spans if span.activity is Activity.BACKWARD]
+    for span in spans:
+        part = _PART.get(span.activity)
+        if part is None:
+            continue
+        time = _time(span)
+        if part is Part.FORWARD and any(b <= time[0] and time[1] <= e for b, e in backward):
+            part = Part.RECOMPUTE
+        taken[part].append(time)
+    parts, covered = {}, list[_Interval]()
+    for part in _ORDER:
+        before = _length(covered)
+        covered = _union([*covered, *_clipped(taken[part], step.begin, step.end)])
+        parts[part] = _length(covered) - before
+    parts[Part.OTHER] = max(0.0, step.seconds - _length(covered))
+    under_way = _union(
+        _clipped(
+            [_host_time(span) for span in spans if span.activity in COLLECTIVES],
+            step.begin,
+            step.end,
+        )
+    )
+    waiting = _union(_clipped(taken[Part.WAIT], step.begin, step.end))
+    overlapped = _length(_union([*under_way, *waiting])) - _length(waiting)
+    return StepOfRank(rank, step, parts, _waits(rank, step, spans, last), overlapped)
+
+
+def _time(span: Span) -> _Interval:
+    """When something took place: on the device, if that is known."""
+    return span.device if span.device is not None else _host_time(span)
+
+
+def _host_time(span: Span) -> _Interval:
+    return span.begin, span.begin if span.end is None else span.end
+
+
+def _clipped(times: Iterable[_Interval], begin: float, end: float) -> list[_Interval]:
+    return [(max(b, begin), min(e, end)) for b, e in times if b < end and e > begin]
+
+
+def _union(times: Iterable[_Interval]) -> list[_Interval]:
+    """Return intervals that do not overlap, and cover the same."""
+    joined: list[_Interval] = []
+    for begin, end in sorted(times):
+        if joined and begin <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _length(times: Iterable[_Interval]) -> float:
+    return sum(end - begin for begin, end in times)
+
+
+# -- who waited for whom ---------------------------------------------------------------------------
+
+#: A collective that several ranks call: what, of which group, over which dimension, among whom, and
+#: the how-many-th of these in the step.
+_Call = tuple[Activity, str, str, tuple[int, ...], int]
+
+
+def _calls(spans: Iterable[Span]) -> list[tuple[_Call, Span]]:
+    counts: dict[tuple[Activity, str, str, tuple[int, ...]], int] = defaultdict(int)
+    found: list[tuple[_Call, Span]] = []
+    for span in spans:
+        if span.activity in COLLECTIVES:
+            key = span.activity, span.name, span.dimension, span.members
+            found.append(((*key, counts[key]), span))
+            counts[key] += 1
+    return found
+
+
+def _last_to_come(ranks: Iterable[tuple[int, Sequence[Span]]]) -> dict[_Call, tuple[int, float]]:
+    """Return which rank issued each collective last, and when.
+
+    Only of those that all members recorded.
+    """
+    issued: dict[_Call, dict[int, float]] = defaultdict(dict)
+    for rank, spans in ranks:
+        for call, span in _calls(spans):
+            issued[call][rank] = span.begin
+    last: dict[_Call, tuple[int, float]] = {}
+    for call, times in issued.items():
+        if len(times) > 1 and set(times) == set(call[3]):
+            rank = max(times, key=lambda each: (times[each], -each))
+            last[call] = rank, times[rank]
+    return last
+
+
+def _waits(
+    rank: int, step: Step, spans: Sequence[Span], last: Mapping[_Call, tuple[int, float]]
+) -> tuple[StepWait, ...]:
+    """Say what a rank waited for.
+
+    Transports that know whom report it. Else it is the last rank to issue the collective: a wait
+    for it ends when it does, and what is left is the time that bytes took.
+    """
+    peers = [span for span in spans if span.activity is Activity.PEER]
+    ends: dict[tuple[str, str], list[tuple[float, _Call]]] = defaultdict(list)
+    for call, span in _calls(spans):
+        if span.end is not None:
+            ends[span.name, span.dimension].append((span.end, call))
+    seconds: dict[tuple[str, str, int | None], float] = defaultdict(float)
+    for span in spans:
+        if span.activity is not Activity.WAIT or span.end is None:
+            continue
+        begin, end = max(span.begin, step.begin), min(span.end, step.end)
+        left = max(0.0, end - begin)
+        inside = [p for p in peers if p.end is not None and begin <= p.begin and p.end <= end]
+        for peer in inside:
+            seconds[span.name, span.dimension, int(peer.name)] += peer.seconds
+            left -= peer.seconds
+        # The collective that was waited for is the first to end after the wait.
+        later = [each for each in ends[span.name, span.dimension] if each[0] >= span.end]
+        awaited = min(later)[1] if later and not inside else None
+        if awaited is not None and awaited in last:
+            peer_rank, came = last[awaited]
+            late = min(max(0.0, came - begin), left)
+            if peer_rank != rank and late > 0:
+                seconds[span.name, span.dimension, peer_rank] += late
+                left -= late
+        seconds[span.name, span.dimension, None] += max(0.0, left)
+    waits = (
+        StepWait(name, over, took, peer) for (name, over, peer), took in seconds.items() if took
+    )
+    return tuple(sorted(waits, key=lambda wait: -wait.seconds))
