@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from shardwise.transport.codecs import Noise, Room, decode, encode
-from shardwise.transport.formats import codec_of
+from shardwise.transport.codecs import Noise, Room, codec_of, decode, encode
 from shardwise.transport.wire import WireFormat
 
 NUMEL = 4_000_000

@@ -36,9 +36,8 @@ from shardwise import Wire
 from shardwise.app.recipes.text.data import load_text
 from shardwise.diloco.average import Average
 from shardwise.transport.base import Label, Reduce
-from shardwise.transport.codecs import Room, decode, encode
+from shardwise.transport.codecs import Room, codec_of, decode, encode
 from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
-from shardwise.transport.formats import codec_of
 from shardwise.transport.runner import SteppedWork
 from shardwise.transport.wire import WireFormat, Wires
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise._torch.ownership import is_only_reference
+from shardwise._torch.dtensor import is_only_reference
 
 
 def _new() -> torch.Tensor:

@@ -17,8 +17,7 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.transport.base import NO_LABEL, Reduce, Transport
-from shardwise.transport.local import LocalTransport
+from shardwise.transport.base import NO_LABEL, LocalTransport, Reduce, Transport
 
 
 def test_the_transport_averages_where_nothing_can_overflow() -> None:

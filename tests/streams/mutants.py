@@ -14,7 +14,6 @@ HOST_ONLY = {
     "transport/peers.py": "ranks that meet in the store",
     "transport/hosts.py": "ranks that meet in the store",
     "transport/shm": "memory that ranks of a host share",
-    "transport/sums.py": "adds up what other ranks of a host have sent",
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",
     "checkpoint/tools": "files",
@@ -226,6 +225,8 @@ _PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "transport/buckets.py add_in_order: column[i].to(out.dtype)": _HOST,
+    "transport/buckets.py add_in_order: first[0][i].to(out.dtype)": _HOST,
     "transport/all_to_all.py AllToAll._send: wait(messages.land)": _MESSAGES,
     "transport/all_to_all.py AllToAll._send: wait(messages.wait)": _MESSAGES,
     "transport/all_to_all.py AllToAll.wait_for: job.wait()": _MESSAGES,

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from shardwise.transport import hosts
 from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.carrier import Carrier, carried_by
-from shardwise.transport.codecs import Room, decode, encode
+from shardwise.transport.codecs import Room, codec_of, decode, encode
 from shardwise.transport.encoded import EncodedTransport
-from shardwise.transport.formats import codec_of
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.wire import Wire, WireFormat

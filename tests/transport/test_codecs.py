@@ -15,11 +15,11 @@ from shardwise.transport.codecs import (
     Noise,
     Piece,
     Room,
+    codec_of,
     decode,
     encode,
 )
 from shardwise.transport.encoded_sums import Tally
-from shardwise.transport.formats import codec_of
 from shardwise.transport.wire import WireError, WireFormat
 
 CPU = torch.device("cpu")

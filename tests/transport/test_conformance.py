@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.devices import GLOO
-from shardwise.transport import collectives, gloo, sums
-from shardwise.transport.base import Reduce, Transport
+from shardwise.transport import buckets, collectives, gloo
+from shardwise.transport.base import LocalTransport, Reduce, Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
-from shardwise.transport.local import LocalTransport
 from shardwise.transport.select import c10d_transport, select_transport
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -48,7 +47,7 @@ def _transports() -> list[Transport]:
 def _check_all_transports(rank: int, world_size: int) -> None:
     # Little is large here, so that both ways are taken without many bytes.
     gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 2000
-    sums.BLOCK_BYTES = 1000
+    buckets.BLOCK_BYTES = 1000
     group = _world_group()
     check_all(GlooTransport(group), exact=True)
     if world_size > 1:
@@ -64,7 +63,7 @@ def test_results_equal_the_reference(world_size: int) -> None:
 
 def _fuzz_all_transports(rank: int, world_size: int) -> None:
     gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 5000
-    sums.BLOCK_BYTES = 3000
+    buckets.BLOCK_BYTES = 3000
     group = _world_group()
     fuzz(Checks(GlooTransport(group), exact=True), 200, seed=1, largest=5000)
     if world_size > 1:

@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.transport.base import Call, Kind, Label, Reduce
+from shardwise.transport.base import Call, Kind, Label, LocalTransport, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
-from shardwise.transport.local import LocalTransport
 from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.wire import PLAIN, Wire, WireError, Wires
 from tests.harness import run_ranks

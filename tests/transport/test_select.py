@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.transport import select_transport
-from shardwise.transport.base import Transport
+from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import CustomTransport
-from shardwise.transport.local import LocalTransport
 from shardwise.transport.shm import futex
 from tests.harness import run_ranks
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.transport import sums
-from shardwise.transport.sums import add_in_order, exact_factor
+from shardwise.transport import buckets
+from shardwise.transport.buckets import add_in_order, exact_factor
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 @pytest.fixture(autouse=True, scope="module")
 def _small_blocks() -> object:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sums, "BLOCK_BYTES", 64)
+        patch.setattr(buckets, "BLOCK_BYTES", 64)
         yield
 
 

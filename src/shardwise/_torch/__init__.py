@@ -1,7 +1,7 @@
 """Every private torch name that Shardwise uses, each behind one small function.
 
-One file for each part of torch: ``dtensor``, ``autograd``, ``c10d`` and ``fsdp``. When a new torch
-release moves a private name, these are the only files to change.
+One file for each part of torch: ``dtensor``, ``autograd``, ``c10d``, ``fsdp`` and ``fake``. When a
+new torch release moves a private name, these are the only files to change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Private names of autograd, and of the compiler and the function transforms around it."""
+"""Private names of autograd, the compiler, function transforms, operators and optimizers."""
 
 from __future__ import annotations
 
@@ -208,6 +208,14 @@ def foreach_add_(tensors: Any, others: Any, factor: float) -> None:
     torch._foreach_add_(tensors, others, alpha=factor)
 
 
+def note_step(optimizer: torch.optim.Optimizer) -> None:
+    """Let learning rate schedulers know that ``optimizer`` has stepped, without a call of its step.
+
+    Otherwise they warn that it has to step before they do.
+    """
+    optimizer._opt_called = True  # type: ignore[attr-defined]
+
+
 def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 
@@ -305,3 +313,12 @@ ATTENTION: dict[Any, int] = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
+
+#: (query, key, value, dropout_p, is_causal) -> (out, logsumexp), on CPUs.
+cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+#: (grad, query, key, value, out, logsumexp, dropout_p, is_causal) -> three gradients.
+cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+#: (grad, output, dim, dtype of the input) -> gradient.
+log_softmax_backward = torch.ops.aten._log_softmax_backward_data.default
+#: (parameters, gradients, first and second moments, maximal ones, steps, ...), in place.
+fused_adamw = torch._fused_adamw_

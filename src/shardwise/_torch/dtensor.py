@@ -1,7 +1,8 @@
-"""Private names of ``DTensor``, other tensor subclasses and device meshes."""
+"""Private names of ``DTensor``, other tensor subclasses, device meshes and storages."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, cast
@@ -166,15 +167,6 @@ def place_of(tensor: torch.Tensor) -> tuple[int, int]:
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
 
 
-def fake_tensors() -> AbstractContextManager[Any]:
-    """Create tensors inside with a dtype, a shape and a CPU storage, but without memory."""
-    from torch._subclasses.fake_tensor import (
-        FakeTensorMode,  # slow to import, and training does not need it
-    )
-
-    return cast(AbstractContextManager[Any], FakeTensorMode())
-
-
 def real_tensors() -> AbstractContextManager[Any]:
     """Make tensors with values inside, also where others make fake ones: those of ranks, say."""
     return cast(AbstractContextManager[Any], unset_fake_temporarily())
@@ -235,3 +227,48 @@ def sibling_meshes(mesh: DeviceMesh) -> torch.Tensor:
     if layout is None or ranks is None:  # an older torch does not keep them
         return mesh.mesh.unsqueeze(0)
     return cast(torch.Tensor, layout.remap_to_tensor(ranks)).view(-1, *mesh.shape)
+
+
+# -- references to a tensor and its memory; if torch does not say, none counts as the only one ----
+
+
+def is_only_reference(tensor: torch.Tensor) -> bool:
+    """Whether only the calling function has a tensor, or another one with the same memory.
+
+    No other reference in Python or C++, no view, no array of a library. The caller passes a local
+    variable, and has the tensor nowhere else.
+    """
+    if type(tensor) is not torch.Tensor or tensor.requires_grad or not _counts():
+        return False
+    # What a program made of memory of its own, by from_numpy say, cannot be resized.
+    if not tensor.untyped_storage().resizable():
+        return False
+    return _references(tensor) == _ALONE
+
+
+def _references(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Count the references of Python and of C++ to a tensor, and those to its storage."""
+    storage = tensor.untyped_storage()
+    of_python = sys.getrefcount(tensor), sys.getrefcount(storage)
+    of_cpp: tuple[int, int] = (
+        tensor._use_count(),  # type: ignore[attr-defined]
+        torch._C._storage_Use_Count(storage._cdata),
+    )
+    return of_python + of_cpp
+
+
+def _counts() -> bool:
+    return hasattr(torch.Tensor, "_use_count") and hasattr(torch._C, "_storage_Use_Count")
+
+
+def _of_a_new_one() -> tuple[int, ...]:
+    """Count those of a tensor that only a local variable of a caller refers to."""
+
+    def through_a_call(tensor: torch.Tensor) -> tuple[int, ...]:
+        return _references(tensor)
+
+    made = torch.empty(1)
+    return through_a_call(made)
+
+
+_ALONE = _of_a_new_one() if _counts() else ()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from shardwise._torch import aten
+from shardwise._torch import autograd
 
 __all__ = ["UNTRACEABLE", "FakeTensorMode", "TorchDispatchMode"]
 
@@ -29,11 +27,6 @@ UNTRACEABLE = (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-
-
-def paused() -> AbstractContextManager[object]:
-    """Make tensors with values until the end of the block, although a mode makes fake ones."""
-    return unset_fake_temporarily()
 
 
 def has_values(tensor: torch.Tensor) -> bool:
@@ -139,8 +132,8 @@ class _Attention:
 
 
 _CPU_ATTENTION: Mapping[Any, _Attention] = {
-    aten.cpu_attention: _Attention(0, 4, 2, 2),
-    aten.cpu_attention_backward: _Attention(1, 7, 5, 4),
+    autograd.cpu_attention: _Attention(0, 4, 2, 2),
+    autograd.cpu_attention_backward: _Attention(1, 7, 5, 4),
 }
 
 

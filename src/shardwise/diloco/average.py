@@ -18,9 +18,8 @@ import torch
 from shardwise.diloco.settings import WireFormat
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
-from shardwise.transport.codecs import Room
+from shardwise.transport.codecs import Room, codec_of
 from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
-from shardwise.transport.formats import codec_of
 from shardwise.transport.runner import SteppedWork
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._torch import optim as torch_optim
+from shardwise._torch import autograd
 from shardwise.base.optim_names import names_in_order, parameters_in_order
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.clipping import ClipBy, Clipping, NonFinite
@@ -224,7 +224,7 @@ class OptimizerInBackward(AroundOptimizer):
 
     def _end_step(self) -> None:
         """Note that a step is over, for schedulers and for the next step."""
-        torch_optim.note_step(self)
+        autograd.note_step(self)
         self._clipping.finish()
         if self._clipping.carries:
             for group in self.inner.param_groups:

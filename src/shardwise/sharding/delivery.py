@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise._torch import autograd, fake
-from shardwise._torch.ownership import is_only_reference
+from shardwise._torch.dtensor import is_only_reference
 from shardwise.base import devices, observe
 from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam

@@ -23,9 +23,8 @@ from shardwise._torch import dtensor
 from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.base import devices
 from shardwise.base.errors import MisuseError
-from shardwise.transport.base import Transport
+from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import AllGather, ReduceScatter
-from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, make_together, new_group
 from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.wire import PLAIN, Wires

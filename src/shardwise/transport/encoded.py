@@ -28,13 +28,11 @@ from shardwise.transport.base import (
     Transport,
     Work,
 )
-from shardwise.transport.buckets import as_rows
-from shardwise.transport.codecs import Codec, Noise, Room, decode, encode
+from shardwise.transport.buckets import as_rows, wire_dtype
+from shardwise.transport.codecs import Codec, Noise, Room, codec_of, decode, encode
 from shardwise.transport.encoded_sums import EncodedSums, Encoding, RowLayout, Tally, chunks_of
-from shardwise.transport.formats import codec_of
 from shardwise.transport.memory import Blocks, reported
 from shardwise.transport.runner import Exchange, Job, Runner, SteppedWork
-from shardwise.transport.sums import wire_dtype
 from shardwise.transport.wire import Wire, WireFormat
 
 #: Other dtypes are sent as they are.

@@ -23,9 +23,9 @@ from shardwise._torch import fake
 from shardwise.base.devices import CPU
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label, Reduce
+from shardwise.transport.buckets import exact_factor
 from shardwise.transport.codecs import Codec, Noise, Piece, Room, decode, encode
 from shardwise.transport.runner import Exchange
-from shardwise.transport.sums import exact_factor
 
 _log = logging.getLogger(__name__)
 

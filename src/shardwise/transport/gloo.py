@@ -25,13 +25,21 @@ import torch.distributed as dist
 
 from shardwise.base.devices import GLOO
 from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
-from shardwise.transport.buckets import Bucket, as_rows, assign_buckets, pack, unpack
+from shardwise.transport.buckets import (
+    Bucket,
+    add_in_order,
+    as_rows,
+    assign_buckets,
+    pack,
+    scattered_bytes,
+    unpack,
+    wire_dtype,
+)
 from shardwise.transport.carrier import Ends, carrier
 from shardwise.transport.collective_log import UNWATCHED, CollectiveLog, LoggedCall
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.memory import Loan, Scratch, reported
 from shardwise.transport.peers import PROBE_TAG, Peers
-from shardwise.transport.sums import add_in_order, scattered_bytes, wire_dtype
 from shardwise.transport.waiter import Waiter
 
 #: Chunks of fewer bytes are packed together; larger ones are sent from where they lie.

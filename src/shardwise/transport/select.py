@@ -24,14 +24,13 @@ import torch.distributed as dist
 
 from shardwise.base.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.base import Transport
+from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.carrier import carrier
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.hosts import check_wires, ranks_per_host
-from shardwise.transport.local import LocalTransport
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.runner import Runner
 from shardwise.transport.shm.handshake import address_limit

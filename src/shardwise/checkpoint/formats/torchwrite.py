@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shardwise._torch import dtensor
+from shardwise._torch import fake
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.formats.archive import write_checksums
@@ -92,7 +92,7 @@ def _with_tensors(value: Any, made: dict[str, torch.Tensor]) -> Any:
     """The tree with fake tensors, which have no memory, in place of placeholders."""
     if isinstance(value, Placeholder):
         if value.name not in made:
-            with dtensor.fake_tensors():
+            with fake.FakeTensorMode():
                 made[value.name] = torch.empty(
                     value.info.shape, dtype=torch_dtype(value.info.dtype)
                 )

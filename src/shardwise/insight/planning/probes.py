@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import aten, fake
+from shardwise._torch import autograd, fake
 from shardwise.insight.planning.events import Op, StepPhase
 from shardwise.insight.planning.machine import Curve
 from shardwise.insight.planning.work import tensors_in, traits_of, work_of
@@ -103,12 +103,12 @@ def _product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Inputs:
-    out: Inputs = aten.cpu_attention(q, k, v, 0.0, True)
+    out: Inputs = autograd.cpu_attention(q, k, v, 0.0, True)
     return out
 
 
 def _attention_backward(*saved: torch.Tensor) -> object:
-    return aten.cpu_attention_backward(*saved, 0.0, True)
+    return autograd.cpu_attention_backward(*saved, 0.0, True)
 
 
 def _contiguous_heads(x: torch.Tensor) -> torch.Tensor:
@@ -123,7 +123,7 @@ def _joined(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _softmax_backward(g: torch.Tensor, y: torch.Tensor) -> object:
-    return aten.log_softmax_backward(g, y, -1, y.dtype)
+    return autograd.log_softmax_backward(g, y, -1, y.dtype)
 
 
 def _norm(x: torch.Tensor) -> object:
@@ -142,12 +142,12 @@ def _lookup_backward(g: torch.Tensor, ids: torch.Tensor) -> object:
 
 
 def _total_norm(x: torch.Tensor) -> object:
-    return aten.foreach_norm([x])
+    return autograd.foreach_norm([x], 2.0)
 
 
 def _adamw(*states: torch.Tensor) -> None:
     p, g, m, v, step = states
-    aten.fused_adamw(
+    autograd.fused_adamw(
         *([p], [g], [m], [v], [], [step]),
         lr=1e-9,
         beta1=0.9,

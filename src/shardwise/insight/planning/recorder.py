@@ -533,7 +533,6 @@ _KINDS = {
     "optim/offloaded/stores.py": Memory.OPTIMIZER,
     "optim/whole.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
-    "transport/sums.py": Memory.OTHER,
 }
 #: Functions of those files that allocate for something else.
 _EXCEPTIONS = {
@@ -541,6 +540,7 @@ _EXCEPTIONS = {
     "zeros_for_grad": Memory.GRADIENTS,
     "take": Memory.TRANSPORT,  # of a loan of scratch
     "_block": Memory.TRANSPORT,
+    "add_in_order": Memory.OTHER,
 }
 #: Functions that allocate what stands for memory elsewhere, or of others -> its kind and place.
 _STAND_INS = {

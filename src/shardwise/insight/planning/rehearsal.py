@@ -198,11 +198,11 @@ def _build(
         return _Built(model, _ends(model))
     # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
     # all is done on the meta device, except that transports get fake memory from the start.
-    with fake.paused():
+    with dtensor.real_tensors():
         data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
     transports = DataMesh.of(data, settings.transport, wires=settings.wire)
-    with fake.paused():
+    with dtensor.real_tensors():
         _shard(model, blocks, blueprint, settings, data)
     del transports  # the groups hold them now
     names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())

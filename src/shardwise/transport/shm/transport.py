@@ -19,7 +19,13 @@ import torch
 
 from shardwise._torch import dtensor
 from shardwise.transport.base import Call, FullBuffers, Reduce, Transport, Work
-from shardwise.transport.buckets import as_rows
+from shardwise.transport.buckets import (
+    add_in_order,
+    as_rows,
+    exact_factor,
+    scattered_bytes,
+    wire_dtype,
+)
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.memory import give_back, is_returned
 from shardwise.transport.peers import Peers
@@ -28,7 +34,6 @@ from shardwise.transport.shm.full_params import Pool, ReferenceCounts, SharedBuf
 from shardwise.transport.shm.handshake import Connections
 from shardwise.transport.shm.staging import Keeps, Staging
 from shardwise.transport.shm.sync import SequenceNumbers, Sync
-from shardwise.transport.sums import add_in_order, exact_factor, scattered_bytes, wire_dtype
 
 #: Bytes of a tensor that is used up that are copied or added before their memory is given back.
 _AT_ONCE = 4 * 1024 * 1024

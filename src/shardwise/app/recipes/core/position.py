@@ -15,7 +15,7 @@ import enum
 from dataclasses import dataclass
 
 from shardwise.app.recipes.core.config import TrainConfig
-from shardwise.transport.mixing import mix
+from shardwise.base.mixing import mix
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from PIL import Image
 
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.app.recipes.vision.files import ImageFolder, Lookup
+from shardwise.base.mixing import mix
 from shardwise.elastic.errors import UserError
-from shardwise.transport.mixing import mix
 
 # Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
 MEAN = (0.485, 0.456, 0.406)
