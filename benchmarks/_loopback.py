@@ -58,6 +58,7 @@ class Loopback(AllToAll):
         received: torch.Tensor,
         label: Label,
         call: LoggedCall | None = None,
+        sizes: object = None,
     ) -> Exchange:
         """Let the others find the rows."""
         return self._offer([row.clone() for row in rows], received)

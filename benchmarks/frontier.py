@@ -33,13 +33,15 @@ from _options import positive_int
 from _report import announce, document, save
 from diloco_sweep import Contender, Settings, Training, play
 from shardwise import Wire
+from shardwise.app.recipes.core.wire_option import parse_wires
 from shardwise.app.recipes.text.data import load_text
 from shardwise.diloco.average import Average
-from shardwise.transport.base import Label, Reduce
+from shardwise.transport.base import Call, Kind, Label, Reduce
 from shardwise.transport.codecs import Room, codec_of, decode, encode
-from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
+from shardwise.transport.encoded import EncodedSums, Encoding, Tally, chunks_of
+from shardwise.transport.memory import Blocks
 from shardwise.transport.runner import SteppedWork
-from shardwise.transport.wire import WireFormat, Wires
+from shardwise.transport.wire import WireFormat
 
 #: Synchronous trainings: hybrid sharding, whose gradients are all-reduced between hosts, and full.
 HYBRID, FULL, DDP = "hybrid", "full", "ddp"
@@ -149,29 +151,19 @@ class Hosts:
         errors: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:
         encoding = Encoding(codec_of(WireFormat(self._wire.reduce)), self._wire.reduce, Tally())
-        chunks = chunks_of(encoding, [gradients.shape[1]], self._ranks)
-        nbytes = EncodedSums.nbytes(encoding, chunks, self._ranks)
-        mean = torch.empty(gradients.shape[1])
-        parts = mean.split(chunks[0])
-        runs = [
-            SteppedWork(
-                EncodedSums(
-                    encoding,
-                    side,
-                    [gradient],
-                    chunks,
-                    Reduce.AVG,
-                    self._room,
-                    torch.empty(nbytes, dtype=torch.uint8),
-                    Label("the gradient"),
-                    [error],
-                ).scatter([parts[side.rank]] if side.rank < len(parts) else [])
-            )
-            for gradient, side, error in zip(gradients, sides, errors, strict=True)
-        ]
+        numel = gradients.shape[1]
+        (chunk,) = chunks_of(encoding, [numel], self._ranks)
+        mean, blocks = torch.empty(self._ranks * chunk), Blocks(torch.device("cpu"))
+        label = Label("the gradient")
+        runs = []
+        for gradient, side, error in zip(gradients, sides, errors, strict=True):
+            own = [mean[side.rank * chunk :][:chunk]]
+            call = Call(Kind.REDUCE_SCATTER, [gradient], own, Reduce.AVG, label)
+            sums = EncodedSums(encoding, side, call, self._room, blocks, [error])
+            runs.append(SteppedWork(sums.steps()))
         for run in runs:
             run.wait()
-        return mean
+        return mean[:numel]
 
 
 def play_with_wire(
@@ -215,7 +207,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if strategy == DDP:
             found = train_in_ddp(contender, settings, wire)
         elif strategy in (HYBRID, FULL):
-            found = play_with_wire(contender, strategy, Wires.parse(wire).common, settings, text)
+            found = play_with_wire(contender, strategy, parse_wires(wire).common, settings, text)
         else:
             found = play(Contender.parse(f"lr={options.lr},{name}"), settings, text)
             found["sent"] /= settings.replicas * settings.steps

@@ -29,8 +29,7 @@ from torch.distributed import device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg
 
 from shardwise.transport import select
-from shardwise.transport.carrier import Carrier, carried_by
-from shardwise.transport.hosts import Announced
+from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.peers import Peers
 from tests.transport.fake import Box, FakeTransport, FakeWorld
 

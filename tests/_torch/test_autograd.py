@@ -85,13 +85,6 @@ def test_hooks_of_a_parameter_are_found_and_run() -> None:
     assert not autograd.has_post_accumulate_hooks(parameter)
 
 
-def test_a_gradient_may_have_another_dtype() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    autograd.set_grad_dtype(parameter, torch.bfloat16)
-    parameter.grad = torch.ones(2, dtype=torch.bfloat16)
-    assert parameter.grad.dtype is torch.bfloat16
-
-
 def test_a_version_grows_with_every_write_and_can_be_set() -> None:
     x = torch.ones(2)
     before = autograd.version_of(x)

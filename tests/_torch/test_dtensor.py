@@ -123,8 +123,6 @@ def test_tensors_inside_a_transform_have_no_storage() -> None:
 
 def test_placements_say_what_they_shard() -> None:
     strided = dtensor.strided_shard(1, 2)
-    assert dtensor.is_sharded_on(strided, 1)
-    assert not dtensor.is_sharded_on(strided, 0)
     placements = [Shard(0), strided, Replicate(), Partial()]
     assert [dtensor.sharded_dim(each) for each in placements] == [0, 1, None, None]
     assert [dtensor.split_factor(each) for each in placements] == [1, 2, 1, 1]

@@ -130,14 +130,6 @@ def test_children_and_buffers_are_the_modules_own() -> None:
     assert fsdp.buffers_of(model) == {}
 
 
-def test_tensors_are_exchanged_for_all_who_hold_them() -> None:
-    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(3))
-    holder = [one]
-    fsdp.swap_tensors(one, other)
-    assert holder[0].tolist() == [1.0] * 3
-    assert other.tolist() == [0.0] * 2
-
-
 @pytest.mark.parametrize("name", ["DataParallelMeshDims", "ShardPlacementResult"])
 def test_classes_of_newer_torches_have_a_stand_in(name: str) -> None:
     assert isinstance(getattr(fsdp, name), type)

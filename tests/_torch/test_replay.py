@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shardwise._torch import c10d
 from shardwise._torch.autograd import version_of
-from shardwise._torch.replay import ReplayMode
+from shardwise._torch.fake import ReplayMode
 
 aten = torch.ops.aten
 

@@ -12,7 +12,7 @@ import pytest
 from shardwise.app.cli.main import app
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS
 from shardwise.app.doctor.probe import START
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
 
@@ -81,5 +81,5 @@ def test_a_host_alone_is_looked_at_without_any_other(
     assert found == set(CHECKS) - {"links"}
     [inside] = [line for line in lines if line[5:11] == "inside"]
     figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
-    shared = f"shared memory {figures}" if futex.is_available() else "no shared memory"
+    shared = f"shared memory {figures}" if libc.has_futex() else "no shared memory"
     assert re.search(f"{shared}; messages {figures}", inside)

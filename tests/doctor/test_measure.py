@@ -20,9 +20,9 @@ from shardwise.app.doctor.measure import (
     measure_connection,
     measure_shared_memory,
 )
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 
-needs_futex = pytest.mark.skipif(not futex.is_available(), reason="needs a futex")
+needs_futex = pytest.mark.skipif(not libc.has_futex(), reason="needs a futex")
 
 
 @pytest.fixture(autouse=True)
@@ -140,5 +140,5 @@ def test_a_limit_on_files_is_one_on_shared_memory(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_machine_without_futex_has_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futex, "is_available", lambda: False)
+    monkeypatch.setattr(libc, "has_futex", lambda: False)
     assert measure_shared_memory() == PairLink("needs Linux on x86-64")

@@ -6,10 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import collectives, select_transport
+from shardwise.transport import collectives
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
+from shardwise.transport.select import select_transport
 from tests.gpu.devices import TYPE, Devices, device
 
 #: Some small tensors, which are packed, and some that are not. Elements: some bytes each.

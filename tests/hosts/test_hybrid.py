@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from benchmarks._hosts import two_hosts
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 from tests.hosts.network import needs_hosts, run_over
 
 
@@ -13,7 +13,7 @@ from tests.hosts.network import needs_hosts, run_over
 def test_every_mesh_dimension_gets_the_transport_of_its_ranks() -> None:
     with two_hosts() as hosts:
         printed = run_over(hosts, 2, "tests.hosts.hybrid")
-    inside = "shm" if futex.is_available() else "gloo"
+    inside = "shm" if libc.has_futex() else "gloo"
     for out in printed:
         assert json.loads(out) == {
             "shard": inside,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks._hosts import two_hosts
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 from tests.harness import run_ranks
 from tests.hosts.jobs import (
     WAIT,
@@ -171,7 +171,7 @@ def test_a_killed_host_is_named_and_the_other_trains_on(
     ended = jobs["host"].result()
     assert "host 1 (10.77.0.2) was lost: the connection was closed" in ended.told[0]
     assert "continuing with 1 host" in ended.told[0]
-    inside = "shm" if futex.is_available() else "gloo"
+    inside = "shm" if libc.has_futex() else "gloo"
     mesh = f"hybrid over dp_replicate=2 x dp_shard=2, transport gloo/{inside}"
     assert f"sharding   {mesh}" in ended.said
     assert_went_on(folder, "host", ended, world_size=2, hosts=1)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.app.recipes.core.wire_option import parse_wires
+from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
-from shardwise.transport.shm import futex
-from shardwise.transport.wire import Wires
 from tests.planning.counted import Training, counted, planned
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.
@@ -26,7 +26,7 @@ def check(training: Training) -> None:
         assert plan.sent == found.sent, f"collectives of rank {rank} in {training}"
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="shared memory is for Linux on x86-64")
 @pytest.mark.parametrize(
     "seed",
     [pytest.param(seed, marks=pytest.mark.long if seed in (2, 24) else ()) for seed in SEEDS],
@@ -46,15 +46,15 @@ def test_the_bytes_that_a_plan_sends_over_wires_are_exact(
     mesh: str, strategy: Strategy, wire: str
 ) -> None:
     drawn = replace(Training.draw(3, transport="c10d"), reshard_after_forward=None)
-    training = replace(drawn, mesh=mesh, strategy=strategy, wire=Wires.parse(wire))
+    training = replace(drawn, mesh=mesh, strategy=strategy, wire=parse_wires(wire))
     for rank, found in enumerate(counted(training)):
         assert planned(training, rank).sent == found.sent, f"collectives of rank {rank}"
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="shared memory is for Linux on x86-64")
 def test_the_bytes_that_a_plan_sends_over_two_levels_are_exact() -> None:
     drawn = replace(Training.draw(3, 4, transport="auto"), reshard_after_forward=2, per_host=2)
-    wire = Wires.parse("gather=int8,reduce=int8,error-feedback")
+    wire = parse_wires("gather=int8,reduce=int8,error-feedback")
     training = replace(drawn, mesh="dp=4", strategy=Strategy.FULL_SHARD, wire=wire)
     for rank, found in enumerate(counted(training)):
         sent = planned(training, rank).sent
@@ -62,7 +62,7 @@ def test_the_bytes_that_a_plan_sends_over_two_levels_are_exact() -> None:
         assert {transport for *_, transport in sent} == {"shm", "gloo"}
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="shared memory is for Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="shared memory is for Linux on x86-64")
 @pytest.mark.parametrize(("seed", "outer_states", "transport"), [(1, 2, "shm"), (3, 3, "c10d")])
 def test_a_plan_of_replicas_that_train_apart_is_exact(
     seed: int, outer_states: int, transport: str

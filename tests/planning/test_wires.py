@@ -10,18 +10,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import fully_shard
 from shardwise._torch import c10d
 from shardwise.base import devices
+from shardwise.base.scratch import libc
 from shardwise.insight.planning.wires import simulated
 from shardwise.sharding.state import groups_of
 from shardwise.transport.base import Transport
 from shardwise.transport.carrier import carrier
 from shardwise.transport.collectives import CollectivesTransport
-from shardwise.transport.shm import futex
 
 RANKS = 4
 
-on_linux = pytest.mark.skipif(
-    not futex.is_available(), reason="shared memory is for Linux on x86-64"
-)
+on_linux = pytest.mark.skipif(not libc.has_futex(), reason="shared memory is for Linux on x86-64")
 
 
 def _sharded(transport: str) -> nn.Linear:

@@ -66,8 +66,7 @@ def test_a_sum_past_the_largest_half_survives() -> None:
 class _Network(LocalTransport):
     """Replicas at the other end of a network, which takes what it is given."""
 
-    def overlaps_compute(self) -> bool:
-        return True
+    overlaps_compute = True
 
 
 class _Param(SimpleNamespace):

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
+from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
-from shardwise.transport.shm import futex
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -28,7 +28,7 @@ from tests.sharding.nets import (
 )
 
 Ranks = Callable[..., list[Any]]
-pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 
 def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: int = 3) -> None:

@@ -12,7 +12,6 @@ HOST_ONLY = {
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
-    "transport/hosts.py": "ranks that meet in the store",
     "transport/shm": "memory that ranks of a host share",
     "checkpoint/disk": "files",
     "checkpoint/formats": "files",
@@ -79,6 +78,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
+    "transport/base.py wait_for_all: work.wait()": ("custom", "wires_of_scalars"),
     "transport/all_to_all.py AllToAll._collect: work.wait()": "diloco",
     "transport/buckets.py pack: torch.cat(list(pieces))": "hybrid",
     "transport/buckets.py flat_rows: like.new_empty(world_size, sum(chunks))": "zero3",
@@ -93,13 +93,11 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     # Custom collectives.
     "transport/custom.py CustomTransport._all_gather: gather.allocate( "
     "(self.world_size * sum(sizes),), dtype=fulls[0].dtype, device=device )": "custom",
-    "transport/custom.py CustomTransport._all_gather: queued.wait()": "custom",
-    "transport/custom.py CustomTransport._reduce_scatter: work.wait()": "custom",
     "transport/custom.py CustomTransport._reduce_one: comm.allocate("
     "(self.world_size * sum(sizes),), dtype=dtype, device=device)": "custom",
     "transport/custom.py CustomTransport._reduce_one: "
     "comm.allocate((sum(sizes),), dtype=dtype, device=device)": "custom",
-    "transport/custom.py CustomTransport._reduce_one: queued.wait()": "custom",
+    "transport/custom.py CustomTransport._beside: queued.wait()": "custom",
     # Collectives of several steps.
     "transport/runner.py SteppedWork.reach: self._under_way.wait()": "wires",
     "transport/runner.py Runner.queue: devices.current_stream(device).record_event()": _QUEUED,
@@ -119,9 +117,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "transport/codecs.py Noise.__init__: torch.cat([table, table])": "wires_offload",
     "transport/encoded.py EncodedTransport._errors_of: "
     "torch.zeros(tensor.numel(), dtype=torch.float32, device=tensor.device)": "wires",
-    "transport/encoded.py EncodedTransport._beside_others: work.wait()": "wires_of_scalars",
-    "transport/memory.py Blocks.take: "
-    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "wires",
+    "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8, device=device)": "wires",
     # Works that are kept until they are waited for, and waits for them.
     "sharding/full_params.py FullParams.start: "
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
@@ -142,7 +138,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     ),
     "transport/collectives.py CollectivesTransport._start: finish()": "zero3",
     "transport/collectives.py CollectivesTransport._start: "
-    "launched.append(self._launch(each))": "zero3",
+    "launched.append(carrier().launch(each, self._coalescing))": "zero3",
     # Copies between host and device.
     "sharding/grad.py scale_grads: scale.to(device)": "clip_offload",
     "sharding/grad.py _local_norm: norm.to(device, dtype)": "clip_offload",
@@ -190,7 +186,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/whole.py _empty: "
     "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "
-    "self.start_uneven(sent, ones, received, ones, label).wait()": "muon",
+    "self.start(sent, received, label).wait()": "muon",
     # States on the host.
     "optim/offloaded/stores.py HostStore._start: computing.record_event()": "offload_states",
     "optim/offloaded/stores.py HostStore._start: "
@@ -225,6 +221,10 @@ _PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    "transport/carrier.py _read: peers.watch(_DOING).wait( have_come, "
+    "lambda: [rank for rank, key in keys.items() if not store.check([key])] )": (
+        "ranks that meet in the store"
+    ),
     "transport/buckets.py add_in_order: column[i].to(out.dtype)": _HOST,
     "transport/buckets.py add_in_order: first[0][i].to(out.dtype)": _HOST,
     "transport/all_to_all.py AllToAll._send: wait(messages.land)": _MESSAGES,
@@ -244,7 +244,6 @@ UNSEEN = {
     "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
     "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
-    "transport/runner.py Job.wait: self._is_done.wait()": _NO_STREAMS,
     "transport/runner.py Runner.start_watched: run.wait()": _NO_STREAMS,
     "transport/encoded.py EncodedTransport._encode_shard: "
     "shard.to(self._device, non_blocking=True)": _ORDERED,
@@ -322,6 +321,5 @@ UNSEEN = {
     "transport/memory.py HeapBuffers.__init__: "
     "torch.empty(numel, dtype=dtype, device=device)": _FREED,
     "transport/memory.py Loan.take: torch.empty(numel, dtype=dtype)": _HOST,
-    "transport/memory.py _block: torch.empty(nbytes, dtype=torch.uint8)": _HOST,
     "checkpoint/ranks/saving.py _copy: local.clone(memory_format=torch.contiguous_format)": _HOST,
 }

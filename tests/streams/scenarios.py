@@ -41,9 +41,8 @@ from shardwise.diloco.settings import WireFormat
 from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
 from shardwise.optim.offloaded import entries, optimizer
 from shardwise.transport import select
-from shardwise.transport.carrier import Carrier, carried_by
+from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.collectives import NcclTransport
-from shardwise.transport.hosts import Announced
 from shardwise.transport.peers import Peers
 from tests.streams import mutation
 from tests.streams.device import NAME, Device, OnRace, Pageable, Stream, modeled

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import hosts
+from shardwise.transport import carrier
 from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.carrier import Carrier, carried_by
 from shardwise.transport.codecs import Room, codec_of, decode, encode
@@ -34,7 +34,7 @@ def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:
 def on_host(rank: int, local: int) -> AbstractContextManager[None]:
     """Act as if processes were on hosts of so many: only on the same one do they share memory."""
 
-    hosts._name = lambda: f"host {rank // local}"
+    carrier._name = lambda: f"host {rank // local}"
     return carried_by(_OnHost(local))
 
 

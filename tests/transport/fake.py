@@ -230,14 +230,10 @@ class FakeTransport(Transport):
     def __init__(self, turns: Turns, channel: Channel, *, overlaps: bool) -> None:
         self.rank = channel.members.index(turns.rank)
         self.world_size = len(channel.members)
-        self._overlaps = overlaps
+        self.overlaps_compute = overlaps
         self.log: list[Made] = []
         self._turns = turns
         self._channel = channel
-
-    def overlaps_compute(self) -> bool:
-        """Return what the world was asked to make it decide."""
-        return self._overlaps
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device

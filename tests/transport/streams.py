@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import select_transport
 from shardwise.transport.base import Label, Reduce, Transport, Work
+from shardwise.transport.select import select_transport
 from shardwise.transport.shm.transport import ShmTransport
 from tests.transport.conformance import Item, held, random_item
 

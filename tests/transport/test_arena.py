@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 from shardwise.transport.shm.arena import Arena, PageMap, PrivatePages, Window, has_own_entry
 
 PAGE = os.sysconf("SC_PAGE_SIZE")
 LENGTH = 64 * PAGE
-pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.diloco.few_bits import codec_of
 from shardwise.transport.codecs import (
     BLOCK,
     Codec,
     Noise,
     Piece,
     Room,
-    codec_of,
     decode,
     encode,
 )
-from shardwise.transport.encoded_sums import Tally
+from shardwise.transport.encoded import Tally
 from shardwise.transport.wire import WireError, WireFormat
 
 CPU = torch.device("cpu")

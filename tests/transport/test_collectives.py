@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.devices import GLOO
-from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
+from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 
 NAMES = [

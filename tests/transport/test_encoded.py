@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.app.recipes.core.wire_option import parse_wires
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.base import Call, Kind, Label, LocalTransport, Reduce
 from shardwise.transport.codecs import BLOCK
@@ -244,7 +245,7 @@ def _bytes(rank: int, world_size: int, wire: Wire, dtype: torch.dtype) -> tuple[
     transport = over_world(wire)
     tensor = torch.ones(64 * BLOCK).to(dtype)
     transport.all_reduce([tensor], Reduce.AVG, Label("group")).wait()
-    return transport.bytes_sent, torch.equal(tensor, torch.ones_like(tensor))
+    return transport.all_to_all.bytes_sent, torch.equal(tensor, torch.ones_like(tensor))
 
 
 @pytest.mark.parametrize(
@@ -305,19 +306,19 @@ def test_what_stays_on_the_host_is_not_encoded() -> None:
 
 def _apart(rank: int, world_size: int) -> bool:
     """Ranks that cannot share memory: on one host, and as if they were on two."""
-    from shardwise.transport import hosts
+    from shardwise.transport import carrier
     from shardwise.transport.shm import handshake
 
-    handshake.futex.is_available = lambda: False  # type: ignore[assignment]
+    handshake.libc.has_futex = lambda: False  # type: ignore[assignment]
     if rank:
-        hosts._name = lambda: "another"
+        carrier._name = lambda: "another"
     return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
 
 
 def _together(rank: int, world_size: int) -> bool:
     from shardwise.transport.shm import handshake
 
-    handshake.futex.is_available = lambda: False  # type: ignore[assignment]
+    handshake.libc.has_futex = lambda: False  # type: ignore[assignment]
     return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
 
 
@@ -392,11 +393,11 @@ def test_ranks_that_disagree_about_wires_are_told(
         (lambda: Wire(error_feedback=True), "which loses nothing"),
         (lambda: Wire(reduce="bf16", rounding="stochastic"), "expected reduce='int8'"),
         (lambda: Wire(seed=-1), "seed=-1"),
-        (lambda: Wires.parse("int9"), "'int9', expected fp32, bf16, fp8, int8, or gather=FORMAT"),
-        (lambda: Wires.parse("gather=int8,gather=fp8"), "gather twice"),
-        (lambda: Wires.parse("int8;dp_shard:fp8"), "one wire for all dimensions, or"),
-        (lambda: Wires.parse("dp:int8;dp:fp8"), "each dimension by its name, once"),
-        (lambda: Wires.parse("a:int8").check_names(["b"], "here"), "'a' (here), expected one of"),
+        (lambda: parse_wires("int9"), "'int9', expected fp32, bf16, fp8, int8, or gather=FORMAT"),
+        (lambda: parse_wires("gather=int8,gather=fp8"), "gather twice"),
+        (lambda: parse_wires("int8;dp_shard:fp8"), "one wire for all dimensions, or"),
+        (lambda: parse_wires("dp:int8;dp:fp8"), "each dimension by its name, once"),
+        (lambda: parse_wires("a:int8").check_names(["b"], "here"), "'a' (here), expected one of"),
     ],
 )
 def test_a_wire_that_makes_no_sense_is_refused(make: Callable[[], object], expected: str) -> None:
@@ -422,9 +423,9 @@ def test_a_mapping_has_to_be_one_of_wires() -> None:
     ],
 )
 def test_the_line_of_a_command_says_the_same(text: str, expected: Wires) -> None:
-    assert Wires.parse(text) == expected
+    assert parse_wires(text) == expected
 
 
 @pytest.mark.parametrize("wire", [*WIRES, RANDOM], ids=str)
 def test_a_wire_is_shown_as_it_is_written(wire: Wire) -> None:
-    assert Wires.parse(str(wire)) == Wires(wire)
+    assert parse_wires(str(wire)) == Wires(wire)

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import PeerLostError
-from shardwise.transport import select_transport
 from shardwise.transport.base import Reduce, Transport, Work
 from shardwise.transport.peers import Peers
+from shardwise.transport.select import select_transport
 from shardwise.transport.waiter import Waiter
 from tests.harness import Outcome, run_ranks
 

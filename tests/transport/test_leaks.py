@@ -11,11 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.shm import futex
+from shardwise.base.scratch import libc
 from tests.harness import run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 
-pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 
 @dataclass(frozen=True)

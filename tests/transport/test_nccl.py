@@ -40,7 +40,7 @@ def _addresses(rank: int, world_size: int) -> None:
         launches.append(group)
         return together(group)
 
-    carrier.coalesced = counted
+    carrier.c10d.coalesced = counted
 
     shards = [torch.full((LARGE + n,), float(rank)) for n in range(3)]
     shards[2] = shards[2][:-5]  # uneven: the last rows ran out

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shardwise.transport.base import PendingWork
-from shardwise.transport.runner import Exchange, Job, Runner, SteppedWork, Turn, is_beside
+from shardwise.transport.runner import BesideJob, Exchange, Runner, SteppedWork, Turn, is_beside
 
 CPU = torch.device("cpu")
 
@@ -118,7 +118,7 @@ def test_a_thread_completes_what_nobody_waits_for() -> None:
 def test_a_job_lands_the_first_step_while_the_program_watches(turn: Turn) -> None:
     runner, steps, watched = Runner(turn), Steps(), []
 
-    def watch(job: Job) -> None:
+    def watch(job: BesideJob) -> None:
         watched.append(job)
         job.wait()
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.transport import select_transport
+from shardwise.base.scratch import libc
 from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import CustomTransport
-from shardwise.transport.shm import futex
+from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -106,12 +106,12 @@ def _overlaps(rank: int, world_size: int) -> dict[str, bool]:
     assert dist.group.WORLD is not None
     for name in names:
         transports[f"custom {name}"] = CustomTransport(transports[name], dist.group.WORLD)
-    return {name: transport.overlaps_compute() for name, transport in transports.items()}
+    return {name: transport.overlaps_compute for name, transport in transports.items()}
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 def test_messages_overlap_with_compute_and_shared_memory_does_not() -> None:
-    assert not LocalTransport().overlaps_compute()
+    assert not LocalTransport().overlaps_compute
     decided = run_ranks(_overlaps, 2)[0]
     assert decided == {
         "shm": False,

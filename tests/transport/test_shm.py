@@ -21,10 +21,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
+from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
-from shardwise.transport import memory, select_transport
+from shardwise.transport import memory
 from shardwise.transport.base import Call, FullBuffers, Kind, Label, Reduce, Transport
-from shardwise.transport.shm import futex, handshake, sync
+from shardwise.transport.select import select_transport
+from shardwise.transport.shm import handshake, sync
 from shardwise.transport.shm import transport as shm
 from shardwise.transport.shm.arena import Arena
 from shardwise.transport.shm.transport import ShmTransport
@@ -40,7 +42,7 @@ from tests.sharding.nets import (
 
 CPU = torch.device("cpu")
 NUMEL = 1_000_000
-pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 
 def _transport() -> ShmTransport:
@@ -432,7 +434,7 @@ def test_memory_is_reused_when_all_ranks_have_freed_it() -> None:
 
 
 def _one_cannot(rank: int, world_size: int, requested: str) -> str:
-    with patch.object(futex, "is_available", lambda: rank != 1):
+    with patch.object(libc, "has_futex", lambda: rank != 1):
         try:
             return select_transport(dist.group.WORLD, CPU, requested).name
         except ValueError as error:

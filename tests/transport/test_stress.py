@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError
 from shardwise._torch import c10d
+from shardwise.base.scratch import libc
 from shardwise.transport.base import FullBuffers, Label, Reduce
-from shardwise.transport.shm import futex
 from tests.harness import Outcome, run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 
-pytestmark = pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 # A mesh of one dimension is the world; of two, its rows and columns have streams of their own.
 SHAPES: list[tuple[int, ...]] = [(2,), (3,), (2, 2), (4, 2)]

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import RanksDivergedError
+from shardwise.base.scratch import libc
 from shardwise.transport.base import Call, Kind, Label, Reduce, Transport
+from shardwise.transport.carrier import ranks_per_host
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
-from shardwise.transport.hosts import ranks_per_host
 from shardwise.transport.select import ChannelOptions, compose
-from shardwise.transport.shm import futex
 from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
 from tests.harness import run_ranks
@@ -247,11 +247,11 @@ def _real(rank: int, world_size: int) -> str:
             check_cases(checks)
             fuzz(checks, 20, seed=3, largest=3000)
             _interleaved(transport, over_world(INT8, requested))
-        before = transport.across.bytes_sent
+        before = transport.across.all_to_all.bytes_sent
         full, shard = torch.ones(world_size * 64 * BLOCK), torch.empty(64 * BLOCK)
         transport.reduce_scatter([full], [shard], Reduce.AVG, LABEL).wait()
         # Its chunk of the other host, once.
-        assert transport.across.bytes_sent - before == 64 * (BLOCK + 4)
+        assert transport.across.all_to_all.bytes_sent - before == 64 * (BLOCK + 4)
     return transport.name
 
 
@@ -273,7 +273,7 @@ def _interleaved(one: TwoLevelTransport, other: TwoLevelTransport) -> None:
         torch.testing.assert_close(total, torch.full((5000,), float(world_size)))
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 def test_processes_share_memory_inside_hosts_and_send_messages_between() -> None:
     assert run_ranks(_real, 4) == ["shm+gloo"] * 4
 
@@ -288,7 +288,7 @@ def _alone(rank: int, world_size: int) -> None:
         transport.all_gather([shard], [full], Label("model.layers.3")).wait()
 
 
-@pytest.mark.skipif(not futex.is_available(), reason="needs Linux on x86-64")
+@pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 def test_all_ranks_notice_a_lost_one() -> None:
     # Nobody waits for the timeout: that would be too late for the test.
     first, *neighbors, _ = run_ranks(_alone, 4, pg_timeout=600, expect_failures=True)

@@ -80,14 +80,6 @@ def runs_in_this_backward(node: torch.autograd.graph.Node) -> bool:
     return runs
 
 
-def view_in_graph(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of all of ``tensor``, of its class: a node of the graph if it needs a gradient.
-
-    Autograd records no view of a tensor of inference mode.
-    """
-    return tensor.view_as(tensor)
-
-
 def is_newer(node: torch.autograd.graph.Node, other: torch.autograd.graph.Node) -> bool:
     """Whether this thread made ``node`` after ``other``, so that ``other`` cannot depend on it."""
     return node._sequence_nr() > other._sequence_nr()
@@ -134,11 +126,6 @@ def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
     if hooks:
         for hook in hooks.values():
             hook(parameter)
-
-
-def set_grad_dtype(parameter: torch.Tensor, dtype: torch.dtype) -> None:
-    """Let ``parameter.grad`` have ``dtype`` instead of the parameter's own."""
-    parameter.grad_dtype = dtype
 
 
 def version_of(tensor: torch.Tensor) -> int:

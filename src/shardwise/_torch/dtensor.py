@@ -177,11 +177,6 @@ def strided_shard(dim: int, pieces: int) -> Placement:
     return _StridedShard(dim, split_factor=pieces)
 
 
-def is_sharded_on(placement: Placement, dim: int) -> bool:
-    """Whether ``placement`` shards dimension ``dim``."""
-    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
-
-
 def sharded_dim(placement: Placement) -> int | None:
     """Return the tensor dimension that ``placement`` shards, or ``None``."""
     return placement.dim if isinstance(placement, Shard | _StridedShard) else None

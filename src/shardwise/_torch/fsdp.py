@@ -216,9 +216,4 @@ def move(tensor: torch.Tensor, device: torch.device) -> None:
         if isinstance(tensor, nn.Parameter):
             moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
         moved.__dict__.update(tensor.__dict__)
-        swap_tensors(tensor, moved)
-
-
-def swap_tensors(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Exchange two tensors for everyone who holds them."""
-    torch.utils.swap_tensors(one, other)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(tensor, moved)  # type: ignore[no-untyped-call]

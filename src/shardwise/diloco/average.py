@@ -1,6 +1,6 @@
 """The average of a vector over the ranks of a group, encoded on the wire, bitwise equal on all.
 
-It is the all-reduce of :class:`~shardwise.transport.encoded_sums.EncodedSums`, whose second step
+It is the all-reduce of :class:`~shardwise.transport.encoded.EncodedSums`, whose second step
 begins when the caller says so, between two of its training steps.
 
 What encoding loses is kept in units of a contribution: the average lacks the errors of all ranks,
@@ -15,11 +15,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from shardwise.diloco.few_bits import codec_of
 from shardwise.diloco.settings import WireFormat
 from shardwise.transport.all_to_all import AllToAll
-from shardwise.transport.base import Label, Reduce
-from shardwise.transport.codecs import Room, codec_of
-from shardwise.transport.encoded_sums import EncodedSums, Encoding, Tally, chunks_of
+from shardwise.transport.base import Call, Kind, Label, Reduce
+from shardwise.transport.codecs import Room
+from shardwise.transport.encoded import EncodedSums, Encoding, RowLayout, Tally, chunks_of
+from shardwise.transport.memory import Blocks
 from shardwise.transport.runner import SteppedWork
 
 
@@ -57,25 +59,21 @@ class Average:
                 self._vector.add_(self._lost)
                 self._lost.zero_()
             return
-        encoding = Encoding(codec_of(wire), wire.value, Tally())
-        sizes = [vector.numel()] if sections is None else list(sections)
+        self._sizes = [vector.numel()] if sections is None else list(sections)
         self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
-        self._sizes, self._chunks = sizes, chunks_of(encoding, sizes, self._ranks)
+        parts = torch.split(self._vector, self._sizes)
+        sums = EncodedSums(
+            Encoding(codec_of(wire), wire.value, Tally()),
+            all_to_all,
+            Call(Kind.ALL_REDUCE, parts, parts, Reduce.AVG, Label(label)),
+            Room(vector.device),
+            Blocks(vector.device),
+            () if self._lost is None else torch.split(self._lost, self._sizes),
+        )
+        self._chunks = sums.chunks
         for own in self._own_errors():
             own.div_(self._ranks)
-        nbytes = EncodedSums.nbytes(encoding, self._chunks, self._ranks)
-        sums = EncodedSums(
-            encoding,
-            all_to_all,
-            torch.split(self._vector, sizes),
-            self._chunks,
-            Reduce.AVG,
-            Room(vector.device),
-            torch.empty(nbytes, dtype=torch.uint8, device=vector.device),
-            Label(label),
-            () if self._lost is None else torch.split(self._lost, sizes),
-        )
-        self._run = SteppedWork(sums.all_reduce())
+        self._run = SteppedWork(sums.steps())
 
     def advance(self) -> None:
         """Start the second half, after waiting for the first. A no-op if it has started.
@@ -122,5 +120,4 @@ def sent_nbytes(wire: WireFormat, sections: Sequence[int], ranks: int) -> int:
         ranks: of the group.
     """
     encoding = Encoding(codec_of(wire), wire.value, Tally())
-    chunks = chunks_of(encoding, sections, ranks)
-    return EncodedSums.nbytes(encoding, chunks, ranks - 1)
+    return 2 * (ranks - 1) * RowLayout(encoding.codec, chunks_of(encoding, sections, ranks)).nbytes

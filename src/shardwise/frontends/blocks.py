@@ -66,7 +66,7 @@ def shard_blocks(
                 offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
                 wire=wire,
             )
-    if any(group.mesh.shard.overlaps_compute() for group in groups_of(model)):
+    if any(group.mesh.shard.overlaps_compute for group in groups_of(model)):
         # Trainings write to parameters between steps only, so gathering early is safe.
         gather_in_order(model)
 

@@ -56,7 +56,8 @@ def materialize_unit(
             owner = fsdp.ParamOwner(each, own)
             new = owner.registered
             if new is not old and old.is_meta:
-                fsdp.swap_tensors(old, new)  # so that other holders of the old one have the new one
+                # So that other holders of the old one have the new one.
+                torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
                 owner.register(old)
 
 

@@ -106,13 +106,9 @@ class Together:
                 if matrix in is_sent:
                     next(parts).copy_(prepared)
             received = _empty(each.from_holders, task)
-            work = self._all_to_all.start_uneven(
-                sent,
-                _sizes(each.sent_to_owners),
-                received,
-                _sizes(each.from_holders),
-                self._label("gather", number),
-            )
+            sizes = _sizes(each.sent_to_owners), _sizes(each.from_holders)
+            label = self._label("gather", number)
+            work = self._all_to_all.start(sent, received, label, sizes=sizes)
             yield _Gather(each, number, received, work)
 
     def _scatter(
@@ -124,13 +120,9 @@ class Together:
         for (matrix, piece), out in zip(pieces, _split(sent, each.sent_to_holders), strict=True):
             _cut(results[matrix], piece, out)
         received = _empty(each.from_owners, task)
-        work = self._all_to_all.start_uneven(
-            sent,
-            _sizes(each.sent_to_holders),
-            received,
-            _sizes(each.from_owners),
-            self._label("scatter", gather.number),
-        )
+        sizes = _sizes(each.sent_to_holders), _sizes(each.from_owners)
+        label = self._label("scatter", gather.number)
+        work = self._all_to_all.start(sent, received, label, sizes=sizes)
         return _Scatter(each, received, work)
 
     def _label(self, what: str, number: int) -> Label:

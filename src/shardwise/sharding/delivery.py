@@ -387,7 +387,7 @@ def _when(grads: Sequence[Grad], transport: Transport) -> When:
     forms = [grad.param.form for grad in grads]
     if any(autograd.has_post_accumulate_hooks(f.parameter) and not f.is_tied for f in forms):
         return When.AT_ONCE
-    if not transport.overlaps_compute() and any(is_returned(grad.value) for grad in grads):
+    if not transport.overlaps_compute and any(is_returned(grad.value) for grad in grads):
         return When.BEFORE_STEP
     return When.NEXT
 
@@ -473,7 +473,7 @@ def _start_over_replicas(
     replicate = mesh.replicate
     assert replicate is not None
     on_device = all(grad.param.local.device == mesh.device for grad in grads)
-    flight = Flight(When.LEFT if on_device and replicate.overlaps_compute() else When.NEXT)
+    flight = Flight(When.LEFT if on_device and replicate.overlaps_compute else When.NEXT)
     for grad, scaling in zip(grads, scalings, strict=True):
         # The rest is padding, with values that may not be looked at.
         flight.reduce(scaling.op, grad.param, grad.value[: grad.param.local.numel()])

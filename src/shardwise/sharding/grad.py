@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import autograd, dtensor
 from shardwise.base import observe
 from shardwise.base.observe import Activity
+from shardwise.transport.carrier import carrier
 from shardwise.transport.peers import Peers
-from shardwise.transport.select import backend_for
 
 #: The name of the norm in reports and errors.
 _NORM = "the gradient norm"
@@ -215,7 +215,7 @@ def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, na
     """
     number = 0
     if observe.is_observed():
-        wire = peers.wire(backend_for(peers.group, flat.device).name)
+        wire = peers.wire(carrier().backend(peers, flat.device).name)
         number = observe.collective(Activity.ALL_REDUCE, name, wire, flat.nbytes, 1)
     with (
         peers.collective(f"the all-reduce of {name}"),

@@ -273,7 +273,8 @@ def mark_inputs(
             transformed and autograd.that_needs_grad(tensor) is not None
         ):
             return tensor
-        marked = autograd.view_in_graph(autograd.wait_in_graph(tensor))
+        waited = autograd.wait_in_graph(tensor)
+        marked = waited.view_as(waited)  # autograd records no view of a tensor of inference mode
         in_graph = autograd.that_needs_grad(marked) if transformed else marked
         if in_graph is None or in_graph.grad_fn is None:
             return tensor

@@ -293,7 +293,7 @@ class ShardedParam:
             observe.memory_of(Memory.GRADIENTS, self.fqn, local)
             spec = dtensor.with_dtype(self.spec, local.dtype)
             if spec is not self.spec:
-                autograd.set_grad_dtype(parameter, local.dtype)
+                parameter.grad_dtype = local.dtype
             parameter.grad = dtensor.wrap_local(local, spec)
         else:
             if self.is_tied and self.growth is Growth.NONE:

@@ -152,7 +152,7 @@ def _cuts_before(
     return [
         mesh.size(i)
         for i, other in enumerate(others)
-        if i >= first and mesh.size(i) > 1 and dtensor.is_sharded_on(other, dim)
+        if i >= first and mesh.size(i) > 1 and dtensor.sharded_dim(other) == dim
     ]
 
 

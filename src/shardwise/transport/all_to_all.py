@@ -4,7 +4,7 @@
     rank 1 has rows 0 1 2        in row p of rank r             rank 1 gets row 1 of ranks 0 1 2
 
 Sums of encoded values take two of these, with rows of equal length (see
-:mod:`shardwise.transport.encoded_sums`); matrices that ranks share out take two with rows of any
+:mod:`shardwise.transport.encoded`); matrices that ranks share out take two with rows of any
 length (see :mod:`shardwise.optim`). On gloo, rows leave from where they lie, as messages; elsewhere
 this is one collective.
 """
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.transport.base import Label, Work
+from shardwise.transport.base import Label
 from shardwise.transport.carrier import Collective, carrier
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.collectives import all_gather_function
@@ -86,24 +86,35 @@ class AllToAll:
         received: torch.Tensor,
         label: Label,
         call: LoggedCall | None = None,
+        sizes: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Exchange:
         """Start to send row ``r`` of ``rows`` to rank ``r``, for every rank.
 
         Args:
-            rows: uint8, ``(world_size, bytes)``, contiguous.
-            received: the same shape, contiguous: row ``r`` becomes what rank ``r`` sent here.
+            rows: ``(world_size, items)``, contiguous. With ``sizes``: 1-D, one row after the other.
+            received: the same shape, contiguous, of the same dtype: row ``r`` becomes what rank
+                ``r`` sent here.
             label: the caller's name for it; equal on all ranks. Calls with different labels may
                 start in any order where rows are messages.
             call: what :meth:`log` returned, if it was logged before.
+            sizes: of rows that are not equally long, the number of elements for each rank, and of
+                those from each rank, which may be 0. The label's detail has to tell calls with
+                other sizes apart.
 
         Returns:
             The work to wait for; leave both tensors alone until then.
         """
-        call = self.log(received, label) if call is None else call
+        if sizes is None:
+            call = self.log(received, label) if call is None else call
+            leaving, landing, cuts = rows.unbind(), received.unbind(), []
+        else:
+            call = self._log.add("all-to-all", [], label)
+            cuts = [list(sizes[1]), list(sizes[0])]
+            leaving, landing = torch.split(rows, cuts[1]), torch.split(received, cuts[0])
         if self._waiter is not None:
-            return self._send(call, self._waiter, rows.unbind(), received.unbind())
-        exchange = Collective.of(dist.all_to_all_single, received, rows, group=self.group)
-        return self._collect(call, rows, rows.nbytes - rows[0].nbytes, exchange)
+            return self._send(call, self._waiter, leaving, landing)
+        exchange = Collective.of(dist.all_to_all_single, received, rows, *cuts, group=self.group)
+        return self._collect(call, rows, rows.nbytes - leaving[self.rank].nbytes, exchange)
 
     def share(
         self,
@@ -147,38 +158,6 @@ class AllToAll:
         else:
             job.wait()
 
-    def start_uneven(
-        self,
-        sent: torch.Tensor,
-        sizes: Sequence[int],
-        received: torch.Tensor,
-        their_sizes: Sequence[int],
-        label: Label,
-    ) -> Work:
-        """Start to send the next ``sizes[r]`` elements of ``sent`` to rank ``r``, for every rank.
-
-        Args:
-            sent: 1-D, contiguous, ``sum(sizes)`` elements.
-            sizes: the number of elements for each rank, which may be 0.
-            received: 1-D, contiguous, ``sum(their_sizes)`` elements, of the same dtype: what the
-                ranks sent here, in their order.
-            their_sizes: the number of elements from each rank: what that rank gives as the size for
-                this one.
-            label: as in :meth:`start`. Its detail has to tell calls with other sizes apart.
-
-        Returns:
-            The work to wait for; leave both tensors alone until then.
-        """
-        call = self._log.add("all-to-all", [], label)
-        rows, landing = torch.split(sent, list(sizes)), torch.split(received, list(their_sizes))
-        if self._waiter is not None:
-            return self._send(call, self._waiter, rows, landing)
-        to_others = sent.nbytes - rows[self.rank].nbytes
-        exchange = Collective.of(
-            dist.all_to_all_single, received, sent, list(their_sizes), list(sizes), group=self.group
-        )
-        return self._collect(call, sent, to_others, exchange)
-
     def exchange_numbers(self, mine: int, label: Label) -> list[int]:
         """Gather a number from every rank, and wait for them.
 
@@ -192,11 +171,10 @@ class AllToAll:
         Raises:
             PeerLostError: a peer is lost.
         """
-        sent = torch.full((self.world_size,), mine, dtype=torch.int64, device=self._device)
+        sent = torch.full((self.world_size, 1), mine, dtype=torch.int64, device=self._device)
         received = torch.empty_like(sent)
-        ones = [1] * self.world_size
-        self.start_uneven(sent, ones, received, ones, label).wait()
-        return carrier().numbers(received, mine)
+        self.start(sent, received, label).wait()
+        return carrier().numbers(received.view(-1), mine)
 
     def abandon(self) -> None:
         """Let the others notice that this rank will not finish what it has begun with them.

@@ -132,6 +132,10 @@ class Transport(ABC):
         name: the name of the transport, for reports.
         rank: this process's rank in the mesh dimension.
         world_size: the number of ranks in the mesh dimension.
+        overlaps_compute: whether bytes move without a wait (asynchronous progress, as over a
+            network): a collective that is under way then costs nothing but its memory, so issue it
+            early and wait for it late. If not, the thread that waits does the work: waiting later
+            hides nothing, so wait as soon as the call allows.
         wire: the formats of what leaves the host.
         replaced: the collectives that the user provides.
     """
@@ -139,6 +143,7 @@ class Transport(ABC):
     name: str
     rank: int
     world_size: int
+    overlaps_compute: bool
     wire: Wire = Wire()
     replaced: frozenset[Kind] = frozenset()
 
@@ -163,16 +168,6 @@ class Transport(ABC):
 
     @abstractmethod
     def _all_reduce(self, call: Call) -> Work: ...
-
-    @abstractmethod
-    def overlaps_compute(self) -> bool:
-        """Decide whether to issue collectives early and to wait for them late.
-
-        Returns:
-            True if bytes move without a wait (asynchronous progress, as over a network): a
-            collective that is under way then costs nothing but its memory. False if the thread that
-            waits does the work: waiting later hides nothing, so wait as soon as the call allows.
-        """
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -317,16 +312,25 @@ class PendingWork:
             self._finish = None
 
 
+def wait_for_all(works: Sequence[Work]) -> Work:
+    """Return the works of one call as one."""
+    if len(works) == 1:
+        return works[0]
+
+    def finish() -> None:
+        for work in works:
+            work.wait()
+
+    return PendingWork(finish)
+
+
 class LocalTransport(Transport):
     """Collectives over one rank. They need no process group and work on any device."""
 
     name = "local"
     rank = 0
     world_size = 1
-
-    def overlaps_compute(self) -> bool:
-        """Return False: the call itself does the work."""
-        return False
+    overlaps_compute = False
 
     def _all_gather(self, call: Call) -> Work:
         """Copy every shard into its full, in the dtype of the full."""

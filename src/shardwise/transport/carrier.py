@@ -8,23 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import platform
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from shardwise._torch.c10d import coalesced
+from shardwise._torch import c10d
 from shardwise.base.devices import Backend
-from shardwise.transport import hosts
+from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import Transport
-from shardwise.transport.peers import Peers
+from shardwise.transport.peers import Peers, polling
 from shardwise.transport.runner import Turn
 from shardwise.transport.shm.arena import Arena, PageMap
 from shardwise.transport.shm.handshake import SharedMemoryUnavailableError, shake_hands
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.waiter import Launched
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_NAMESPACES = Path("/proc/self/ns")
+_KEY = "shardwise/host"
+_DOING = "the comparison of hosts for a wire"
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,20 @@ class Collective:
     ) -> Collective:
         """Prepare ``function(tensor, *args, **kwargs)``."""
         return cls(tensor, functools.partial(function, tensor, *args, **kwargs))
+
+
+@dataclass(frozen=True)
+class Announced:
+    """What a rank tells the others of its process group.
+
+    Attributes:
+        host: a name that the ranks of a host, and no others, have in common. Ranks in different
+            network namespaces of one host count as being on several: between them is a network.
+        wire: the first wire that it has for the group.
+    """
+
+    host: str
+    wire: str
 
 
 class Ends(Protocol):
@@ -82,12 +103,20 @@ class Carrier:
             return str(error)
 
     def announce(self, peers: Peers, wire: str) -> None:
-        """Tell the others on which host this rank is, and its wire."""
-        hosts.announce(peers, wire)
+        """Tell the others on which host this rank is, the first time, without waiting for them."""
+        announced_wires = peers.once(_announced_wires)
+        if not announced_wires:
+            announced_wires.append(wire)
+            if c10d.has_shared_store(peers.group):  # else no other rank is there
+                peers.store.set(f"{_KEY}/{peers.rank}", f"{_name()}\n{wire}")
 
-    def announced(self, peers: Peers) -> Sequence[hosts.Announced]:
-        """Return what the ranks of a group have announced."""
-        return hosts.announced(peers)
+    def announced(self, peers: Peers) -> Sequence[Announced]:
+        """Return what all ranks of the group have announced, in rank order.
+
+        Raises:
+            PeerLostError: one of them is gone, or did not come within the timeout of the group.
+        """
+        return peers.once(_read)
 
     def ends(self, group: dist.ProcessGroup) -> Ends:
         """Return where messages between the ranks of a group leave and arrive."""
@@ -97,14 +126,14 @@ class Carrier:
         """Whether peers are watched while collectives on the host are waited for."""
         return backend.sends_messages
 
-    def launch(self, together: Sequence[Collective]) -> Launched:
-        """Launch a collective."""
-        (call,) = together
-        return call.start(async_op=True)
-
-    def launch_together(self, group: dist.ProcessGroup, calls: Sequence[Collective]) -> Launched:
-        """Launch several collectives at once."""
-        with coalesced(group) as work:
+    def launch(
+        self, calls: Sequence[Collective], group: dist.ProcessGroup | None = None
+    ) -> Launched:
+        """Launch a collective; or several at once, over a group whose backend does that."""
+        if group is None:
+            (call,) = calls
+            return call.start(async_op=True)
+        with c10d.coalesced(group) as work:
             for call in calls:
                 call.start(async_op=False)
         return work
@@ -139,3 +168,72 @@ def carried_by(other: Carrier) -> Iterator[None]:
         yield
     finally:
         _current = before
+
+
+# -- who is on which host --------------------------------------------------------------------------
+
+
+def ranks_per_host(hosts: Sequence[str]) -> int | None:
+    """Return on how many ranks in a row each host has; ``None`` if some have others.
+
+    Args:
+        hosts: by rank.
+    """
+    local = sum(host == hosts[0] for host in hosts)
+    rows = [set(hosts[first : first + local]) for first in range(0, len(hosts), local)]
+    is_even = len(hosts) % local == 0 and all(len(row) == 1 for row in rows)
+    return local if is_even and len(set.union(*rows)) == len(rows) else None
+
+
+def check_wires(peers: Peers, said: Sequence[Announced]) -> None:
+    """Check that all ranks have the same wire before they meet because of it.
+
+    Raises:
+        RanksDivergedError: they have not.
+    """
+    for rank, theirs in enumerate(said):
+        if theirs.wire != said[peers.rank].wire:
+            members = peers.members
+            raise RanksDivergedError(
+                f"ranks have diverged: between ranks {members}, rank {members[peers.rank]} has the "
+                f"wire {said[peers.rank].wire} and rank {members[rank]} has {theirs.wire}. All "
+                "ranks have to shard the same modules in the same order, with the same wires"
+            )
+
+
+def _announced_wires(peers: Peers) -> list[str]:
+    """Keep what this rank has announced."""
+    return []
+
+
+def _read(peers: Peers) -> Sequence[Announced]:
+    if not c10d.has_shared_store(peers.group):
+        return [Announced(_name(), peers.once(_announced_wires)[0])] * peers.size
+    with peers.collective(_DOING):  # the store may go with the rank that keeps it
+        store = peers.store
+        keys = {rank: f"{_KEY}/{rank}" for rank in range(peers.size)}
+        have_come = polling(lambda: bool(store.check(list(keys.values()))))
+        peers.watch(_DOING).wait(
+            have_come, lambda: [rank for rank, key in keys.items() if not store.check([key])]
+        )
+        return [Announced(*store.get(key).decode().split("\n")) for key in keys.values()]
+
+
+def host_by(namespace: str) -> str:
+    """Name this host and one of its namespaces: the same for all processes that share both.
+
+    Args:
+        namespace: the kind of namespace, as the kernel calls it: ``"net"``, ``"time"``.
+    """
+    try:
+        boot = _BOOT_ID.read_text().strip()
+    except OSError:  # not Linux
+        return platform.node()
+    try:
+        return f"{boot} {(_NAMESPACES / namespace).readlink()}"
+    except OSError:  # a kernel without such namespaces
+        return boot
+
+
+def _name() -> str:
+    return host_by("net")

@@ -8,15 +8,8 @@
 | fp8 | 1 + 4 / 256 | 2^-4 of the value, or 2^-19 of the largest in the same block of 256 |
 | int8 | 1 + 4 / 256 | 1/254 of the largest value in the same block of 256 (at least 2^-127) |
 
-Two formats of less than a byte per element are for values whose errors are kept and sent later:
-
-| format | bytes per element | numbers | squared error of normal values |
-| --- | --- | --- | --- |
-| int4 | 1/2 + 4 / 256 | -7 to 7, times the largest value of the block / 7 | 1.6 % |
-| ternary | 1/5 + 5 / 256 | -1, 0 and 1, times a level of the block | 19 % |
-
-Values that are not finite stay so in every format. In formats with blocks they make all of their
-block so.
+:mod:`shardwise.diloco.few_bits` has formats of less than a byte. Values that are not finite stay so
+in every format. In formats with blocks they make all of their block so.
 
 A *piece* is a stretch of values that is encoded by itself: no block has values of two pieces. It
 passes through in tiles that fit into the cache of a processor, so encoding reads its input from
@@ -26,9 +19,9 @@ memory once.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -46,9 +39,6 @@ _ALIGNMENT = 16
 #: Elements that are encoded at once: on the host, as many as its cache holds a few times.
 _HOST_TILE = 128 * 1024
 _DEVICE_TILE = 4 * 1024 * 1024
-#: The best threshold between 0 and 1 for normal values is 0.612 standard deviations, which is this
-#: share of their mean magnitude.
-_THRESHOLD = 0.767
 
 
 @dataclass(frozen=True)
@@ -133,21 +123,24 @@ class Noise:
         return self._table[start : start + numel]
 
 
-class Codec(Protocol):
+class Codec(ABC):
     """Encodes and decodes tiles of fp32 values; see :func:`encode` and :func:`decode` for pieces.
 
     Attributes:
         block: tiles begin at multiples of this many elements.
     """
 
-    block: int
+    block = 1
 
+    @abstractmethod
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece of ``numel`` elements."""
 
+    @abstractmethod
     def piece(self, raw: torch.Tensor, numel: int) -> Piece:
         """Return the parts of the piece of ``numel`` elements that lies in ``raw``, uint8."""
 
+    @abstractmethod
     def write(
         self,
         values: torch.Tensor,
@@ -167,21 +160,25 @@ class Codec(Protocol):
                 rounds to the nearest number.
         """
 
+    @abstractmethod
     def read(self, piece: Piece, start: int, out: torch.Tensor) -> None:
         """Decode as many elements as ``out`` has, fp32 and contiguous, from ``start`` on."""
 
     def spoiled(self, piece: Piece, numel: int) -> torch.Tensor | None:
-        """Count the blocks of a piece's first elements that decode to no finite numbers."""
+        """Count the blocks of a piece's first elements that decode to no finite numbers.
+
+        Returns:
+            Their number, 0-dim; ``None`` if there are no blocks.
+        """
+        return None
 
 
-class CastCodec:
+class CastCodec(Codec):
     """Casts values to a floating-point dtype.
 
     Args:
         dtype: the dtype on the wire.
     """
-
-    block = 1
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -210,12 +207,8 @@ class CastCodec:
         """Decode exactly."""
         out.copy_(piece.numbers[start : start + out.numel()])
 
-    def spoiled(self, piece: Piece, numel: int) -> torch.Tensor | None:
-        """Return ``None``: there are no blocks."""
-        return None
 
-
-class BlockCodec:
+class BlockCodec(Codec):
     """Numbers of one byte, and for every block the fp32 scale to multiply them by.
 
     A piece is ``| scales | numbers |``. A scale is the largest magnitude of its block divided by
@@ -228,12 +221,13 @@ class BlockCodec:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of a piece."""
-        return aligned(4 * -(-numel // BLOCK) + numel)
+        return aligned(4 * -(-numel // BLOCK) + self._bytes_of(numel))
 
     def piece(self, raw: torch.Tensor, numel: int) -> Piece:
         """Divide the piece into numbers and scales."""
         end = 4 * -(-numel // BLOCK)
-        return Piece(raw[end : end + numel].view(self.dtype), raw[:end].view(torch.float32))
+        numbers = raw[end : end + self._bytes_of(numel)]
+        return Piece(numbers.view(self.dtype), raw[:end].view(torch.float32))
 
     def write(
         self,
@@ -245,14 +239,13 @@ class BlockCodec:
     ) -> None:
         """Divide every block by its scale, and round."""
         for place in split_blocks(values.numel()):
-            rows = rows_of(values[place])
-            scales = scales_of(piece, start, place)
-            torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_(), out=scales)
-            scales.div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
-            # Nearly a division, in half of the time.
-            work = torch.mul(rows, scales.reciprocal(), out=rows_of(room[place]))
-            at = slice(start + place.start, start + place.stop)
-            self._round(work, piece.numbers[at], None if noise is None else rows_of(noise[place]))
+            self._encode_rows(
+                rows_of(values[place]),
+                scales_of(piece, start, place),
+                rows_of(room[place]),
+                self.numbers_of(piece, start, place),
+                None if noise is None else rows_of(noise[place]),
+            )
 
     def read(self, piece: Piece, start: int, out: torch.Tensor) -> None:
         """Multiply by the scales."""
@@ -266,11 +259,37 @@ class BlockCodec:
         largest = piece.scales[: -(-numel // BLOCK)] * self.largest
         return largest.isfinite().logical_not_().sum()
 
+    def _encode_rows(
+        self,
+        rows: torch.Tensor,
+        scales: torch.Tensor,
+        work: torch.Tensor,
+        numbers: torch.Tensor,
+        noise: torch.Tensor | None,
+    ) -> None:
+        """Write scales and numbers of blocks; ``work`` may be the memory of ``rows``."""
+        self.find_scales(rows, scales)
+        # Nearly a division, in half of the time.
+        self._round(torch.mul(rows, scales.reciprocal(), out=work), numbers, noise)
+
+    def find_scales(self, rows: torch.Tensor, scales: torch.Tensor) -> None:
+        """Write the scales of blocks."""
+        torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_(), out=scales)
+        scales.div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
+
     def _round(self, work: torch.Tensor, numbers: torch.Tensor, noise: torch.Tensor | None) -> None:
         raise NotImplementedError
 
     def _to_float(self, numbers: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(numbers)
+
+    def _bytes_of(self, numel: int) -> int:
+        return numel
+
+    def numbers_of(self, piece: Piece, start: int, place: slice) -> torch.Tensor:
+        """View the numbers of some blocks; see :func:`scales_of`."""
+        first, last = (self._bytes_of(start + end) for end in (place.start, place.stop))
+        return piece.numbers[first:last]
 
 
 class Int8Codec(BlockCodec):
@@ -306,130 +325,12 @@ class Fp8Codec(BlockCodec):
         out.copy_(bits.view(torch.float16)).mul_(256.0)
 
 
-class _PackedCodec(BlockCodec):
-    """Several numbers in a byte, as the digits of a number.
-
-    A ternary number has 1.58 bits, and five of them fit into a byte. The bytes of a block begin
-    with those that its first elements are in: of a block of 256, byte ``j`` has the elements ``j``,
-    ``j + 52``, ``j + 104``, and so on.
-
-    A block of less than 256 elements, which is the last one of a piece, is decoded as long as it
-    was encoded: where its numbers are depends on its length.
-    """
-
-    base: int
-    per_byte: int
-    #: What a digit of 0 stands for.
-    lowest: int
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of a piece."""
-        return aligned(4 * -(-numel // BLOCK) + self._bytes_of(numel))
-
-    def piece(self, raw: torch.Tensor, numel: int) -> Piece:
-        """Divide the piece into numbers and scales."""
-        end = 4 * -(-numel // BLOCK)
-        return Piece(raw[end : end + self._bytes_of(numel)], raw[:end].view(torch.float32))
-
-    def write(
-        self,
-        values: torch.Tensor,
-        piece: Piece,
-        start: int,
-        room: torch.Tensor,
-        noise: torch.Tensor | None = None,
-    ) -> None:
-        """Find a scale and the digits for every block."""
-        assert noise is None, "formats of less than a byte round to the nearest number"
-        for place in split_blocks(values.numel()):
-            digits = rows_of(room[place])
-            self._to_digits(rows_of(values[place]), scales_of(piece, start, place), digits)
-            width = digits.shape[1]
-            step = -(-width // self.per_byte)
-            packed = digits[:, :step]
-            for i in range(1, self.per_byte):
-                part = digits[:, i * step : (i + 1) * step]
-                packed[:, : part.shape[1]].add_(part, alpha=self.base**i)
-            self._numbers(piece, start, place).view(-1, step).copy_(packed)
-
-    def read(self, piece: Piece, start: int, out: torch.Tensor) -> None:
-        """Multiply the numbers by the scales."""
-        for place in split_blocks(out.numel()):
-            rows = rows_of(out[place])
-            step = -(-rows.shape[1] // self.per_byte)
-            packed = self._numbers(piece, start, place).view(-1, step).float()
-            for i in range(self.per_byte):
-                part = rows[:, i * step : (i + 1) * step]
-                # The numbers are whole, so that half of one keeps the quotient away from them.
-                rest = packed.add(0.5).mul_(1 / self.base).floor_()
-                digits = packed.sub_(rest, alpha=self.base)
-                part.copy_(digits[:, : part.shape[1]])
-                packed = rest
-            rows.add_(self.lowest).mul_(scales_of(piece, start, place))
-
-    def _to_digits(self, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        """Write scales and digits; ``out`` may be the memory of ``rows``."""
-        raise NotImplementedError
-
-    def _bytes_of(self, numel: int) -> int:
-        whole, rest = divmod(numel, BLOCK)
-        return whole * -(-BLOCK // self.per_byte) + -(-rest // self.per_byte)
-
-    def _numbers(self, piece: Piece, start: int, place: slice) -> torch.Tensor:
-        first, last = (self._bytes_of(start + end) for end in (place.start, place.stop))
-        return piece.numbers[first:last]
-
-
-class Int4Codec(_PackedCodec):
-    """Integers from -7 to 7, two in a byte; the error is at most half a scale."""
-
-    largest = 7.0
-    base, per_byte, lowest = 16, 2, -7
-
-    def _to_digits(self, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_(), out=scales)
-        scales.div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
-        torch.mul(rows, scales.reciprocal(), out=out).round_().sub_(self.lowest)
-
-
-class TernaryCodec(_PackedCodec):
-    """Signs of the larger values of a block, and 0 for the others; five in a byte.
-
-    The scale is the mean magnitude of the values that are not 0, with which no other scale has a
-    smaller squared error: at most that of sending zeros. The threshold is found in two steps, for
-    normal values first, and then half of the scale that follows.
-    """
-
-    largest = 1.0
-    base, per_byte, lowest = 3, 5, -1
-
-    def _to_digits(self, rows: torch.Tensor, scales: torch.Tensor, out: torch.Tensor) -> None:
-        mean = torch.linalg.vector_norm(rows, 1, 1, keepdim=True).div_(rows.shape[1])
-        level = self._level(rows, self._signs(rows, mean * _THRESHOLD))
-        signs = self._signs(rows, level / 2)
-        # If a value is not finite, neither is the mean, whatever was counted.
-        torch.add(self._level(rows, signs), mean.mul_(0.0), out=scales)
-        torch.sub(signs, self.lowest, out=out)
-
-    def _signs(self, rows: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-        """Return -1, 0 or 1 for each value."""
-        return (rows > threshold).float().sub_((rows < -threshold).float())
-
-    def _level(self, rows: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-        """Return the mean magnitude of the values that are not 0 in ``signs``."""
-        count = torch.linalg.vector_norm(signs, 1, 1, keepdim=True).clamp_(min=1.0)
-        total: torch.Tensor = torch.linalg.vecdot(rows, signs)
-        return total.unsqueeze(1).div_(count)
-
-
 _CODECS: dict[WireFormat, Codec] = {
     WireFormat.FP32: CastCodec(torch.float32),
     WireFormat.FP16: CastCodec(torch.float16),
     WireFormat.BF16: CastCodec(torch.bfloat16),
     WireFormat.FP8: Fp8Codec(),
     WireFormat.INT8: Int8Codec(),
-    WireFormat.INT4: Int4Codec(),
-    WireFormat.TERNARY: TernaryCodec(),
 }
 
 

@@ -83,6 +83,7 @@ class CollectivesTransport(Transport):
         self.rank = group.rank()
         self.world_size = group.size()
         self.group = group
+        self.overlaps_compute = backend.progresses
         self._backend = backend
         self._alone_bytes = alone_bytes
         self._packs_all = alone_bytes == sys.maxsize
@@ -90,12 +91,8 @@ class CollectivesTransport(Transport):
         self.log = CollectiveLog(self._peers, self.name) if log is None else log
         watches = carrier().watches(backend)
         self._waiter = Waiter(self._peers, self.log.compare) if watches else None
-        #: Launches collectives that are launched at once.
-        self._launch: Callable[[Sequence[Collective]], Launched] = carrier().launch
-
-    def overlaps_compute(self) -> bool:
-        """Return whether the backend moves bytes by itself."""
-        return self._backend.progresses
+        #: The group, if its backend launches several collectives at once.
+        self._coalescing: dist.ProcessGroup | None = None
 
     def _all_gather(self, call: Call) -> Work:
         """Gather with one collective per bucket."""
@@ -166,10 +163,6 @@ class CollectivesTransport(Transport):
         finish = functools.partial(self._deliver, sums, tensors, op)
         return self._start(call, calls, finish, lambda: sum(tensor.nbytes for tensor in tensors))
 
-    def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
-        """Divide collectives of one kind into those that are launched at once."""
-        return [[call] for call in calls]
-
     def _start(
         self,
         call: Call,
@@ -181,12 +174,15 @@ class CollectivesTransport(Transport):
         doing = logged.text
         if not calls:
             return FinishedWork()
-        launches = self._together(calls)
-        issued = self.log.issue(logged, len(launches), nbytes)
+        at_once: dict[object, list[Collective]] = {}
+        for one in calls:
+            key = id(one) if self._coalescing is None else one.tensor.dtype
+            at_once.setdefault(key, []).append(one)
+        issued = self.log.issue(logged, len(at_once), nbytes)
         launched: list[Launched] = []
         with self._peers.collective(doing):
-            for each in launches:
-                launched.append(self._launch(each))  # noqa: PERF401 - tests take it out
+            for each in at_once.values():
+                launched.append(carrier().launch(each, self._coalescing))  # noqa: PERF401 - tests take it out
         on_host = calls[0].tensor.device.type == "cpu"
 
         def wait_and_finish(calls: object = calls) -> None:  # holds what the collectives read
@@ -257,10 +253,4 @@ class NcclTransport(CollectivesTransport):
     def __init__(self, group: dist.ProcessGroup, backend: Backend = devices.NCCL) -> None:
         self.name = backend.name
         super().__init__(group, backend, SMALL_BYTES)
-        self._launch = functools.partial(carrier().launch_together, group)
-
-    def _together(self, calls: Sequence[Collective]) -> list[list[Collective]]:
-        by_dtype: dict[torch.dtype, list[Collective]] = {}
-        for call in calls:
-            by_dtype.setdefault(call.tensor.dtype, []).append(call)
-        return list(by_dtype.values())
+        self._coalescing = group

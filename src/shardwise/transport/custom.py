@@ -23,8 +23,9 @@ from shardwise.transport.base import (
     Reduce,
     Transport,
     Work,
+    wait_for_all,
 )
-from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill
+from shardwise.transport.buckets import as_bytes, as_rows, copy_chunks, fill, unpack
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Runner, Turn
 from shardwise.transport.waiter import Launched
@@ -87,6 +88,7 @@ class CustomTransport(Transport):
     ) -> None:
         self.rank = inner.rank
         self.world_size = inner.world_size
+        self.overlaps_compute = inner.overlaps_compute
         self._inner = inner
         self._group = group
         self._gather = all_gather
@@ -95,10 +97,6 @@ class CustomTransport(Transport):
         self.replaced = frozenset(kind for kind, comm in provided.items() if comm is not None)
         self._runner = Runner(Turn.WAIT)
         self._backend: devices.Backend | None = None
-
-    def overlaps_compute(self) -> bool:
-        """Decide as the inner transport does."""
-        return self._inner.overlaps_compute()
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device
@@ -138,14 +136,11 @@ class CustomTransport(Transport):
             )
             return flat, work
 
-        queued, flat = self._beside(device, start)
-
-        def finish() -> None:
-            queued.wait()
+        def deliver(flat: torch.Tensor) -> None:
             for row, column in zip(rows, torch.split(flat, sizes, dim=1), strict=True):
                 row.copy_(column)
 
-        return PendingWork(finish)
+        return self._beside(device, start, deliver)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one call per dtype."""
@@ -155,32 +150,29 @@ class CustomTransport(Transport):
         by_dtype: dict[torch.dtype, list[int]] = {}
         for i, shard in enumerate(shards):
             by_dtype.setdefault(shard.dtype, []).append(i)
-        works = [
-            self._reduce_one([fulls[i] for i in indices], [shards[i] for i in indices], call.op)
-            for indices in by_dtype.values()
-        ]
-
-        def finish() -> None:
-            for work in works:
-                work.wait()
-
-        return PendingWork(finish)
+        return wait_for_all(
+            [
+                self._reduce_one([fulls[i] for i in indices], [shards[i] for i in indices], call.op)
+                for indices in by_dtype.values()
+            ]
+        )
 
     def _all_reduce(self, call: Call) -> Work:
         """Reduce as the inner transport does."""
         return self._inner.start(call)
 
     def _beside(
-        self, device: torch.device, start: Callable[[], tuple[torch.Tensor, dist.Work | None]]
-    ) -> tuple[Work, torch.Tensor]:
+        self,
+        device: torch.device,
+        start: Callable[[], tuple[torch.Tensor, dist.Work | None]],
+        deliver: Callable[[torch.Tensor], None],
+    ) -> Work:
         """Start a custom collective on a stream beside the computing one, if there are any.
 
         Args:
             device: of its buffers.
             start: allocates and fills them; returns what it writes to, and its work.
-
-        Returns:
-            What to wait for, and then to read.
+            deliver: reads what was written, once it has been waited for.
         """
         written: list[torch.Tensor] = []
 
@@ -189,7 +181,13 @@ class CustomTransport(Transport):
             written.append(result)
             yield FinishedWork() if work is None else work
 
-        return self._runner.queue(steps(), device), written[0]
+        queued = self._runner.queue(steps(), device)
+
+        def finish() -> None:
+            queued.wait()
+            deliver(written[0])
+
+        return PendingWork(finish)
 
     def _reduce_one(
         self, fulls: Sequence[torch.Tensor], shards: Sequence[torch.Tensor], op: Reduce
@@ -216,13 +214,9 @@ class CustomTransport(Transport):
             )
             return result, work
 
-        queued, result = self._beside(device, start)
-
-        def finish() -> None:
-            queued.wait()
+        def deliver(result: torch.Tensor) -> None:
             if op is Reduce.AVG and not averages:
                 result.div_(self.world_size)
-            for shard, part in zip(shards, torch.split(result, sizes), strict=True):
-                shard.copy_(part)
+            unpack(result, shards)
 
-        return PendingWork(finish)
+        return self._beside(device, start, deliver)

@@ -61,6 +61,7 @@ class GlooTransport(Transport):
     """
 
     name = GLOO.name
+    overlaps_compute = True  # gloo's thread sends and receives messages by itself
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.rank = group.rank()
@@ -74,10 +75,6 @@ class GlooTransport(Transport):
         self._scratch = Scratch()
         self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
         self._collectives = CollectivesTransport(group, GLOO, SMALL_ALL_REDUCE_BYTES, self.log)
-
-    def overlaps_compute(self) -> bool:
-        """Return True: gloo's thread sends and receives messages by itself."""
-        return True
 
     def _all_gather(self, call: Call) -> Work:
         """Send every shard to all peers; receive theirs in place.

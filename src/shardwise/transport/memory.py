@@ -153,20 +153,18 @@ class Scratch:
     New memory costs page faults, which take longer than copying as many bytes. So a block as large
     as the largest need so far is kept, up to :data:`KEPT_BYTES`. A borrower that needs more, or
     that comes while the block is lent, gets new memory.
+
+    Attributes:
+        block: what is kept.
     """
 
     def __init__(self) -> None:
-        self._block = _block(0)
+        self.block = _block(0)
 
     def borrow(self) -> Loan:
         """Lend the block."""
-        block, self._block = self._block, _block(0)
+        block, self.block = self.block, _block(0)
         return Loan(self, block)
-
-    def give_back(self, block: torch.Tensor) -> None:
-        """Take a block back, and keep it if it is larger than the current one and small enough."""
-        if self._block.numel() < block.numel() <= KEPT_BYTES:
-            self._block = block
 
 
 class Loan:
@@ -192,12 +190,13 @@ class Loan:
         A block that was too small is replaced by one that would have been large enough.
         """
         replace = self._block.numel() < self._taken <= KEPT_BYTES
-        self._scratch.give_back(_block(self._taken) if replace else self._block)
-        self._block = _block(0)
+        block, self._block = _block(self._taken) if replace else self._block, _block(0)
+        if self._scratch.block.numel() < block.numel() <= KEPT_BYTES:
+            self._scratch.block = block
 
 
-def _block(nbytes: int) -> torch.Tensor:
-    block = torch.empty(nbytes, dtype=torch.uint8)
+def _block(nbytes: int, device: torch.device = devices.CPU) -> torch.Tensor:
+    block = torch.empty(nbytes, dtype=torch.uint8, device=device)
     prefer_huge_pages(block.untyped_storage())
     return reported(block)
 
@@ -220,9 +219,7 @@ class Blocks:
             for i, block in enumerate(self._free):
                 if block.numel() == nbytes:
                     return self._free.pop(i)
-        block = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        prefer_huge_pages(block.untyped_storage())
-        return reported(block)
+        return _block(nbytes, self._device)
 
     def take_for(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype]

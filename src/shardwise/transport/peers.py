@@ -15,7 +15,6 @@ backends say.
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import enum
 import itertools
@@ -71,6 +70,42 @@ class Loss(enum.Enum):
 
     CLOSED = "the peer closed the connection"
     SILENT = "no answer in time"
+
+
+class Job:
+    """Something that another thread does.
+
+    Args:
+        function: what it does.
+
+    Attributes:
+        error: what it has raised.
+    """
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+        self.error: BaseException | None = None
+        self._is_over = False
+        self._under_way = threading.Lock()  # an event would cost several times as much
+        self._under_way.acquire()
+
+    def run(self) -> None:
+        """Do it, and keep what it raises."""
+        assert self._function is not None
+        try:
+            self._function()
+        except BaseException as error:  # whatever it is, the caller must know
+            self.error = error
+        finally:
+            self._function = None  # what it holds is freed now
+            self._is_over = True
+            self._under_way.release()
+
+    def sleep(self, seconds: float = -1) -> bool:
+        """Sleep until it is done, by default however long that takes; return whether it is."""
+        if not self._is_over and self._under_way.acquire(timeout=seconds):
+            self._under_way.release()
+        return self._is_over
 
 
 class Peers:
@@ -311,21 +346,14 @@ class Peers:
         if not ranks or not self._has_gloo:
             with self.collective(doing):
                 return function()
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:  # whatever it is, the caller must know
-                future.set_exception(error)
-
-        watch = self.watch(doing, told)
-        threading.Thread(target=run, daemon=True, name="shardwise-call").start()
-        watch.wait(
-            lambda seconds: bool(concurrent.futures.wait([future], seconds).done), lambda: ranks
-        )
+        found: list[T] = []
+        job, watch = Job(lambda: found.append(function())), self.watch(doing, told)
+        threading.Thread(target=job.run, daemon=True, name="shardwise-call").start()
+        watch.wait(job.sleep, lambda: ranks)
         with self.collective(doing, lambda: self.departed(ranks)):
-            return future.result()
+            if job.error is not None:
+                raise job.error
+        return found[0]
 
     def gather_objects(self, mine: T, doing: str) -> list[T]:
         """Gather an object from every rank. All ranks call it.

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import queue
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +20,8 @@ import torch
 
 from shardwise.base import devices
 from shardwise.transport.base import PendingWork, Work
-from shardwise.transport.waiter import Launched
+from shardwise.transport.peers import Job
+from shardwise.transport.waiter import JobThread, Launched
 
 _here = threading.local()
 
@@ -116,7 +115,7 @@ class Turn(enum.Enum):
     CALL = "in the call"
 
 
-class Job:
+class BesideJob(Job):
     """Something that is done beside the program.
 
     Args:
@@ -124,31 +123,22 @@ class Job:
         left: jobs that are not done before one is waited for, in their order.
     """
 
-    def __init__(self, function: Callable[[], None], left: deque[Job]) -> None:
-        self._function: Callable[[], None] | None = function
+    def __init__(self, function: Callable[[], None], left: deque[BesideJob]) -> None:
+        super().__init__(function)
         self._left = left
-        self._error: BaseException | None = None
-        self._is_done = threading.Event()
 
     def run(self) -> None:
         """Do it, and keep what it raises for :meth:`wait`."""
-        assert self._function is not None
-        try:
-            with _beside(), torch.no_grad():  # a setting of each thread
-                self._function()
-        except BaseException as error:
-            self._error = error
-        finally:
-            self._function = None  # what it holds is freed now
-            self._is_done.set()
+        with _beside(), torch.no_grad():  # a setting of each thread
+            super().run()
 
     def wait(self) -> None:
         """Wait until it is done; raise what it raised."""
         while self in self._left:
             self._left.popleft().run()
-        self._is_done.wait()
-        if self._error is not None:
-            raise self._error
+        self.sleep()
+        if self.error is not None:
+            raise self.error
 
 
 class Runner:
@@ -160,11 +150,9 @@ class Runner:
 
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
-        self._left: deque[Job] = deque()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._left: deque[BesideJob] = deque()
+        self._thread = JobThread("shardwise-background")
         self._stream: torch.Stream | None = None
-        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def start(self, steps: Iterator[Launched], device: torch.device, first: int) -> Work:
         """Start a collective that is completed whether or not it is waited for.
@@ -181,7 +169,7 @@ class Runner:
         return PendingWork(self.submit(run.wait).wait)
 
     def start_watched(
-        self, steps: Iterator[Exchange], device: torch.device, watch: Callable[[Job], None]
+        self, steps: Iterator[Exchange], device: torch.device, watch: Callable[[BesideJob], None]
     ) -> Work:
         """Start a collective whose second step begins by itself. Who waits does what is left.
 
@@ -218,30 +206,18 @@ class Runner:
             done = devices.current_stream(device).record_event()
         return PendingWork(lambda: devices.current_stream(device).wait_event(done))
 
-    def submit(self, function: Callable[[], None]) -> Job:
+    def submit(self, function: Callable[[], None]) -> BesideJob:
         """Do a job after those that came before."""
-        job = Job(function, self._left)
+        job = BesideJob(function, self._left)
         if self._turn is Turn.CALL:
             job.run()
         elif self._turn is not Turn.THREAD:
             self._left.append(job)
         else:
-            if self._thread is None:
-                # It is not joined: after a loss it may wait until the group's timeout.
-                self._thread = threading.Thread(
-                    target=_run_jobs, args=(self._jobs,), daemon=True, name="shardwise-background"
-                )
-                self._thread.start()
-            self._jobs.put(job)
+            self._thread.put(job)
         return job
 
     def catch_up(self) -> None:
         """Do what has to be done before the next call."""
         while self._left and self._turn is Turn.NEXT_CALL:
             self._left.popleft().run()
-
-
-def _run_jobs(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # or it would live until the next

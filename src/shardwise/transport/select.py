@@ -17,20 +17,19 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.base.devices import Backend
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import LocalTransport, Transport
-from shardwise.transport.carrier import carrier
+from shardwise.transport.carrier import carrier, check_wires, ranks_per_host
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
-from shardwise.transport.hosts import check_wires, ranks_per_host
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.runner import Runner
 from shardwise.transport.shm.handshake import address_limit
@@ -152,9 +151,9 @@ def _encoded(
 def _two_levels(
     peers: Peers, device: torch.device, wire: Wire, requested: str
 ) -> TwoLevelTransport:
-    levels, runners = peers.once(_levels), peers.once(_runners)
+    levels = peers.once(_levels)
     turn = carrier().turn_over_hosts(carrier().backend(peers, device))
-    runner = runners.setdefault(device, Runner(turn))
+    runner = levels.runners.setdefault(device, Runner(turn))
     between = select_transport(levels.across, device, "c10d" if requested == "auto" else requested)
     return TwoLevelTransport(
         _encoded(between, levels.across, device, wire, runner),
@@ -172,11 +171,13 @@ class Levels:
         across: the ranks with this rank's number on all hosts.
         gathers: the ranks of this host.
         reductions: the same, in a group of their own: each is used in one thread.
+        runners: what drives two levels, by device: for all wires, as they share a host's groups.
     """
 
     across: dist.ProcessGroup
     gathers: dist.ProcessGroup
     reductions: dist.ProcessGroup
+    runners: dict[torch.device, Runner] = field(default_factory=dict)
 
 
 def _levels(peers: Peers) -> Levels:
@@ -192,11 +193,6 @@ def _levels(peers: Peers) -> Levels:
     for group in (made.gathers, made.reductions):
         Peers(group).name_dimension(f"{peers.dimension} inside a host".strip())
     return made
-
-
-def _runners(peers: Peers) -> dict[torch.device, Runner]:
-    """Keep what drives two levels, by device: one for all wires, as they share a host's groups."""
-    return {}
 
 
 def _checked(requested: str | None) -> str:
@@ -220,21 +216,12 @@ def c10d_transport(group: dist.ProcessGroup, device: torch.device) -> Transport:
     Raises:
         ValueError: the group has no backend for the device.
     """
-    backend = backend_for(group, device)
+    backend = carrier().backend(Peers(group), device)
     if backend.sends_messages:
         return GlooTransport(group)
     if backend.coalesces and backend.gathers_in_place:
         return NcclTransport(group, backend)
     return CollectivesTransport(group, backend)
-
-
-def backend_for(group: dist.ProcessGroup, device: torch.device) -> Backend:
-    """Return the backend of a process group for a device; in a rehearsal, the planned one.
-
-    Raises:
-        ValueError: the group has no backend for the device.
-    """
-    return carrier().backend(Peers(group), device)
 
 
 def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
@@ -247,15 +234,15 @@ def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
     Raises:
         ValueError: the group has no backend for the device.
     """
-    in_use = Peers(group).once(_all_to_alls)
-    found = in_use.get(device)
+    in_use, key = Peers(group).once(_in_use), (device, "all-to-all")
+    found: AllToAll | None = in_use.get(key)
     if found is None:
-        found = in_use[device] = AllToAll(group, device)
+        found = in_use[key] = AllToAll(group, device)
     return found
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    return CollectivesTransport(group, backend_for(group, device))
+    return CollectivesTransport(group, carrier().backend(Peers(group), device))
 
 
 def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -268,7 +255,7 @@ def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    if backend_for(group, device).sends_messages:
+    if carrier().backend(Peers(group), device).sends_messages:
         found = Peers(group).once(carrier().share_memory)
         if not isinstance(found, str):
             return found
@@ -281,20 +268,12 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return c10d_transport(group, device)
 
 
-_InUse = weakref.WeakValueDictionary[tuple[torch.device, str, Wire], Transport]
-
-
-def _in_use(peers: Peers) -> _InUse:
-    """Keep the transports in use, by device, request and wire. This keeps none alive.
+def _in_use(peers: Peers) -> weakref.WeakValueDictionary[tuple[object, ...], Any]:
+    """Keep what is in use: transports by device, request and wire. This keeps none alive.
 
     Parameter groups that are sharded over the same ranks share one: its message tags, its scratch
     memory and what it lost belong to the process group.
     """
-    return weakref.WeakValueDictionary()
-
-
-def _all_to_alls(peers: Peers) -> weakref.WeakValueDictionary[torch.device, AllToAll]:
-    """Keep the all-to-alls in use, by device. This keeps none alive."""
     return weakref.WeakValueDictionary()
 
 

@@ -58,6 +58,7 @@ class TwoLevelTransport(Transport):
         self.name = f"{gathers.name}+{across.name}"
         self.rank = across.rank * gathers.world_size + gathers.rank
         self.world_size = across.world_size * gathers.world_size
+        self.overlaps_compute = across.overlaps_compute
         self.across = across
         self.wire = across.wire
         self._gathers = gathers
@@ -71,10 +72,6 @@ class TwoLevelTransport(Transport):
     def overflows(self) -> int:
         """The blocks that this rank has encoded and that decode to no finite numbers."""
         return self.across.overflows
-
-    def overlaps_compute(self) -> bool:
-        """Decide as the transport between hosts does."""
-        return self.across.overlaps_compute()
 
     def as_gathered(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Encode a shard, and decode that; inside a host, decoded values travel."""

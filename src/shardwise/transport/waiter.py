@@ -17,7 +17,7 @@ from typing import Protocol
 from shardwise.base import observe
 from shardwise.base.errors import RanksDivergedError, ShardwiseError
 from shardwise.base.observe import Activity
-from shardwise.transport.peers import Loss, Pace, Peers, PeerWatch, how_lost
+from shardwise.transport.peers import Job, Loss, Pace, Peers, PeerWatch, how_lost
 
 #: A message: what the peer sent before it left arrives at once.
 MESSAGE = Pace(1.0, 1.0, looks=2)
@@ -34,6 +34,37 @@ class Launched(Protocol):
         """Return once the results may be used."""
 
 
+class JobThread:
+    """A thread that does jobs in their order. It begins with the first and ends with this object.
+
+    It is not joined: after a loss it may wait until the timeout of the process group.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def put(self, job: Job) -> None:
+        """Do a job after those that came before."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_run_jobs, args=(self._jobs,), daemon=True, name=self._name
+            )
+            self._thread.start()
+        self._jobs.put(job)
+
+
+def _run_jobs(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # or it would keep the tensors of the last call until the next
+
+
 class Waiter:
     """A thread that waits for works of one gloo process group, on tensors on the CPU.
 
@@ -45,9 +76,7 @@ class Waiter:
     def __init__(self, peers: Peers, compare: Callable[[], object] | None = None) -> None:
         self._peers = peers
         self._compare = compare
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._thread = JobThread("shardwise-waiter")
 
     def wait(self, works: Sequence[tuple[Launched, int | None]], doing: str) -> None:
         """Wait for works, one after the other.
@@ -63,14 +92,8 @@ class Waiter:
         """
         if not works:
             return
-        job = _Job(works, self._peers.members if observe.is_observed() else ())
-        if self._thread is None:
-            # It is not joined: after a loss it may wait until the group's timeout.
-            self._thread = threading.Thread(
-                target=_run_jobs, args=(self._jobs,), daemon=True, name="shardwise-waiter"
-            )
-            self._thread.start()
-        self._jobs.put(job)
+        job = _Works(works, self._peers.members if observe.is_observed() else ())
+        self._thread.put(job)
         interrupt: BaseException | None = None
         while True:
             try:
@@ -117,14 +140,14 @@ class Waiter:
         self._peers.hang_up(ranks)
         return self._peers.lost(doing, ranks, how, error)
 
-    def _wait_for(self, job: _Job, doing: str) -> None:
+    def _wait_for(self, job: _Works, doing: str) -> None:
         """Return when the job is done; raise if it never will be."""
-        if job.sleep(_FIRST_SECONDS, len(job.works)):
+        if job.sleep(_FIRST_SECONDS):
             return
         for number in range(len(job.works)):
             self._wait_for_work(job, number, doing)
 
-    def _wait_for_work(self, job: _Job, number: int, doing: str) -> None:
+    def _wait_for_work(self, job: _Works, number: int, doing: str) -> None:
         _, peer = job.works[number]
         needed = self._peers.others if peer is None else [peer]
         watch = PeerWatch(
@@ -136,14 +159,14 @@ class Waiter:
             compare=self._compare,
             give_up=self._peers.hang_up,
         )
-        watch.wait(lambda seconds: job.sleep(seconds, number), lambda: needed)
+        watch.wait(lambda seconds: job.sleep_until(number, seconds), lambda: needed)
 
     def _departed(self, ranks: Sequence[int]) -> list[int]:
         """Find all who are gone, waited for or not: one of them is the cause."""
         return self._peers.departed(self._peers.others)
 
 
-class _Job:
+class _Works(Job):
     """Works that a thread waits for, and how far it has come.
 
     Args:
@@ -154,51 +177,28 @@ class _Job:
     def __init__(
         self, works: Sequence[tuple[Launched, int | None]], members: Sequence[int] = ()
     ) -> None:
+        super().__init__(self._wait_for_all)
         self.works = works
         self._members = members
-        self.error: BaseException | None = None
         self._current = 0
-        self._is_over = False
-        self._done = threading.Lock()  # held until the end
-        self._done.acquire()
 
     @property
     def peer(self) -> int | None:
         """The peer that the current work depends on."""
         return self.works[self._current][1]
 
-    def sleep(self, seconds: float, number: int) -> bool:
+    def sleep_until(self, number: int, seconds: float) -> bool:
         """Sleep until the end of the job, at most for ``seconds``.
 
         Returns:
             Whether work ``number`` is over.
         """
-        is_past = self._is_past
-        return is_past(number) or self._done.acquire(timeout=seconds) or is_past(number)
+        return self._current > number or self.sleep(seconds) or self._current > number
 
-    def _is_past(self, number: int) -> bool:
-        return self._is_over or self._current > number
-
-    def run(self) -> None:
-        try:
-            for self._current in range(len(self.works)):  # noqa: B020
-                self._run_current()
-        except BaseException as error:  # whatever it is, the caller must know
-            self.error = error
-        finally:
-            self._is_over = True
-            self._done.release()
-
-    def _run_current(self) -> None:
-        work, peer = self.works[self._current]
-        waiting = 0
-        if peer is not None and self._members:
-            waiting = observe.begin(Activity.PEER, str(self._members[peer]))
-        work.wait()
-        observe.end(waiting)
-
-
-def _run_jobs(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.run()
-        del job  # or it would keep the tensors of the last call until the next
+    def _wait_for_all(self) -> None:
+        for self._current, (work, peer) in enumerate(self.works):  # noqa: B020
+            waiting = 0
+            if peer is not None and self._members:
+                waiting = observe.begin(Activity.PEER, str(self._members[peer]))
+            work.wait()
+            observe.end(waiting)

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.scratch import libc
 from shardwise.checkpoint.disk.strict import Fields
 from shardwise.elastic.network import format_endpoint, listening_everywhere
-from shardwise.transport.shm import futex
 
 CONNECT = 3.0  # seconds for a connection
 STREAM = 0.5  # seconds of sending, for bandwidth
@@ -171,7 +171,7 @@ def measure_shared_memory() -> PairLink:
         return PairLink(
             f"files, and so shared memory, are limited to {limit / 2**20:,.0f} MiB (ulimit -f)"
         )
-    if not futex.is_available():
+    if not libc.has_futex():
         return PairLink("needs Linux on x86-64")
     try:
         with _shared() as handle:
@@ -212,7 +212,7 @@ class _Side:
     def give(self) -> None:
         """Announce that this process has finished its turn."""
         self._own.value += 1
-        futex.wake(ctypes.addressof(self._own))
+        libc.wake(ctypes.addressof(self._own))
 
     def take(self, turn: int, has_ended: Callable[[], object] = lambda: None) -> bool:
         """Sleep until the other process has finished its turn; return whether it has in time.
@@ -225,7 +225,7 @@ class _Side:
         while (seen := self._other.value) < turn:
             if time.monotonic() > deadline or has_ended() is not None:
                 return False
-            futex.wait(ctypes.addressof(self._other), seen, 0.1)
+            libc.wait_on(ctypes.addressof(self._other), seen, 0.1)
         return True
 
 

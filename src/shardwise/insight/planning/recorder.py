@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardwise._torch import autograd, dtensor, fake, replay
+from shardwise._torch import autograd, dtensor, fake
 from shardwise.base.observe import Activity, Memory, Route
 from shardwise.insight.planning.events import (
     Change,
@@ -134,7 +134,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
     """
 
     def __init__(
-        self, mode: replay.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
+        self, mode: fake.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
@@ -342,7 +342,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return device
         kwargs = kwargs or {}
         traits = traits_of(func)
-        call: replay.ReplayedCall | None = None
+        call: fake.ReplayedCall | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
             known = None

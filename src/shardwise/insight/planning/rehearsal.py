@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from shardwise._torch import c10d, dtensor, fake, replay
+from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
 from shardwise.diloco.average import sent_nbytes
@@ -97,7 +97,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             model, blocks = _without_values(blueprint, settings)
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         stack.enter_context(_fake_as_real())
-        mode = stack.enter_context(replay.ReplayMode())
+        mode = stack.enter_context(fake.ReplayMode())
         with _explaining("sharding the model"):
             built = _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):

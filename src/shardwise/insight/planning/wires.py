@@ -17,12 +17,11 @@ import torch.distributed as dist
 from shardwise.base import devices
 from shardwise.base.devices import Backend
 from shardwise.base.observe import Memory
+from shardwise.base.scratch import libc
 from shardwise.transport.base import FinishedWork, Transport
-from shardwise.transport.carrier import Carrier, Collective, Ends, carried_by
-from shardwise.transport.hosts import Announced
+from shardwise.transport.carrier import Announced, Carrier, Collective, Ends, carried_by
 from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Turn
-from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window
 from shardwise.transport.shm.handshake import Connections
 from shardwise.transport.shm.transport import ShmTransport
@@ -62,7 +61,7 @@ class _RehearsedCarrier(Carrier):
         if len(hosts) > 1:
             each = f"with {self._ranks_per_host} ranks on each"
             return f"its ranks are on {len(hosts)} hosts, {each}"
-        if not futex.is_available():
+        if not libc.has_futex():
             return "shared memory is for Linux on x86-64"
         # The others are always as far as this rank.
         written, connections = range(peers.size), Connections({}, Arena.create())
@@ -80,14 +79,13 @@ class _RehearsedCarrier(Carrier):
     def watches(self, backend: Backend) -> bool:
         return False  # no thread waits for messages: there are none
 
-    def launch(self, together: Sequence[Collective]) -> Launched:
-        if self._backend.name != devices.GLOO.name:
+    def launch(
+        self, calls: Sequence[Collective], group: dist.ProcessGroup | None = None
+    ) -> Launched:
+        if self._backend.name != devices.GLOO.name or group is not None:
             return FinishedWork()
-        (call,) = together
+        (call,) = calls
         return _GlooWork(getattr(call.start, "args", ()))
-
-    def launch_together(self, group: dist.ProcessGroup, calls: Sequence[Collective]) -> Launched:
-        return FinishedWork()
 
     def numbers(self, received: torch.Tensor, mine: int) -> list[int]:
         """Let the others have the number of this rank."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.transport.hosts import host_by
+from shardwise.transport.carrier import host_by
 from shardwise.transport.peers import Peers
 
 #: Questions to the first rank; the one with the shortest round trip counts.

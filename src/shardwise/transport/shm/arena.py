@@ -28,7 +28,6 @@ from shardwise.base.scratch.libc import (
     MAP_FAILED,
     MAP_FIXED,
     MAP_NORESERVE,
-    MAP_POPULATE,
     libc,
 )
 from shardwise.transport.memory import pack_offsets
@@ -125,13 +124,12 @@ class Window:
         self.address = _map(None, length, _PROT_NONE, flags, -1, 0)
         weakref.finalize(self, libc().munmap, self.address, length).atexit = False
 
-    def open(self, fd: int, at: int) -> None:
-        """Show the file from ``at`` on, with memory behind every page at once."""
-        self._open(fd, at, mmap.MAP_SHARED | MAP_FIXED | MAP_POPULATE)
+    def open(self, fd: int, at: int, flags: int = 0) -> None:
+        """Show the file from ``at`` on, with memory behind the pages that are touched only.
 
-    def open_sparse(self, fd: int, at: int) -> None:
-        """Show the file from ``at`` on, with memory behind the pages that are touched only."""
-        self._open(fd, at, mmap.MAP_SHARED | MAP_FIXED)
+        With ``flags=MAP_POPULATE``, there is memory behind every page at once.
+        """
+        self._open(fd, at, mmap.MAP_SHARED | MAP_FIXED | flags)
 
     def open_private(self, fd: int, at: int) -> None:
         """Show the file from ``at`` on; no other process sees what is written here.

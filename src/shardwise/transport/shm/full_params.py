@@ -29,10 +29,9 @@ them, which :class:`ReferenceCounts` finds out.
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,16 +88,11 @@ class SharedBuffers:
         self._last: PoolPiece | None = None
         self.is_fresh = False
         _, end = pack_offsets(numels, dtypes)
-        self._end = end
-        self._window = pool.arena.window(whole_pages(end)) if end else None
-        self._written = pool.arena.window(whole_pages(end)) if end else None
-        self._private = (
-            PrivatePages(pagemap, self._window.address, whole_pages(end))
-            if self._window and pagemap
-            else None
-        )
-        self.tensors = _tensors(self._window, numels, dtypes)
-        self._for_all = _tensors(self._written, numels, dtypes)
+        self._end, length = end, whole_pages(max(end, 1))
+        self._window, self._written = pool.arena.window(length), pool.arena.window(length)
+        self._private = PrivatePages(pagemap, self._window.address, length) if pagemap else None
+        self.tensors = self._window.tensors(numels, dtypes)
+        self._for_all = self._written.tensors(numels, dtypes)
         self._index = {dtensor.place_of(tensor): i for i, tensor in enumerate(self.tensors)}
 
     @property
@@ -114,12 +108,11 @@ class SharedBuffers:
 
         All ranks call this for the same gather, ``call``, and get the same memory.
         """
-        if self._window is None or self._piece is not None:
+        if not self._end or self._piece is not None:
             return
         self._piece = self._pool.take(self._window.length, self._last)
         if self._piece is not self._last:
-            assert self._written is not None
-            self._written.open_sparse(self._pool.arena.fd, self._piece.at)
+            self._written.open(self._pool.arena.fd, self._piece.at)
             self._window.open_private(self._pool.arena.fd, self._piece.at)
             self._window.keeps = self._piece  # its memory lives as long as views of it
         else:
@@ -149,12 +142,12 @@ class SharedBuffers:
 
     def forget_writes(self) -> None:
         """Forget what this rank has written to the tensors themselves."""
-        if self._window is not None and self._private is not None and self._private.exist():
+        if self._private is not None and self._private.exist():
             self._window.forget_writes()
 
     def _close(self) -> PoolPiece | None:
         """Close the window; return the piece that it showed, if it was open."""
-        if self._window is None or self._piece is None:
+        if self._piece is None:
             return None
         self.forget_writes()
         self._window.forbid()
@@ -217,7 +210,7 @@ class Pool:
         self._sync = sync
         self._ranks = len(sync.others) + 1
         self._window = Window(whole_pages(8 * _PIECES * self._ranks))
-        self._window.open_sparse(arena.fd, arena.take(self._window.length))
+        self._window.open(arena.fd, arena.take(self._window.length))
         # For every piece and rank: before which collective the rank freed it last.
         table = ctypes.c_uint64 * (_PIECES * self._ranks)
         self._freed_before = table.from_address(self._window.address)
@@ -309,9 +302,7 @@ class Pool:
         """
         before = piece.extents.nbytes
         if piece.extents.add(0, end):
-            rank, ranks = self._sync.rank, self._ranks
-            grown = _share(piece.extents.nbytes, rank, ranks) - _share(before, rank, ranks)
-            self.arena.report(Memory.FULL_PARAMETERS, call.name, grown)
+            self._references.report(call.name, before, piece.extents.nbytes)
 
     def _is_free(self, piece: PoolPiece) -> bool:
         """Whether all ranks had freed ``piece`` before the last gather.
@@ -330,10 +321,7 @@ class Pool:
     def _make(self, length: int) -> PoolPiece:
         piece = PoolPiece(self._made, self.arena.take(length), length)
         self._made += 1
-        self._references.add(piece, piece.at, length)
-        # Not this object: it holds pieces.
-        share = functools.partial(_share, rank=self._sync.rank, ranks=self._ranks)
-        weakref.finalize(piece, _report_dropped, self.arena, piece.extents, share).atexit = False
+        self._references.add(piece)
         return piece
 
 
@@ -353,44 +341,34 @@ class ReferenceCounts:
     def __init__(self, arena: Arena, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._window = Window(whole_pages(_PIECES * world_size))
-        self._window.open_sparse(arena.fd, arena.take(self._window.length))
+        self._window.open(arena.fd, arena.take(self._window.length))
         table = ctypes.c_uint8 * (_PIECES * world_size)
         self._dropped = table.from_address(self._window.address)
-        self._count = 0
         self._process = os.getpid()
+        self._arena = arena
         self._fd = os.dup(arena.fd)
         weakref.finalize(self, os.close, self._fd).atexit = False
 
-    def add(self, piece: object, at: int, length: int) -> None:
-        """Add a piece of the file, which this rank holds as long as ``piece`` lives.
+    def add(self, piece: PoolPiece) -> None:
+        """Add a piece of the file, which this rank holds as long as the object lives."""
+        place = piece.number, piece.at, piece.length, piece.extents
+        weakref.finalize(piece, self._drop, *place).atexit = False
 
-        All ranks add the same pieces in the same order.
-        """
-        number, self._count = self._count, self._count + 1
-        if number < _PIECES:
-            weakref.finalize(piece, self._drop, number, at, length).atexit = False
+    def report(self, name: str, before: int, now: int) -> None:
+        """Report this rank's share of a change of bytes; those of all ranks add up to it."""
+        first, last = (
+            [rank * nbytes // self._world_size for nbytes in (before, now)]
+            for rank in (self._rank, self._rank + 1)
+        )
+        self._arena.report(Memory.FULL_PARAMETERS, name, last[1] - first[1] - (last[0] - first[0]))
 
-    def _drop(self, number: int, at: int, length: int) -> None:
+    def _drop(self, number: int, at: int, length: int, extents: Extents) -> None:
         if os.getpid() != self._process:
             return  # a child dropped its copy; its parent has not
+        self.report("", extents.nbytes, 0)
+        if number >= _PIECES:
+            return
         first = number * self._world_size
         self._dropped[first + self._rank] = 1
         if all(self._dropped[first : first + self._world_size]):
             punch(self._fd, at, length)
-
-
-def _tensors(
-    window: Window | None, numels: Sequence[int], dtypes: Sequence[torch.dtype]
-) -> list[torch.Tensor]:
-    if window is None:
-        return [torch.empty(0, dtype=dtype) for dtype in dtypes]
-    return window.tensors(numels, dtypes)
-
-
-def _share(nbytes: int, rank: int, ranks: int) -> int:
-    """Return a rank's share of bytes; those of all ranks add up to them."""
-    return (rank + 1) * nbytes // ranks - rank * nbytes // ranks
-
-
-def _report_dropped(arena: Arena, extents: Extents, share: Callable[[int], int]) -> None:
-    arena.report(Memory.FULL_PARAMETERS, "", -share(extents.nbytes))

@@ -23,9 +23,9 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from shardwise.base.scratch import libc
 from shardwise.base.units import brief_size
 from shardwise.transport.peers import Peers, PeerWatch, polling
-from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena
 
 _DOING = "the handshake of shared memory"
@@ -108,7 +108,7 @@ def _shake_hands(peers: Peers) -> Connections:
     fd = -1
     trouble = ""
     try:
-        if not futex.is_available():
+        if not libc.has_futex():
             board.post(f"address {rank}", "")
             raise OSError("shared memory is for Linux on x86-64")
         if (limit := address_limit()) is not None:

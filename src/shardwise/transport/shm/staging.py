@@ -119,7 +119,7 @@ class Staging:
         window = mapped.pop(at, None)
         if window is None or window.length < length:
             window = self._arena.window(length)
-            window.open_sparse(self._arena.fd, at)
+            window.open(self._arena.fd, at)
         mapped[at] = window  # as the last one
         if len(mapped) > _MAPPED:
             del mapped[next(iter(mapped))]
@@ -163,17 +163,14 @@ class Staging:
             if buffer.window.length >= nbytes and self._is_free(buffer):
                 break
         else:
-            buffer = self._make(max(whole_pages(nbytes), _LENGTH))
+            length = max(whole_pages(nbytes), _LENGTH)
+            buffer = Buffer(self._arena.take(length), self._arena.window(length))
+            buffer.window.open(self._arena.fd, buffer.at)
             self._buffers.append(buffer)
         if self.keeps is not Keeps.ALL and buffer.extents.nbytes > 2 * self._latest:
             self._give_back(buffer)
         buffer.use, buffer.is_open = use, True
         return buffer
-
-    def _make(self, length: int) -> Buffer:
-        made = Buffer(self._arena.take(length), self._arena.window(length))
-        made.window.open_sparse(self._arena.fd, made.at)
-        return made
 
     def report(self, name: str, nbytes: int) -> None:
         """Report that ``nbytes`` more of this rank's buffers are in use."""

@@ -24,9 +24,9 @@ from collections.abc import Sequence
 from shardwise.base import observe
 from shardwise.base.errors import RanksDivergedError
 from shardwise.base.observe import Activity
+from shardwise.base.scratch import libc
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 from shardwise.transport.peers import Pace, Peers, PeerWatch
-from shardwise.transport.shm import futex
 from shardwise.transport.shm.arena import Arena, Window, whole_pages
 from shardwise.transport.shm.handshake import Connections
 
@@ -206,7 +206,7 @@ class SequenceNumbers:
     def __init__(self, arena: Arena, written: Sequence[int], world_size: int) -> None:
         nbytes = whole_pages(_STRIDE * world_size)
         self._window = Window(nbytes)
-        self._window.open(arena.fd, arena.take(nbytes))
+        self._window.open(arena.fd, arena.take(nbytes), libc.MAP_POPULATE)
         base = self._window.address
         count, pulse = ctypes.c_uint64.from_address, ctypes.c_uint32.from_address
         records = [base + _STRIDE * each for each in range(world_size)]
@@ -228,7 +228,7 @@ class SequenceNumbers:
             self._counts[rank][count].value = value
             pulse = self._pulses[rank]
             pulse.value = (pulse.value + 1) & 0xFFFFFFFF
-            futex.wake(self._pulse_at[rank])
+            libc.wake(self._pulse_at[rank])
 
     def describe(self, number: int, digest: int, offset: int) -> None:
         """Write what collective ``number`` is and where it is staged, before it is posted."""
@@ -253,7 +253,7 @@ class SequenceNumbers:
         pulse = self._pulses[rank].value
         if self.get(count, rank) >= value:
             return True
-        futex.wait(self._pulse_at[rank], pulse, seconds)
+        libc.wait_on(self._pulse_at[rank], pulse, seconds)
         return self.get(count, rank) >= value
 
 

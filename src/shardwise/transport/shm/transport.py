@@ -51,6 +51,7 @@ class ShmTransport(Transport):
     """
 
     name = "shm"
+    overlaps_compute = False  # the thread that waits does the work
 
     def __init__(
         self,
@@ -73,10 +74,6 @@ class ShmTransport(Transport):
         self._buffers: weakref.WeakValueDictionary[tuple[int, int], SharedBuffers] = (
             weakref.WeakValueDictionary()
         )
-
-    def overlaps_compute(self) -> bool:
-        """Return False: the thread that waits does the work."""
-        return False
 
     def full_buffers(
         self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device

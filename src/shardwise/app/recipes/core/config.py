@@ -37,6 +37,7 @@ from shardwise.app.recipes.core.option import (
     option,
     option_name,
 )
+from shardwise.app.recipes.core.wire_option import parse_wires
 from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
@@ -336,7 +337,7 @@ class StrategyConfig:
         if self.collective_wire is None:
             return PLAIN
         try:
-            return Wires.parse(self.collective_wire)
+            return parse_wires(self.collective_wire)
         except WireError as error:
             raise OptionError("--wire", error.found, error.expected) from None
 
