@@ -221,10 +221,6 @@ _PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
-    "transport/carrier.py _read: peers.watch(_DOING).wait( have_come, "
-    "lambda: [rank for rank, key in keys.items() if not store.check([key])] )": (
-        "ranks that meet in the store"
-    ),
     "transport/buckets.py add_in_order: column[i].to(out.dtype)": _HOST,
     "transport/buckets.py add_in_order: first[0][i].to(out.dtype)": _HOST,
     "transport/all_to_all.py AllToAll._send: wait(messages.land)": _MESSAGES,

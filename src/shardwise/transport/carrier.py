@@ -21,7 +21,7 @@ from shardwise._torch import c10d
 from shardwise.base.devices import Backend
 from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import Transport
-from shardwise.transport.peers import Peers, polling
+from shardwise.transport.peers import Peers
 from shardwise.transport.runner import Turn
 from shardwise.transport.shm.arena import Arena, PageMap
 from shardwise.transport.shm.handshake import SharedMemoryUnavailableError, shake_hands
@@ -122,10 +122,6 @@ class Carrier:
         """Return where messages between the ranks of a group leave and arrive."""
         return group
 
-    def watches(self, backend: Backend) -> bool:
-        """Whether peers are watched while collectives on the host are waited for."""
-        return backend.sends_messages
-
     def launch(
         self, calls: Sequence[Collective], group: dist.ProcessGroup | None = None
     ) -> Launched:
@@ -210,13 +206,8 @@ def _read(peers: Peers) -> Sequence[Announced]:
     if not c10d.has_shared_store(peers.group):
         return [Announced(_name(), peers.once(_announced_wires)[0])] * peers.size
     with peers.collective(_DOING):  # the store may go with the rank that keeps it
-        store = peers.store
-        keys = {rank: f"{_KEY}/{rank}" for rank in range(peers.size)}
-        have_come = polling(lambda: bool(store.check(list(keys.values()))))
-        peers.watch(_DOING).wait(
-            have_come, lambda: [rank for rank, key in keys.items() if not store.check([key])]
-        )
-        return [Announced(*store.get(key).decode().split("\n")) for key in keys.values()]
+        found = peers.read({rank: f"{_KEY}/{rank}" for rank in range(peers.size)}, _DOING)
+        return [Announced(*found[rank].split("\n")) for rank in range(peers.size)]
 
 
 def host_by(namespace: str) -> str:

@@ -66,9 +66,7 @@ class Room:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tiles: dict[tuple[int, bool], torch.Tensor] = {}
-        # Tensors without values cost the same however large they are.
-        is_host = device.type == CPU.type and fake.has_values(torch.empty(0))
-        self.tile = _HOST_TILE if is_host else _DEVICE_TILE
+        self.tile = _tile(device)
 
     def take(self, which: int, numel: int) -> torch.Tensor:
         """Return fp32 memory for at most a tile. Different numbers are in different memory."""
@@ -86,6 +84,12 @@ class Room:
             yield slice(start, min(start + self.tile, numel))
 
 
+def _tile(device: torch.device) -> int:
+    # Tensors without values cost the same however large they are.
+    is_host = device.type == CPU.type and fake.has_values(torch.empty(0))
+    return _HOST_TILE if is_host else _DEVICE_TILE
+
+
 class Noise:
     """Numbers between 0 and 1 that follow from a seed and a place alone.
 
@@ -99,9 +103,8 @@ class Noise:
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self._seed = seed
-        self._size = _HOST_TILE if device.type == CPU.type else _DEVICE_TILE
+        self._size = _tile(device)
         if not fake.has_values(torch.empty(0)):
-            self._size = _DEVICE_TILE
             order = torch.arange(self._size)
         else:
             generator = torch.Generator().manual_seed(seed)

@@ -24,7 +24,7 @@ import time
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
@@ -355,6 +355,40 @@ class Peers:
                 raise job.error
         return found[0]
 
+    def read(
+        self,
+        keys: Mapping[int, str],
+        doing: str,
+        check: Callable[[int, str], None] = lambda rank, text: None,
+    ) -> dict[int, str]:
+        """Return what peers post in the store of the group, once all of them have.
+
+        Args:
+            keys: where, by rank in the group.
+            doing: what it is for.
+            check: called with what a rank has posted, also while others have not yet.
+
+        Raises:
+            PeerLostError: one of them is gone, or did not come in time.
+        """
+        store = self.store
+
+        def posted(ranks: Sequence[int]) -> dict[int, str]:
+            found = store.multi_get([keys[rank] for rank in ranks]) if ranks else []
+            texts = {rank: text.decode() for rank, text in zip(ranks, found, strict=True)}
+            for each in texts.items():
+                check(*each)
+            return texts
+
+        def missing() -> list[int]:
+            here = [rank for rank, key in keys.items() if store.check([key])]
+            posted(here)
+            return [rank for rank in keys if rank not in here]
+
+        have_come = polling(lambda: bool(store.check(list(keys.values()))))
+        self.watch(doing).wait(have_come, missing)
+        return posted(list(keys))
+
     def gather_objects(self, mine: T, doing: str) -> list[T]:
         """Gather an object from every rank. All ranks call it.
 
@@ -630,25 +664,13 @@ def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> No
     number = arrivals[members]
     arrivals[members] += 1
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
-    peers = [rank for rank in members if rank != world.rank]
-    store = world.store
-    store.set(f"{name}/{world.rank}", what)
+    world.store.set(f"{name}/{world.rank}", what)
 
-    def check(ranks: Sequence[int]) -> None:
-        found = store.multi_get([f"{name}/{rank}" for rank in ranks]) if ranks else []
-        for rank, theirs in zip(ranks, found, strict=True):
-            if theirs.decode() != what:
-                raise RanksDivergedError(
-                    f"ranks have diverged: rank {world.rank} makes {what}, and rank {rank} makes "
-                    f"{theirs.decode()}. All ranks have to make the same meshes and groups, in "
-                    "the same order"
-                )
+    def check(rank: int, theirs: str) -> None:
+        if theirs != what:
+            raise RanksDivergedError(
+                f"ranks have diverged: rank {world.rank} makes {what}, and rank {rank} makes "
+                f"{theirs}. All ranks have to make the same meshes and groups, in the same order"
+            )
 
-    def missing() -> list[int]:
-        here = [rank for rank in peers if store.check([f"{name}/{rank}"])]
-        check(here)
-        return [rank for rank in peers if rank not in here]
-
-    have_come = polling(lambda: bool(store.check([f"{name}/{rank}" for rank in peers])))
-    world.watch(doing).wait(have_come, missing)
-    check(peers)
+    world.read({rank: f"{name}/{rank}" for rank in members if rank != world.rank}, doing, check)

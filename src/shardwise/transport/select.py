@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,8 @@ from shardwise.transport.shm.handshake import address_limit
 from shardwise.transport.shm.transport import ShmTransport
 from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
+
+T = TypeVar("T")
 
 #: The environment variable that is read if no transport is requested by argument.
 VARIABLE = "SHARDWISE_TRANSPORT"
@@ -63,11 +65,8 @@ def select_transport(
     requested = _checked(requested)
     if group is None or group.size() == 1:
         return LocalTransport()
-    in_use, key = Peers(group).once(_in_use), (device, requested, PLAIN.common)
-    transport = in_use.get(key)
-    if transport is None:
-        transport = in_use[key] = _CHOICES[requested](group, device)
-    return transport
+    key = device, requested, PLAIN.common
+    return _in_use(Peers(group), key, lambda: _CHOICES[requested](group, device))
 
 
 @dataclass(frozen=True)
@@ -129,16 +128,14 @@ def _with_wire(
     hosts = [each.host for each in carrier().announced(peers)]
     if requested == "auto" and len(set(hosts)) == 1:
         return plain
-    in_use = peers.once(_in_use)
-    found = in_use.get((device, requested, wire))
-    if found is None:
-        if ranks_per_host(hosts) in (None, 1, len(hosts)):
-            runner = Runner(carrier().turn(carrier().backend(peers, device)))
-            found = _encoded(plain, group, device, wire, runner)
-        else:
-            found = _two_levels(peers, device, wire, requested)
-        in_use[device, requested, wire] = found
-    return found
+
+    def make() -> Transport:
+        if ranks_per_host(hosts) not in (None, 1, len(hosts)):
+            return _two_levels(peers, device, wire, requested)
+        runner = Runner(carrier().turn(carrier().backend(peers, device)))
+        return _encoded(plain, group, device, wire, runner)
+
+    return _in_use(peers, (device, requested, wire), make)
 
 
 def _encoded(
@@ -234,11 +231,7 @@ def all_to_all(group: dist.ProcessGroup, device: torch.device) -> AllToAll:
     Raises:
         ValueError: the group has no backend for the device.
     """
-    in_use, key = Peers(group).once(_in_use), (device, "all-to-all")
-    found: AllToAll | None = in_use.get(key)
-    if found is None:
-        found = in_use[key] = AllToAll(group, device)
-    return found
+    return _in_use(Peers(group), (device, "all-to-all"), lambda: AllToAll(group, device))
 
 
 def _collectives(group: dist.ProcessGroup, device: torch.device) -> Transport:
@@ -268,13 +261,22 @@ def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
     return c10d_transport(group, device)
 
 
-def _in_use(peers: Peers) -> weakref.WeakValueDictionary[tuple[object, ...], Any]:
-    """Keep what is in use: transports by device, request and wire. This keeps none alive.
-
-    Parameter groups that are sharded over the same ranks share one: its message tags, its scratch
-    memory and what it lost belong to the process group.
-    """
+def _kept(peers: Peers) -> weakref.WeakValueDictionary[tuple[object, ...], Any]:
+    """Keep what is in use of a process group, but not alive."""
     return weakref.WeakValueDictionary()
+
+
+def _in_use(peers: Peers, key: tuple[object, ...], make: Callable[[], T]) -> T:
+    """Return what is in use of a process group, or make it.
+
+    Parameter groups that are sharded over the same ranks share a transport: its message tags, its
+    scratch memory and what it lost belong to the process group.
+    """
+    kept = peers.once(_kept)
+    found: T | None = kept.get(key)
+    if found is None:
+        found = kept[key] = make()
+    return found
 
 
 _CHOICES: dict[str, Callable[[dist.ProcessGroup, torch.device], Transport]] = {

@@ -200,11 +200,13 @@ class Pool:
 
     Attributes:
         arena: as passed.
+        last_gather: the number of the last gather into pieces that this rank has posted. Once all
+            ranks have, it is known what they freed before.
     """
 
     def __init__(self, arena: Arena, references: ReferenceCounts, sync: Sync) -> None:
         self.arena = arena
-        self._last_gather = 0
+        self.last_gather = 0
         self._latest = 0  # bytes of the piece that was taken last
         self._references = references
         self._sync = sync
@@ -219,23 +221,10 @@ class Pool:
         # What this rank uses. Pieces that are dropped with their windows are never given back.
         self._taken: weakref.WeakSet[PoolPiece] = weakref.WeakSet()
 
-    def wait_for_last_gather(self, call: LoggedCall) -> None:
-        """Wait, on behalf of ``call``, until what peers freed before the last gather is known.
-
-        Raises:
-            PeerLostError: a peer is gone, or did not come within the timeout of the process group.
-            RanksDivergedError: a peer has called something else.
-        """
-        self._sync.wait_until(self._last_gather, call)
-
-    def note_gather(self, number: int) -> None:
-        """Note that a gather into pieces has been posted."""
-        self._last_gather = number
-
     def take(self, length: int, last: PoolPiece | None) -> PoolPiece:
         """Take a piece of at least ``length`` that no rank uses; ``last`` if possible.
 
-        All ranks take the same one, after :meth:`wait_for_last_gather` of the same collective.
+        All ranks take the same one, once all have posted the last gather.
         """
 
         def fits(each: PoolPiece) -> bool:
@@ -264,7 +253,7 @@ class Pool:
         for piece in self._freed if self._sync.rank == 0 else ():
             freed = self._freed_by(piece)
             is_known = all(piece.taken < before <= self._sync.waited for before in freed)
-            if is_known and max(freed) > self._last_gather and not piece.suits(self._latest):
+            if is_known and max(freed) > self.last_gather and not piece.suits(self._latest):
                 punch(self.arena.fd, piece.at, piece.length)
 
     def trim_beside(self) -> None:
@@ -311,7 +300,7 @@ class Pool:
         use.
         """
         freed = self._freed_by(piece)
-        return all(piece.taken < before <= self._last_gather for before in freed)
+        return all(piece.taken < before <= self.last_gather for before in freed)
 
     def _freed_by(self, piece: PoolPiece) -> list[int]:
         """Before which collective each rank freed a piece last."""

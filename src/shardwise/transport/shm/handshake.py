@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 
 from shardwise.base.scratch import libc
 from shardwise.base.units import brief_size
-from shardwise.transport.peers import Peers, PeerWatch, polling
+from shardwise.transport.peers import Peers, PeerWatch
 from shardwise.transport.shm.arena import Arena
 
 _DOING = "the handshake of shared memory"
@@ -164,9 +164,7 @@ class _Board:
         Raises:
             PeerLostError: it never will.
         """
-        key = self._prefix + f"{what} {rank}"
-        self.watch().wait(polling(lambda: bool(self._store.check([key]))), lambda: [rank])
-        text: str = self._store.get(key).decode()
+        text = self._peers.read({rank: self._prefix + f"{what} {rank}"}, _DOING)[rank]
         return "" if text == "-" else text
 
     def watch(self) -> PeerWatch:

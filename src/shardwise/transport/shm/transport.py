@@ -98,7 +98,7 @@ class ShmTransport(Transport):
         staged.report(logged, lambda: ((at, 0, shards[i].numel()) for at, i in enumerate(apart)))
         issued = self._log.issue(logged, 1, lambda: sum(full.nbytes for full in fulls))
         number = self._sync.post(logged, staged.at, places)
-        self._pool.note_gather(number)
+        self._pool.last_gather = number
 
         def finish() -> None:
             with issued:
@@ -212,7 +212,7 @@ class ShmTransport(Transport):
         shared = [self._buffers.get(dtensor.place_of(full)) for full in fulls]
         buffers = {id(each): each for each in shared if each is not None}
         with self._log.waiting(call):
-            self._pool.wait_for_last_gather(call)
+            self._sync.wait_until(self._pool.last_gather, call)
         self._staging.trim()
         for each in buffers.values():
             each.take(call)
@@ -231,7 +231,8 @@ class ShmTransport(Transport):
             if its is not None:
                 row = as_rows(its.for_all(full), self.world_size)[self.rank]
                 row[: shard.numel()].copy_(shard)
-                places = _fold(places, its.at)
+                page = its.at >> 12  # into 32 bits with those before
+                places = (places * 31 + (page ^ page >> 32)) & 0xFFFFFFFF
             elif full.numel():
                 apart.append(i)
         return places, apart
@@ -247,9 +248,3 @@ def _cut(full: torch.Tensor, first: int, last: int, is_used_up: bool) -> Iterato
     step = _AT_ONCE // full.itemsize if is_used_up else max(1, last - first)
     for start in range(first, last, step):
         yield start, min(start + step, last)
-
-
-def _fold(places: int, at: int) -> int:
-    """Mix one more address into a 32-bit number."""
-    page = at >> 12
-    return (places * 31 + (page ^ page >> 32)) & 0xFFFFFFFF
