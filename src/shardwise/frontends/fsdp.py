@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import (
     Groups,
@@ -29,8 +30,7 @@ from shardwise.frontends.settings import (
 from shardwise.frontends.strategies import Strategy
 from shardwise.frontends.unit import AutoWrap, Ignored, ShardedUnit
 from shardwise.frontends.wrap import Policy
-from shardwise.sharding.grad import clip_grad_norm_
-from shardwise.sharding.module import FSDPModule
+from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import gather_in_order, states_of
 from shardwise.sharding.state_dict import get_shard_metadata
 from shardwise.sharding.summon import SummonOptions, summoned

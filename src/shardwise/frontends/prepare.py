@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
-from shardwise.sharding.api import form_of, managed_modules
+from shardwise.frontends.fsdp2 import form_of, managed_modules
 from shardwise.transport.peers import Peers
 
 #: Bytes of small tensors that are broadcast together.

@@ -26,14 +26,14 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise._torch import fsdp
+from shardwise.frontends.fsdp2 import fully_shard
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.optim_state import OptimSavingModule
 from shardwise.frontends.prepare import ParamInit, broadcast_states, materialize_unit
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import state_dict_settings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
-from shardwise.sharding.api import fully_shard
-from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, state_of
 
