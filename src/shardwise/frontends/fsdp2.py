@@ -24,11 +24,10 @@ from shardwise.sharding.full_params import PostForwardShards, check_can_shard_po
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh, mark_separate
-from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of
-from shardwise.sharding.state_dict import keep_out_other_parts
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -380,8 +379,28 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(keep_out_other_parts)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+
+def _keep_out_other_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: object,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Refuse to load the parts of other ranks; a hook. Parameters stay as they are."""
+    for name, param in module.named_parameters(recurse=False):
+        key = prefix + name
+        try:
+            check_origin(key, state_dict.get(key), param)
+        except ValueError as error:
+            errors.append(str(error))
+            state_dict[key] = param.detach()
 
 
 def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -> None:
