@@ -52,7 +52,7 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["module"],
+        ["device_mesh", "module"],
         ["fsdp2"],
         ["activation", "prepare", "strategies", "transparent"],
         ["blocks", "settings"],

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from shardwise.frontends import wrap
     from shardwise.frontends.activation import checkpoint_module
     from shardwise.frontends.compat import patch_torch
+    from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.fsdp2 import fully_shard
     from shardwise.frontends.module import (
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from shardwise.optim.norms import clip_grad_norm_
     from shardwise.sharding.init import materialize
     from shardwise.sharding.ledger import GradientReductionHandle
-    from shardwise.sharding.mesh import init_mesh
     from shardwise.sharding.policy import DiskOffloadPolicy
     from shardwise.transport.wire import Wire
 
@@ -155,7 +155,7 @@ _HOME = {
     "diloco": "shardwise.diloco",
     "from_pretrained": "shardwise.frontends.pretrained.api",
     "fully_shard": "shardwise.frontends.fsdp2",
-    "init_mesh": "shardwise.sharding.mesh",
+    "init_mesh": "shardwise.frontends.device_mesh",
     "inspect": "shardwise.insight.inspect.api",
     "launch": "shardwise.elastic.call",
     "materialize": "shardwise.sharding.init",

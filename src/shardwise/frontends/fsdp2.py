@@ -17,13 +17,14 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.base.errors import MisuseError
+from shardwise.frontends.device_mesh import default_mesh
 from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
-from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh, mark_separate
+from shardwise.sharding.mesh import DataMesh, check_beside, mark_separate
 from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
