@@ -104,6 +104,6 @@ class RoundsFile:
 
     def _write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
-        with self._writing, contextlib.suppress(OSError, ValueError):  # a full disk ends no training
+        with self._writing, contextlib.suppress(OSError, ValueError):  # a full disk is no end
             self._file.write(line + "\n")
             self._file.flush()
