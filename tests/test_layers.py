@@ -54,7 +54,7 @@ INNER_LAYERS = {
         ["wrap"],
         ["device_mesh", "module"],
         ["fsdp2"],
-        ["activation", "prepare", "strategies", "transparent"],
+        ["activation", "strategies", "transparent"],
         ["blocks", "settings"],
         ["state_dict"],
         ["optim_state"],

@@ -18,7 +18,6 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from shardwise.checkpoint.ranks.xla import get_shard_metadata
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import (
     Groups,
     UnitSettings,
@@ -29,7 +28,7 @@ from shardwise.frontends.settings import (
     warn_without_effect,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import AutoWrap, Ignored, ShardedUnit
+from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit, ShardedUnit
 from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import gather_in_order, states_of
