@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -415,8 +416,8 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
 
 def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
     """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    counted = autograd.versions_of_sharded([form.parameter for form in forms])
-    return [version + form.steps for version, form in zip(counted, forms, strict=True)]
+    counted = autograd.versions_of_sharded(map(operator.attrgetter("parameter"), forms))
+    return list(map(operator.add, counted, map(operator.attrgetter("steps"), forms)))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
