@@ -40,7 +40,7 @@ from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.sharding.grad import clip_grad_norm_
+from shardwise.optim.norms import clip_grad_norm_
 
 _PORT = 29500
 _Found = dict[str, Any]

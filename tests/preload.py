@@ -20,8 +20,8 @@ with importing():
     import transformers.models.llama.modeling_llama
 
     import shardwise.elastic.agent
-    import shardwise.sharding.api
-    import shardwise.sharding.grad
+    import shardwise.frontends.fsdp2
+    import shardwise.optim.norms
     import shardwise.sharding.init
 
     # A machine with a GPU, to which nothing can be added, may not have all of these.

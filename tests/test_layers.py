@@ -31,7 +31,7 @@ LAYERS = [
     ["app"],
     ["__main__"],
 ]
-#: What `fully_shard` needs.
+#: The runtime below the front doors.
 CORE = {"sharding", "transport", "_torch"}
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
@@ -52,7 +52,9 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["activation", "prepare", "strategies", "transparent"],
+        ["device_mesh", "module"],
+        ["fsdp2"],
+        ["activation", "strategies", "transparent"],
         ["blocks", "settings"],
         ["state_dict"],
         ["optim_state"],

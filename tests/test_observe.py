@@ -15,7 +15,7 @@ from shardwise import clip_grad_norm_, fully_shard
 from shardwise._torch import c10d
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
-from shardwise.sharding.module import FSDPModule
+from shardwise.frontends.module import FSDPModule
 
 
 class Notes:

@@ -40,24 +40,24 @@ if TYPE_CHECKING:
     from shardwise.frontends import wrap
     from shardwise.frontends.activation import checkpoint_module
     from shardwise.frontends.compat import patch_torch
+    from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
+    from shardwise.frontends.fsdp2 import fully_shard
+    from shardwise.frontends.module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
     from shardwise.frontends.pretrained.api import from_pretrained
     from shardwise.frontends.pretrained.saving import save_pretrained
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
     from shardwise.insight.inspect.api import inspect
     from shardwise.insight.planning.api import plan
-    from shardwise.sharding.api import fully_shard
-    from shardwise.sharding.grad import clip_grad_norm_
+    from shardwise.optim.norms import clip_grad_norm_
     from shardwise.sharding.init import materialize
     from shardwise.sharding.ledger import GradientReductionHandle
-    from shardwise.sharding.mesh import init_mesh
-    from shardwise.sharding.module import (
-        FSDPModule,
-        UnshardHandle,
-        register_fsdp_forward_method,
-        share_comm_ctx,
-    )
     from shardwise.sharding.policy import DiskOffloadPolicy
     from shardwise.transport.wire import Wire
 
@@ -122,7 +122,7 @@ _HOME = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwise._torch.fsdp",
     "DiskOffloadPolicy": "shardwise.sharding.policy",
-    "FSDPModule": "shardwise.sharding.module",
+    "FSDPModule": "shardwise.frontends.module",
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",
     "FullyShardedDataParallel": "shardwise.frontends.fsdp",
@@ -146,25 +146,25 @@ _HOME = {
     "StateDictConfig": "torch.distributed.fsdp",
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
-    "UnshardHandle": "shardwise.sharding.module",
+    "UnshardHandle": "shardwise.frontends.module",
     "Wire": "shardwise.transport.wire",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",
     "checkpoint": "shardwise.checkpoint",
     "checkpoint_module": "shardwise.frontends.activation",
-    "clip_grad_norm_": "shardwise.sharding.grad",
+    "clip_grad_norm_": "shardwise.optim.norms",
     "diloco": "shardwise.diloco",
     "from_pretrained": "shardwise.frontends.pretrained.api",
-    "fully_shard": "shardwise.sharding.api",
-    "init_mesh": "shardwise.sharding.mesh",
+    "fully_shard": "shardwise.frontends.fsdp2",
+    "init_mesh": "shardwise.frontends.device_mesh",
     "inspect": "shardwise.insight.inspect.api",
     "launch": "shardwise.elastic.call",
     "materialize": "shardwise.sharding.init",
     "optim": "shardwise.optim",
     "patch_torch": "shardwise.frontends.compat",
     "plan": "shardwise.insight.planning.api",
-    "register_fsdp_forward_method": "shardwise.sharding.module",
+    "register_fsdp_forward_method": "shardwise.frontends.module",
     "save_pretrained": "shardwise.frontends.pretrained.saving",
-    "share_comm_ctx": "shardwise.sharding.module",
+    "share_comm_ctx": "shardwise.frontends.module",
     "timeline": "shardwise.insight.timeline",
     "wrap": "shardwise.frontends.wrap",
 }

@@ -31,7 +31,7 @@ from shardwise import (
     StateDictType,
     XlaFullyShardedDataParallel,
 )
-from shardwise.sharding.state_dict import sharded_state_dict
+from shardwise.checkpoint.ranks.state import sharded_state_dict
 from tests.frontends.training import (
     STRATEGIES,
     assert_bits,

@@ -26,14 +26,14 @@ from shardwise.base.observe import Activity, Memory, Route
 from shardwise.diloco.api import DiLoCo
 from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Start
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import DTYPES, Settings
-from shardwise.sharding.grad import clip_grad_norm_
-from shardwise.sharding.module import FSDPModule
+from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
 from tests.harness import run_ranks

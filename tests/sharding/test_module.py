@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, register_fsdp_forward_method, share_comm_ctx
-from shardwise.sharding.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
+from shardwise.frontends.module import disable_fsdp_module_new_init, get_cls_to_fsdp_cls
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
     WIDTH,

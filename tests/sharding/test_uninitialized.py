@@ -1,4 +1,4 @@
-"""Memory that nobody initialized or loaded is found before a model trains on it."""
+"""Memory that was neither initialized nor loaded is found before a model trains on it."""
 
 from __future__ import annotations
 
@@ -120,4 +120,4 @@ def test_all_ranks_raise_if_one_has_something_left() -> None:
     with pytest.raises(RanksFailedError) as raised:
         run_ranks(_differs, 2)
     assert "rank 0 of 2 raised" in str(raised.value)
-    assert "scale: memory that nobody initialized" in str(raised.value)
+    assert "scale: memory that was neither initialized" in str(raised.value)

@@ -45,7 +45,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/full_params.py PostForwardShards.keep: "
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
-    "sharding/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
+    "frontends/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
     "sharding/summon.py full_value: full.clone()": "one_rank_summon",
     # Shards.
     "sharding/init.py _make_plain: torch.empty_like(old, device=device)": "materialize",
@@ -72,7 +72,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/delivery.py _run_hook_on: beside.record_event()": "all_reduce_hook_with_stream",
     "sharding/delivery.py _run_hook_on: "
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
-    "sharding/grad.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
+    "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
     "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
@@ -125,8 +125,10 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/group.py ParamGroup.wait_for_unshard: self.fulls.finish()": "zero3",
     "sharding/group.py ParamGroup.reshard: self.wait_for_unshard()": "unshard_and_reshard",
     "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
-    "sharding/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": "unshard_and_read",
-    "sharding/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
+    "frontends/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": (
+        "unshard_and_read"
+    ),
+    "frontends/module.py FSDPModule.keep_unsharded: group.wait_for_unshard()": "keep_unsharded",
     "sharding/delivery.py Flight.start: self.works.append(transport.start(call))": "zero3",
     "sharding/delivery.py _run_hook_on: flight.works.append(PendingWork(lambda: "
     "devices.current_stream(device).wait_event(hooked)))": "all_reduce_hook_with_stream",
@@ -140,8 +142,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "transport/collectives.py CollectivesTransport._start: "
     "launched.append(carrier().launch(each, self._coalescing))": "zero3",
     # Copies between host and device.
-    "sharding/grad.py scale_grads: scale.to(device)": "clip_offload",
-    "sharding/grad.py _local_norm: norm.to(device, dtype)": "clip_offload",
+    "optim/norms.py scale_grads: scale.to(device)": "clip_offload",
+    "optim/norms.py _local_norm: norm.to(device, dtype)": "clip_offload",
     "sharding/group_param.py GroupParam.take_over_writes: "
     "self.layout.cut(self.full_data, self.form.mesh.shard.rank).to(shard.device)": (
         "written_in_forward_offloaded"
@@ -154,8 +156,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
         "summon_offloaded"
     ),
     # What is converted, or made contiguous.
-    "sharding/grad.py clip_grad_norm_: norm.to(dtype)": "clip_bfloat16",
-    "sharding/grad.py _local_norm: torch.stack( [norm.to(device, dtype) "
+    "optim/norms.py clip_grad_norm_: norm.to(dtype)": "clip_bfloat16",
+    "optim/norms.py _local_norm: torch.stack( [norm.to(device, dtype) "
     "for norm in autograd.foreach_norm(grads, norm_type)] )": "clip",
     "sharding/group_param.py GroupParam._as_gathered: shard.to(dtype)": "written_in_forward_mixed",
     "sharding/group_param.py GroupParam.take_over_writes: "
@@ -266,7 +268,7 @@ UNSEEN = {
     "param.layout.cut(full.detach(), param.form.mesh.shard.rank).contiguous()": (
         "the wrapper cuts along the first dimension, so nothing is copied"
     ),
-    "sharding/grad.py NormParts.total: torch.zeros(())": _HOST,
+    "optim/norms.py NormParts.total: torch.zeros(())": _HOST,
     "sharding/state.py Root._end_step: stepper.finish()": _STEPPED,
     "base/devices.py host_memory: "
     "torch.empty(nbytes, dtype=torch.uint8, device=CPU, pin_memory=pins(device))": _HOST,
@@ -297,7 +299,7 @@ UNSEEN = {
         "the copy that follows blocks the host on the stream of the earlier one, or on a stream "
         "that autograd has made wait for it"
     ),
-    "sharding/module.py FSDPModule.finalize_backward: handle.wait()": (
+    "frontends/module.py FSDPModule.finalize_backward: handle.wait()": (
         "the next forward refuses to begin before it"
     ),
     "sharding/group_param.py GroupParam.make_full: "

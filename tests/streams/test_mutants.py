@@ -19,7 +19,8 @@ _AT_A_TIME = 15
 
 
 def _all_places() -> dict[str, Place]:
-    paths = [SOURCE / "base" / "devices.py"]
+    doors = [SOURCE / "frontends" / name for name in ("fsdp2.py", "module.py")]
+    paths = [SOURCE / "base" / "devices.py", *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)

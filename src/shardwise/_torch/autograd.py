@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -32,7 +32,7 @@ def backward_id() -> int | None:
 
 def in_backward() -> bool:
     """Whether this thread is inside a backward (activation checkpointing recomputes there)."""
-    return backward_id() is not None
+    return torch._C._current_graph_task_id() != -1
 
 
 def copies_saved_tensors() -> bool:
@@ -145,12 +145,21 @@ def version_with_local(tensor: torch.Tensor) -> int:
         return version_of(tensor) + (0 if local is tensor else version_of(local))
 
 
-def versions_of_sharded(parameters: Sequence[torch.Tensor]) -> list[int]:
-    """Return what :func:`version_with_local` does for each of some ``DTensor``s."""
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return what :func:`version_of` does for each of some tensors."""
     try:
-        return [each._version + each._local_tensor._version for each in parameters]  # type: ignore[attr-defined]
+        return [each._version for each in tensors]
     except RuntimeError:  # one of them is a tensor of inference mode
-        return [version_with_local(each) for each in parameters]
+        return [version_of(each) for each in tensors]
+
+
+def versions_of_sharded(parameters: Iterable[torch.Tensor]) -> list[int]:
+    """Return what :func:`version_with_local` does for each of some ``DTensor``s."""
+    found = tuple(parameters)
+    try:
+        return [each._version + each._local_tensor._version for each in found]  # type: ignore[attr-defined]
+    except RuntimeError:  # one of them is a tensor of inference mode
+        return [version_with_local(each) for each in found]
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:

@@ -84,6 +84,12 @@ def forget_group_between_worlds(group: dist.ProcessGroup) -> None:
         known.pop(group, None)
 
 
+def broadcast_all(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give ``tensors`` the values of the first rank of ``group``, small ones together."""
+    bucket = 8 * 1024 * 1024  # bytes
+    dist._broadcast_coalesced(group, tensors, bucket, 0)  # type: ignore[attr-defined]
+
+
 @contextmanager
 def coalesced(group: dist.ProcessGroup) -> Iterator[_CoalescingManager]:
     """Launch the collectives called inside as one, at the end of the block.

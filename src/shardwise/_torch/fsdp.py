@@ -167,7 +167,7 @@ class ParamOwner:
         return self.module._parameters.get(self.name) is parameter
 
     @staticmethod
-    def all_hold(owners: Sequence[ParamOwner], parameters: Sequence[nn.Parameter | None]) -> bool:
+    def all_hold(owners: Sequence[ParamOwner], parameters: Iterable[nn.Parameter | None]) -> bool:
         """Whether each of ``owners`` holds its one of ``parameters`` now."""
         for owner, parameter in zip(owners, parameters, strict=True):
             if owner.module._parameters.get(owner.name) is not parameter:
@@ -176,7 +176,7 @@ class ParamOwner:
 
     @staticmethod
     def register_all(
-        owners: Sequence[ParamOwner], parameters: Sequence[nn.Parameter | None]
+        owners: Sequence[ParamOwner], parameters: Iterable[nn.Parameter | None]
     ) -> None:
         """Put each of ``parameters`` into its one of ``owners``."""
         for owner, parameter in zip(owners, parameters, strict=True):

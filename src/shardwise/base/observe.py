@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import itertools
 import time
 import weakref
 from collections.abc import Iterator
@@ -186,16 +187,17 @@ def memory(kind: Memory, name: str, nbytes: int) -> None:
         observer.memory(kind, name, nbytes)
 
 
-def memory_of(kind: Memory, name: str, tensor: torch.Tensor) -> None:
-    """Report the memory of a tensor as allocated now, and as freed when its storage is.
+def memory_of(kind: Memory, name: str, *tensors: torch.Tensor) -> None:
+    """Report the memory of tensors as allocated now, and as freed when their storage is.
 
     Does nothing for a storage that has been reported before, and is still alive. The memory of a
     tensor that keeps its values in others, such as a ``DTensor``, is theirs.
     """
     observer = _observer
-    if observer is None or tensor.is_meta:
+    if observer is None:
         return
-    for storage in dtensor.storages_of(tensor):
+    found = (dtensor.storages_of(tensor) for tensor in tensors if not tensor.is_meta)
+    for storage in itertools.chain.from_iterable(found):
         key = id(storage)  # torch keeps the object as long as the memory
         if key not in _known and (nbytes := storage.nbytes()):
             held = _Held(storage, _free)

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.ranks.weights import load_weights
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
+        get_shard_metadata,
         load_rank_checkpoint,
         save_rank_checkpoint,
     )
-    from shardwise.sharding.state_dict import get_shard_metadata
 
 __all__ = [
     "CheckpointError",
@@ -42,7 +42,7 @@ _HOME = {
     "Handle": "shardwise.checkpoint.ranks.saving",
     "async_save": "shardwise.checkpoint.ranks.saving",
     "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
-    "get_shard_metadata": "shardwise.sharding.state_dict",
+    "get_shard_metadata": "shardwise.checkpoint.ranks.xla",
     "is_complete": "shardwise.checkpoint.disk.commit",
     "keep_last": "shardwise.checkpoint.disk.commit",
     "latest": "shardwise.checkpoint.disk.commit",

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
 from shardwise.frontends.activation import batch_norms
-from shardwise.sharding.api import fully_shard
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.sharding.state import gather_in_order, groups_of
 from shardwise.transport.wire import Wire
 

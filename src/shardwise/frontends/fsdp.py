@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from shardwise.frontends.prepare import ParamInit
+from shardwise.checkpoint.ranks.xla import get_shard_metadata
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.settings import (
     Groups,
     UnitSettings,
@@ -27,12 +28,10 @@ from shardwise.frontends.settings import (
     warn_without_effect,
 )
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import AutoWrap, Ignored, ShardedUnit
+from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit, ShardedUnit
 from shardwise.frontends.wrap import Policy
-from shardwise.sharding.grad import clip_grad_norm_
-from shardwise.sharding.module import FSDPModule
+from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import gather_in_order, states_of
-from shardwise.sharding.state_dict import get_shard_metadata
 from shardwise.sharding.summon import SummonOptions, summoned
 from shardwise.transport.wire import Wire
 

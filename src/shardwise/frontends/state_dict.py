@@ -33,11 +33,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise._torch import dtensor
+from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.group_param import GroupParam
+from shardwise.sharding.param import check_origin
 from shardwise.sharding.state import groups_of
-from shardwise.sharding.state_dict import HasStateDictKinds, check_origin
 
 
 class SavingModule(TransparentModule, HasStateDictKinds):

@@ -105,7 +105,7 @@ class ShardingPlan:
 
     def make_mesh(self, device_type: str) -> DeviceMesh:
         """Create the mesh over all ranks of the default process group."""
-        from shardwise.sharding.mesh import make_mesh
+        from shardwise.frontends.device_mesh import make_mesh
 
         return make_mesh(device_type, self.shape, self.names)
 

@@ -1,20 +1,22 @@
 """One FSDP unit: a module that ``fully_shard`` was applied to, and the wrapper around it.
 
 ``fsdp.py`` and ``xla.py`` give the arguments of two constructors their meaning; this file builds
-what they ask for. It also chooses the modules that become units, and implements the parts of
-FSDP1's ``MixedPrecision`` that ``fully_shard``'s policy does not have: casting inputs at the root
-only, buffers, and classes that stay in full precision.
+what they ask for. It chooses the modules that become units. It prepares them: values for what is on
+the meta device, the first rank's values for all. And it implements the parts of FSDP1's
+``MixedPrecision`` that ``fully_shard``'s policy does not have: casting inputs at the root only,
+buffers, and classes that stay in full precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -24,18 +26,22 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
+from torch.distributed.tensor import DTensor
 
-from shardwise._torch import fsdp
+from shardwise._torch import c10d, fsdp
+from shardwise.frontends.fsdp2 import form_of, fully_shard, managed_modules
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.optim_state import OptimSavingModule
-from shardwise.frontends.prepare import ParamInit, broadcast_states, materialize_unit
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import state_dict_settings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
-from shardwise.sharding.api import fully_shard
-from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, state_of
+from shardwise.transport.peers import Peers
+
+#: Called with a module, to move its own tensors to a device and initialize them.
+ParamInit = Callable[[nn.Module], object]
 
 
 class ShardedUnit(OptimSavingModule):
@@ -62,16 +68,16 @@ class ShardedUnit(OptimSavingModule):
             settings: how to shard it.
             ignored: modules and parameters to leave alone.
             auto_wrap: which modules inside to wrap first.
-            param_init_fn: see :func:`~shardwise.frontends.prepare.materialize_unit`.
+            param_init_fn: called with every module that has tensors of its own on the meta device.
             sync_module_states: as for the constructors.
             state_dict_type: the initial type of state dicts.
         """
         if auto_wrap is not None:
             auto_wrap.apply(module, ignored)
         inner = fsdp.without_checkpointing(module)
-        materialize_unit(inner, settings.device, param_init_fn, ignored.modules)
+        _materialize(inner, settings.device, param_init_fn, ignored.modules)
         if sync_module_states:
-            broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
+            _broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
         offloads = settings.cpu_offload.offload_params
         fully_shard(
             inner,
@@ -314,3 +320,102 @@ def keep_in_full_precision(module: nn.Module) -> None:
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
     module.register_forward_hook(leave)
+
+
+def _materialize(
+    module: nn.Module,
+    device: torch.device,
+    init: ParamInit | None,
+    ignored: Iterable[nn.Module] = (),
+) -> None:
+    """Allocate and initialize the tensors of ``module`` that are on the meta device.
+
+    Parents come before children; nested units have been materialized before. Tied parameters stay
+    tied, also across units.
+
+    Args:
+        module: a module that is about to be sharded.
+        device: the device to allocate on.
+        init: called with every module that has tensors of its own on the meta device, to move them
+            to a device and initialize them. By default ``to_empty`` and ``reset_parameters()``.
+        ignored: modules to leave alone.
+
+    Raises:
+        ValueError: there is no ``init`` and a module has no ``reset_parameters()``, or ``init``
+            left a tensor on the meta device.
+    """
+    ignored = set(ignored)
+    for each, name in managed_modules((module,)).items():
+        if each in ignored or not any(tensor.is_meta for _, tensor in _own_tensors(each)):
+            continue
+        before = dict(each.named_parameters(recurse=False))
+        if init is not None:
+            init(each)
+        else:
+            _reset(each, name, device)
+        _check_materialized(each, name)
+        for own, old in before.items():
+            owner = fsdp.ParamOwner(each, own)
+            new = owner.registered
+            if new is not old and old.is_meta:
+                # So that other holders of the old one have the new one.
+                torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+                owner.register(old)
+
+
+def _reset(module: nn.Module, name: str, device: torch.device) -> None:
+    reset = getattr(module, "reset_parameters", None)
+    if reset is None:
+        tensors = ", ".join(own for own, tensor in _own_tensors(module) if tensor.is_meta)
+        raise ValueError(
+            f"{name or 'the wrapped module'} ({type(module).__name__}) has {tensors} on the meta "
+            "device and no reset_parameters(); pass param_init_fn, a function that moves a "
+            "module's own tensors to a device and initializes them"
+        )
+    module.to_empty(device=device, recurse=False)
+    with torch.no_grad():
+        reset()
+
+
+def _check_materialized(module: nn.Module, name: str) -> None:
+    left = [own for own, tensor in _own_tensors(module) if tensor.is_meta]
+    if left:
+        raise ValueError(
+            f"{name or 'the wrapped module'} ({type(module).__name__}): param_init_fn left "
+            f"{', '.join(left)} on the meta device on rank {dist.get_rank()}; call "
+            "module.to_empty(device=..., recurse=False) in it, and initialize"
+        )
+
+
+def _broadcast_states(
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]
+) -> None:
+    """Broadcast parameters and buffers from the first rank of ``mesh``.
+
+    A collective over all dimensions of the mesh. Leaves out nested units, which have had theirs.
+
+    Args:
+        module: a module that is about to be sharded.
+        mesh: the ranks.
+        device: the device that collectives run on.
+        ignored: parameters to leave alone.
+    """
+    tensors: dict[torch.Tensor, None] = {}
+    for each in managed_modules((module,)):
+        for _, tensor in _own_tensors(each):
+            taken = isinstance(tensor, nn.Parameter) and form_of(tensor) is not None
+            if tensor not in ignored and not isinstance(tensor, DTensor) and not taken:
+                tensors[tensor] = None
+    sent = [tensor.detach().to(device) for tensor in tensors]
+    for dim in reversed(range(mesh.ndim)):
+        group = mesh.get_group(dim)
+        with Peers(group).collective("the broadcast of module states"):
+            c10d.broadcast_all(sent, group)
+    for tensor, value in zip(tensors, sent, strict=True):
+        if tensor.device != device:
+            tensor.detach().copy_(value)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)

@@ -14,10 +14,9 @@ from torch.distributed.fsdp import (
 )
 
 from shardwise.frontends.fsdp import FullyShardedDataParallel
-from shardwise.frontends.prepare import ParamInit
 from shardwise.frontends.settings import UnitSettings, WithoutEffect, find_mesh, warn_without_effect
 from shardwise.frontends.strategies import Strategy
-from shardwise.frontends.unit import AutoWrap, Ignored
+from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit
 from shardwise.frontends.wrap import Policy
 from shardwise.transport.peers import new_group
 from shardwise.transport.wire import Wire

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.sharding.grad import NormParts, scale_grads
+from shardwise.optim.norms import NormParts, scale_grads
 
 
 class ClipBy(enum.Enum):

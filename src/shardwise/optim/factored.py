@@ -23,9 +23,9 @@ from torch import Tensor
 
 from shardwise._torch import dtensor
 from shardwise.optim.forms import STEP
+from shardwise.optim.norms import groups_cutting
 from shardwise.optim.pieces import pieces_of_stack
 from shardwise.optim.sums import Sums
-from shardwise.sharding.grad import groups_cutting
 
 #: States of a parameter of two or more dimensions, and of any other one; as in torch.
 ROWS, COLUMNS, ELEMENTS = "row_var", "col_var", "variance"

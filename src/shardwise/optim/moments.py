@@ -19,7 +19,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.codes import CodeBook
-from shardwise.sharding.grad import all_reduce
+from shardwise.optim.norms import all_reduce
 from shardwise.transport.peers import Peers
 
 #: The moments in fp32, as the state of any AdamW names them.

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.sharding.grad import all_reduce
+from shardwise.optim.norms import all_reduce
 from shardwise.transport.peers import Peers
 
 

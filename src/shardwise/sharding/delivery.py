@@ -298,9 +298,9 @@ class GroupGrads:
             if grad is None and takes_part and (unused or not mesh.is_alone):
                 grad = param.zeros_for_grad()
             if grad is not None:
-                observe.memory_of(Memory.GRADIENTS, name, grad)
                 is_owned = is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
+        observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
         due.clear()
         return taken
 
@@ -384,12 +384,15 @@ class GroupGrads:
 
 def _when(grads: Sequence[Grad], transport: Transport) -> When:
     """When to wait for a reduction over the shard dimension."""
-    forms = [grad.param.form for grad in grads]
-    if any(autograd.has_post_accumulate_hooks(f.parameter) and not f.is_tied for f in forms):
-        return When.AT_ONCE
-    if not transport.overlaps_compute and any(is_returned(grad.value) for grad in grads):
-        return When.BEFORE_STEP
-    return When.NEXT
+    found = When.NEXT
+    alone = not transport.overlaps_compute
+    for grad in grads:
+        form = grad.param.form
+        if not form.is_tied and autograd.has_post_accumulate_hooks(form.parameter):
+            return When.AT_ONCE
+        if alone and is_returned(grad.value):
+            found = When.BEFORE_STEP
+    return found
 
 
 def _add_all(
@@ -408,6 +411,7 @@ def _add_all(
     Returns:
         Where the number for each parameter arrives: 1-D, not 0 where any rank has a gradient.
     """
+    made: list[torch.Tensor] = []
     for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
         value, layout = grad.value, grad.param.layout
         is_cut = transport.world_size > 1 and layout.dim is not None
@@ -415,21 +419,19 @@ def _add_all(
             value = _scaled(value, dtype, scaling)
         if is_cut:
             full = layout.to_chunks(value)
-            observe.memory_of(Memory.GRADIENTS, name, full)
             if out is None:
                 out = torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)
-            observe.memory_of(Memory.GRADIENTS, name, out)
+            made += (full, out)
             grad.value = out
             flight.scatter(scaling.op, grad.param, full, out, grad.is_owned)
         else:
             value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
-            observe.memory_of(Memory.GRADIENTS, name, value)
+            made.append(value)
             grad.value = value
             if transport.world_size > 1:
                 flight.reduce(scaling.op, grad.param, grad.value)
     found, sent = _count(flight, scalings[0].op, grads, transport)
-    for each in (sent, found):
-        observe.memory_of(Memory.GRADIENTS, name, each)
+    observe.memory_of(Memory.GRADIENTS, name, *made, sent, found)
     return found
 
 

@@ -126,8 +126,8 @@ class FilledParams:
 
     def unseal(self) -> None:
         """Let autograd use the full parameters: they hold their values now."""
-        versions = [autograd.version_of(full) for full in self._fulls]
-        if any(version >= _SEALED for version in versions):
+        versions = autograd.versions_of(self._fulls)
+        if max(versions, default=0) >= _SEALED:
             autograd.set_versions(self._fulls, [version % _SEALED for version in versions])
         self._found = autograd.look_at(self._fulls)
 
@@ -135,8 +135,8 @@ class FilledParams:
         """Make autograd refuse the full parameters: their memory is about to be freed."""
         if self._found is not None:
             self._found = None
-            versions = [autograd.version_of(full) + _SEALED for full in self._fulls]
-            autograd.set_versions(self._fulls, versions)
+            versions = autograd.versions_of(self._fulls)
+            autograd.set_versions(self._fulls, [version + _SEALED for version in versions])
 
     @property
     def written(self) -> list[GroupParam]:
@@ -146,20 +146,25 @@ class FilledParams:
         looks = zip(self.params, self._found, now, strict=True)
         return [param for param, before, after in looks if before != after]
 
-    def deliver(self) -> None:
+    def deliver(self) -> list[GroupParam]:
         """Copy what was written to the shards.
+
+        Returns:
+            The parameters that were written to.
 
         Raises:
             MisuseError: a shard was written to as well, or a full parameter got data of another
                 shape.
         """
-        for param in self.written:
+        written = self.written
+        for param in written:
             i = self.params.index(param)
             (version,) = versions_of([param.form])
             param.take_over_writes(is_shard_written=version != self._shards[i])
             (self._shards[i],) = versions_of([param.form])
-        if self._found is not None:
+        if written:
             self._found = autograd.look_at(self._fulls)
+        return written
 
     def outdate(self, form: ShardedParam) -> None:
         """Make autograd refuse what it has saved of a parameter: the shard has other values now.

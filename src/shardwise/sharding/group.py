@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
@@ -31,6 +32,10 @@ from shardwise.sharding.policy import GroupOptions, Offload, Precision
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
+
+#: The parameters that modules hold in turns, asked for twice in every use of a group.
+_SHARD = operator.attrgetter("form.parameter")
+_FULL = operator.attrgetter("full")
 
 
 def _no_root_yet() -> NoReturn:
@@ -215,7 +220,7 @@ class ParamGroup:
         if self.post_forward is not None:
             self.post_forward.release()
         GroupParam.freeze_or_unfreeze_all(self.params)
-        ParamOwner.register_all(self._owners, self._full_of_each())
+        ParamOwner.register_all(self._owners, map(_FULL, self._owned))
         self._move(GroupState.UNSHARDED)
 
     def use_now(self) -> None:
@@ -269,7 +274,7 @@ class ParamGroup:
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
         if lease.state is GroupState.UNSHARDED and not (
-            ParamOwner.all_hold(self._owners, self._full_of_each())
+            ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
         ):
             replaced = [param for param in self.params if param.is_replaced]
         self._use_sharded()
@@ -618,9 +623,7 @@ class ParamGroup:
         """
         if self.fulls is None:
             return
-        written = self.fulls.filled.written
-        self.fulls.filled.deliver()
-        for param in written:
+        for param in self.fulls.filled.deliver():
             for group in param.form.groups:
                 if group is not self:
                     group.see_write(param, self.fqn)
@@ -661,7 +664,7 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        if ParamOwner.all_hold(self._owners, self._shard_of_each()):
+        if ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
             if self.fulls is not None and self.fulls.aliased.has_moved:  # after swap_tensors, say
                 self.refresh()
             return
@@ -676,17 +679,9 @@ class ParamGroup:
         for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
 
-    def _shard_of_each(self) -> list[nn.Parameter]:
-        """The sharded parameter that belongs into each of the owners."""
-        return [param.form.parameter for param in self._owned]
-
-    def _full_of_each(self) -> list[nn.Parameter | None]:
-        """The full parameter that belongs into each of the owners."""
-        return [param.full for param in self._owned]
-
     def _use_sharded(self) -> None:
         GroupParam.leave_all(self.params)
-        ParamOwner.register_all(self._owners, self._shard_of_each())
+        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
         self._move(GroupState.SHARDED)
 
     def _free(self) -> None:

@@ -88,7 +88,7 @@ class GroupParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard."""
-        return self.form.local
+        return dtensor.local_of(self.form.parameter)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -26,7 +27,6 @@ from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory
 from shardwise.sharding.placement import Place
 from shardwise.sharding.policy import Offload
-from shardwise.sharding.state_dict import check_origin
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
@@ -380,10 +380,44 @@ class ShardedParam:
             )
 
 
+def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
+    """Check that a loaded value is not the part that another rank has of a tensor.
+
+    A pickled ``DTensor`` keeps its mesh, with the coordinates of the rank that saved it. Torch does
+    not compare them, so ranks that all load rank 0's file would go on with rank 0's rows.
+
+    Args:
+        what: the value, for messages.
+        value: what was loaded. Anything but a ``DTensor`` passes.
+        like: the sharded parameter that the value belongs to.
+
+    Raises:
+        ValueError: a rank with another part saved it, or a job with another number of ranks.
+    """
+    if not (isinstance(value, DTensor) and isinstance(like, DTensor)):
+        return
+    saved, own = value.device_mesh, like.device_mesh
+    if saved is own or saved.ndim != own.ndim:
+        return
+    sharded = [dim for dim, each in enumerate(value.placements) if not each.is_replicate()]
+    found, expected = (
+        [(mesh.size(dim), (mesh.get_coordinate() or ())[dim:][:1]) for dim in sharded]
+        for mesh in (saved, own)
+    )
+    if found != expected:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        raise ValueError(
+            f"{what} on rank {rank}: found a shard saved at {saved.get_coordinate()} "
+            f"of a mesh of shape {tuple(saved.shape)}, expected the one of {own.get_coordinate()} "
+            f"of {tuple(own.shape)}. torch.save writes the shards of one rank; save one file per "
+            "rank, or full tensors, or use shardwise.checkpoint, which also loads on other meshes"
+        )
+
+
 def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
     """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    counted = autograd.versions_of_sharded([form.parameter for form in forms])
-    return [version + form.steps for version, form in zip(counted, forms, strict=True)]
+    counted = autograd.versions_of_sharded(map(operator.attrgetter("parameter"), forms))
+    return list(map(operator.add, counted, map(operator.attrgetter("steps"), forms)))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

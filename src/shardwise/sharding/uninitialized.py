@@ -98,8 +98,8 @@ class InitializationCheck:
         if left:
             more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise RuntimeError(
-                f"{type(model).__name__}: {', '.join(left[:5])}{more}: memory that nobody "
-                "initialized or loaded, found before forward; expected init= of materialize() to "
+                f"{type(model).__name__}: {', '.join(left[:5])}{more}: memory that was neither "
+                "initialized nor loaded, found before forward; expected init= of materialize() to "
                 "initialize every parameter and buffer, or load_weights() to load them. Call "
                 "materialize(model) without init= to initialize as the model itself does"
             )

@@ -20,11 +20,11 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint import consolidate
 from shardwise.checkpoint.ranks.xla import (
     consolidate_sharded_model_checkpoints,
+    get_shard_metadata,
     load_rank_checkpoint,
     rank_file,
     save_rank_checkpoint,
 )
-from shardwise.sharding.state_dict import get_shard_metadata
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.parity.models import make_model
 

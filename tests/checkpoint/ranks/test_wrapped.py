@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise import FullyShardedDataParallel, XlaFullyShardedDataParallel, checkpoint, fully_shard
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.sharding.state_dict import sharded_state_dict
+from shardwise.checkpoint.ranks.state import sharded_state_dict
 from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, seeded
 

@@ -25,7 +25,9 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder
-from shardwise.sharding.state_dict import FORMAT, VERSION
+
+FORMAT = "shardwise.rank"
+VERSION = 1
 
 _MAX_DIMS = 64
 _MAX_RANKS = 10**6

@@ -43,9 +43,8 @@ from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import parts
-from shardwise.checkpoint.ranks.state import check_tensor, config_of
+from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.sharding.state_dict import sharded_state_dict
 
 
 def save_hf(

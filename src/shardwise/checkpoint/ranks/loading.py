@@ -27,9 +27,14 @@ from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, local_of, model_state
+from shardwise.checkpoint.ranks.state import (
+    check_same_names,
+    check_tensor,
+    local_of,
+    model_state,
+    sharded_state_dicts,
+)
 from shardwise.checkpoint.storage import Reader
-from shardwise.sharding.state_dict import sharded_state_dicts
 
 
 def load(

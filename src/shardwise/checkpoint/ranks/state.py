@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,34 @@ from shardwise.checkpoint.disk.values import encode, leaves
 from shardwise.checkpoint.ranks.optimizer import optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.subclasses import taken_apart
 from shardwise.sharding.state import groups_of
-from shardwise.sharding.state_dict import sharded_state_dicts
+
+
+class HasStateDictKinds:
+    """A module whose state dicts are of one of several kinds."""
+
+    def sharded_kind(self) -> AbstractContextManager[None]:
+        """Return a context in which its state dicts hold its shards as ``DTensor``s."""
+        raise NotImplementedError
+
+
+@contextmanager
+def sharded_state_dicts(model: nn.Module) -> Iterator[None]:
+    """Make state dicts of ``model`` hold its shards as ``DTensor``s inside."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, HasStateDictKinds):
+                stack.enter_context(module.sharded_kind())
+        yield
+
+
+def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The state dict of ``model`` with its shards as ``DTensor``s.
+
+    Args:
+        model: a model that is wrapped, contains wrapped modules, or is sharded without a wrapper.
+    """
+    with sharded_state_dicts(model):
+        return model.state_dict()
 
 
 @dataclass

@@ -286,7 +286,7 @@ def _values(
     """Return the values that shards stand for.
 
     Raises:
-        CheckpointError: they cannot be told, or the optimizer would round them.
+        CheckpointError: they cannot be computed, or the optimizer would round them.
     """
     kinds = {shard.name for shard in found}
     dtype = torch.float32 if any(kinds) else tensors[0].dtype

@@ -21,10 +21,9 @@ from shardwise.checkpoint.formats.source import (
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import read_parts
-from shardwise.checkpoint.ranks.state import check_same_names
+from shardwise.checkpoint.ranks.state import check_same_names, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.sharding.init import allocate
-from shardwise.sharding.state_dict import sharded_state_dict
 
 
 def load_weights(

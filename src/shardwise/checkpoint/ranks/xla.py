@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -32,20 +33,20 @@ from shardwise.checkpoint.disk.strict import refuse, shorten
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
 from shardwise.checkpoint.formats.torchfile import map_tensors
 from shardwise.checkpoint.formats.torchwrite import write_tree
-from shardwise.checkpoint.formats.xla_files import RankFile, RankFiles, TensorSlice, read_rank_file
+from shardwise.checkpoint.formats.xla_files import (
+    FORMAT,
+    VERSION,
+    RankFile,
+    RankFiles,
+    TensorSlice,
+    read_rank_file,
+)
 from shardwise.checkpoint.ranks.optimizer import (
     load_optimizer_tree,
     optimizer_tree,
     parameter_names,
 )
-from shardwise.sharding.state_dict import (
-    get_shard_metadata,
-    own_rank,
-    parts_of,
-    sharded_state_dict,
-    sharded_state_dicts,
-    world_size,
-)
+from shardwise.checkpoint.ranks.state import sharded_state_dict, sharded_state_dicts
 
 SUFFIX = "_rank-*-of-*.pth"
 
@@ -79,7 +80,7 @@ def save_rank_checkpoint(
     Raises:
         ValueError: the file exists, or its folder does not.
     """
-    path = rank_file(ckpt_prefix, own_rank(), world_size())
+    path = rank_file(ckpt_prefix, _own_rank(), _world_size())
     model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
     state = {"model": _locals(model_state), "shard_metadata": metadata}
     if optimizer is not None:
@@ -105,7 +106,7 @@ def load_rank_checkpoint(
         CheckpointError: the file is missing or damaged, or of another model, mesh or number of
             ranks.
     """
-    path = rank_file(ckpt_prefix, own_rank(), world_size())
+    path = rank_file(ckpt_prefix, _own_rank(), _world_size())
     if not path.exists():
         raise CheckpointError(
             f"{path}: is missing; to load on another number of ranks, consolidate the files first"
@@ -274,3 +275,70 @@ def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
             if info.numel:
                 source.read(path, full_box(info.shape), full[name])
     return {name: full[hole.name] for name, hole in source.tree()["model"].items()}
+
+
+def get_shard_metadata(model: nn.Module) -> dict[str, Any]:
+    """The part of each parameter and buffer that this rank has, as plain values.
+
+    Save it beside ``model.state_dict()``, in one file per rank.
+    :func:`shardwise.checkpoint.consolidate_sharded_model_checkpoints` needs it. PyTorch/XLA has a
+    method of the same name.
+
+    Args:
+        model: the sharded model.
+
+    Returns:
+        A dict with the rank, the world size, and for each name the shape of the full tensor and the
+        offsets and sizes of this rank's part, in elements.
+
+    Raises:
+        NotImplementedError: a parameter is a partial sum, or this rank has several parts of it.
+    """
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "rank": _own_rank(),
+        "world_size": _world_size(),
+        "shard_info": parts_of(sharded_state_dict(model)),
+    }
+
+
+def parts_of(tree: Mapping[str, Any], prefix: str = "") -> dict[str, dict[str, list[int]]]:
+    """Where this rank's part of every ``DTensor`` in a tree is, by the keys joined with dots.
+
+    Raises:
+        NotImplementedError: one is a partial sum, or this rank has several parts of it.
+    """
+    found = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found.update(parts_of(value, f"{prefix}{key}."))
+        elif isinstance(value, DTensor):
+            found[f"{prefix}{key}"] = _part_of(f"{prefix}{key}", value)
+    return found
+
+
+def _own_rank() -> int:
+    """The rank of this process; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    """The number of ranks; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _part_of(name: str, tensor: DTensor) -> dict[str, list[int]]:
+    """The shape of the full tensor, and the offsets and sizes of this rank's part."""
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    local = dtensor.local_of(tensor)
+    if len(chunks) != 1 or chunks[0].sizes != local.shape:
+        raise NotImplementedError(
+            f"{name} on rank {_own_rank()}: found placements {tensor.placements}, expected one "
+            "part a rank"
+        )
+    return {
+        "shape": list(tensor.shape),
+        "offsets": list(chunks[0].offsets),
+        "sizes": list(chunks[0].sizes),
+    }

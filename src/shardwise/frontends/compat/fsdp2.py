@@ -18,9 +18,8 @@ import torch.distributed.fsdp as _torch_fsdp
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise._torch.fsdp import DataParallelMeshDims, ShardPlacementResult
-from shardwise.sharding.api import fully_shard
-from shardwise.sharding.ledger import GradientReductionHandle
-from shardwise.sharding.module import (
+from shardwise.frontends.fsdp2 import fully_shard
+from shardwise.frontends.module import (
     FSDPModule,
     UnshardHandle,
     disable_fsdp_module_new_init,
@@ -28,6 +27,7 @@ from shardwise.sharding.module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
+from shardwise.sharding.ledger import GradientReductionHandle
 
 __all__ = [
     "CPUOffloadPolicy",

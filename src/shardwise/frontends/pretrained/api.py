@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.wrap.apply import AUTO, Policy, apply_wrap
-from shardwise.sharding.api import fully_shard
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.utils import import_utils
 
-from shardwise.sharding.module import FSDPModule
+from shardwise.frontends.module import FSDPModule
 
 _LOADED = "_is_hf_initialized"  # initializations leave tensors with this attribute alone
 

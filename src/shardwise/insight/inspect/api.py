@@ -22,10 +22,10 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise._torch import c10d, fsdp
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.insight.inspect.read import gather_values, read
 from shardwise.insight.inspect.report import MOST_VALUES, Report
-from shardwise.sharding.api import fully_shard
 from shardwise.sharding.part import take
 
 

@@ -27,13 +27,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.base.observe import Activity, Memory, Route, observing
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.insight.planning import probes
 from shardwise.insight.planning.clock import bytes_sent
 from shardwise.insight.planning.costs import calls_of, family_of, op_seconds, size_of
 from shardwise.insight.planning.events import Op, StepPhase
 from shardwise.insight.planning.machine import Curve, Device, Link
-from shardwise.sharding.api import fully_shard
-from shardwise.sharding.grad import clip_grad_norm_
+from shardwise.optim.norms import clip_grad_norm_
 
 Clock = Callable[[], float]
 Curves = Mapping[str, Curve]

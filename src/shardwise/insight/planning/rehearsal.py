@@ -31,6 +31,7 @@ from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
 from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
@@ -46,16 +47,15 @@ from shardwise.insight.planning.settings import (
 )
 from shardwise.insight.planning.wires import simulated
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
+from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.sharding import policy
-from shardwise.sharding.grad import NormParts, clip_grad_norm_, scale_grads
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.init import allocate
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.module import FSDPModule
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
 from shardwise.sharding.tree import every_tensor_in, map_tensors

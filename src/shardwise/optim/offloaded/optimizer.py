@@ -24,8 +24,7 @@ from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
-from shardwise.sharding.param import forms_of
-from shardwise.sharding.state_dict import check_origin
+from shardwise.sharding.param import check_origin, forms_of
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
 _TOGETHER = 4 * 1024 * 1024

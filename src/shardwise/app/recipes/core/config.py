@@ -291,7 +291,7 @@ class StrategyConfig:
         default=None,
         metadata=option(
             "Between forward and backward, keep the parameters of each block cut over the ranks "
-            "of a host (host) or over so many ranks: only forward gathers between hosts.",
+            "of a host (host) or over this many ranks: only forward gathers between hosts.",
             SHARDING,
             metavar="RANKS",
             shown="all ranks",
@@ -476,7 +476,7 @@ class DilocoConfig:
         default=None,
         metadata=option(
             "Make every replica a world of its own, which may be lost and come back. A round waits "
-            "for one that is late for so many seconds.",
+            "this many seconds for one that is late.",
             DILOCO,
             name="--diloco-deadline",
             metavar="SECONDS",

@@ -134,7 +134,7 @@ class Example:
         loss: the loss of the model on a batch.
         seq_length: tokens of an example; ``None``: it has none.
         keeps: whether full parameters of a model stay in memory between forward and backward
-            whatever the strategy says, where so many bytes are free for each rank.
+            whatever the strategy says, where each rank has that many bytes free.
     """
 
     batch: Callable[[int], Any]

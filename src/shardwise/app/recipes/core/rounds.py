@@ -59,7 +59,7 @@ class RoundsFile:
                 self._round(event)
             case EventKind.LOST:
                 self._write("disconnected", replica=number, round=event.round)
-                them = "nobody goes on" if not going_on else f"{going_on} of {self._replicas} go on"
+                them = "none go on" if not going_on else f"{going_on} of {self._replicas} go on"
                 self._report(
                     f"replicas   replica {number} was lost in round {event.round + 1}; {them}"
                 )
@@ -104,6 +104,6 @@ class RoundsFile:
 
     def _write(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
-        with self._writing, contextlib.suppress(OSError, ValueError):  # a full disk ends nobody
+        with self._writing, contextlib.suppress(OSError, ValueError):  # a full disk is no end
             self._file.write(line + "\n")
             self._file.flush()

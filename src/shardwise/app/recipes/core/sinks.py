@@ -62,7 +62,7 @@ class Wandb:
 
     Its environment variables choose the project, the entity and the mode. Without an account on
     this host, and unless ``WANDB_MODE`` says otherwise, it writes to the run's folder only, and
-    asks nobody to log in: ``wandb sync`` uploads that later.
+    asks for no login: ``wandb sync`` uploads that later.
 
     Source: https://docs.wandb.ai/ref/python.
 

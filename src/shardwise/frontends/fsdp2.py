@@ -17,18 +17,18 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.base.errors import MisuseError
+from shardwise.frontends.device_mesh import default_mesh
+from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
-from shardwise.sharding.mesh import DataMesh, check_beside, default_mesh, mark_separate
-from shardwise.sharding.module import FSDPModule, become_fsdp_module, fsdp_class_of
-from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.mesh import DataMesh, check_beside, mark_separate
+from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
 from shardwise.sharding.state import FSDPState, state_of
-from shardwise.sharding.state_dict import keep_out_other_parts
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -380,8 +380,28 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
             module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(keep_out_other_parts)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+
+
+def _keep_out_other_parts(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: object,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Refuse to load the parts of other ranks; a hook. Parameters stay as they are."""
+    for name, param in module.named_parameters(recurse=False):
+        key = prefix + name
+        try:
+            check_origin(key, state_dict.get(key), param)
+        except ValueError as error:
+            errors.append(str(error))
+            state_dict[key] = param.detach()
 
 
 def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -> None:
