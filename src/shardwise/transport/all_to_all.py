@@ -63,11 +63,6 @@ class AllToAll:
         self._counting = threading.Lock()
         self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
 
-    @property
-    def sends_messages(self) -> bool:
-        """Whether rows are messages: then calls may start in any order, and in any thread."""
-        return self._waiter is not None
-
     def log(self, received: torch.Tensor, label: Label) -> LoggedCall:
         """Log a call that starts later. Ranks log their calls in the same order.
 

@@ -122,6 +122,10 @@ class Carrier:
         """Return where messages between the ranks of a group leave and arrive."""
         return group
 
+    def watches(self, backend: Backend) -> bool:
+        """Whether peers are watched while collectives on the host are waited for."""
+        return backend.sends_messages
+
     def launch(
         self, calls: Sequence[Collective], group: dist.ProcessGroup | None = None
     ) -> Launched:

@@ -89,7 +89,8 @@ class CollectivesTransport(Transport):
         self._packs_all = alone_bytes == sys.maxsize
         self._peers = Peers(group)
         self.log = CollectiveLog(self._peers, self.name) if log is None else log
-        self._waiter = Waiter(self._peers, self.log.compare) if backend.sends_messages else None
+        watches = carrier().watches(backend)
+        self._waiter = Waiter(self._peers, self.log.compare) if watches else None
         #: The group, if its backend launches several collectives at once.
         self._coalescing: dist.ProcessGroup | None = None
 

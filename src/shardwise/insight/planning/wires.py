@@ -76,6 +76,9 @@ class _RehearsedCarrier(Carrier):
     def ends(self, group: dist.ProcessGroup) -> Ends:
         return _LooseEnds()
 
+    def watches(self, backend: Backend) -> bool:
+        return False  # no thread waits for messages: there are none
+
     def launch(
         self, calls: Sequence[Collective], group: dist.ProcessGroup | None = None
     ) -> Launched:
