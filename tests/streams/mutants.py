@@ -78,7 +78,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
-    "transport/base.py wait_for_all: work.wait()": ("custom", "wires_of_scalars"),
+    "transport/base.py wait_for_all: work.wait()": "wires_of_scalars",
     "transport/all_to_all.py AllToAll._collect: work.wait()": "diloco",
     "transport/buckets.py pack: torch.cat(list(pieces))": "hybrid",
     "transport/buckets.py flat_rows: like.new_empty(world_size, sum(chunks))": "zero3",
