@@ -70,7 +70,8 @@ class TransportWorker:
         return taken
 
     def _of_transport(self, operation: str) -> Callable[[], None]:
-        from shardwise.transport import Reduce, select_transport
+        from shardwise.transport.base import Reduce
+        from shardwise.transport.select import select_transport
 
         choice = "collectives" if self._name == "packed" else "c10d"
         transport = select_transport(dist.group.WORLD, torch.device("cpu"), choice)
