@@ -86,8 +86,9 @@ def forget_group_between_worlds(group: dist.ProcessGroup) -> None:
 
 def broadcast_all(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
     """Give ``tensors`` the values of the first rank of ``group``, small ones together."""
-    bucket = 8 * 1024 * 1024  # bytes
-    dist._broadcast_coalesced(group, tensors, bucket, 0)  # type: ignore[attr-defined]
+    if tensors:
+        bucket = 8 * 1024 * 1024  # bytes
+        dist._broadcast_coalesced(group, tensors, bucket, 0)  # type: ignore[attr-defined]
 
 
 @contextmanager

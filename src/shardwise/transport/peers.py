@@ -58,7 +58,7 @@ _kept: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Callable[..., object], 
 )
 
 
-class Told(enum.Enum):
+class Notice(enum.Enum):
     """How a wait that takes long is reported to the user."""
 
     WARNING = "after WARNING_SECONDS, who waits for whom"
@@ -303,12 +303,12 @@ class Peers:
 
     # -- waiting ------------------------------------------------------------------------------
 
-    def watch(self, doing: str, told: Told = Told.WARNING) -> PeerWatch:
+    def watch(self, doing: str, notice: Notice = Notice.WARNING) -> PeerWatch:
         """Make the watch for a wait in which ranks come together.
 
         Args:
             doing: what they come together for.
-            told: how a wait that takes long is reported.
+            notice: how a wait that takes long is reported.
         """
         # The store is read now: later, the one who waits may hold it.
         # Once a rank that lives has hung up, a closed connection proves nothing.
@@ -319,7 +319,7 @@ class Peers:
             MEETING,
             find_gone=self.departed if can_tell else lambda ranks: [],
             timeout=self.timeout,
-            warning_seconds=WARNING_SECONDS if told is Told.WARNING else None,
+            warning_seconds=WARNING_SECONDS if notice is Notice.WARNING else None,
         )
 
     def call(
@@ -327,7 +327,7 @@ class Peers:
         function: Callable[[], T],
         doing: str,
         ranks: Sequence[int] | None = None,
-        told: Told = Told.WARNING,
+        notice: Notice = Notice.WARNING,
     ) -> T:
         """Call a function that blocks until peers do their part, and give up if one is gone.
 
@@ -337,7 +337,7 @@ class Peers:
             function: what blocks.
             doing: what it does, such as ``"the creation of a process group"``.
             ranks: the peers that it waits for, as ranks in the group; by default all others.
-            told: how a wait that takes long is reported.
+            notice: how a wait that takes long is reported.
 
         Raises:
             PeerLostError: a peer is gone, or did not answer in time.
@@ -347,7 +347,7 @@ class Peers:
             with self.collective(doing):
                 return function()
         found: list[T] = []
-        job, watch = Job(lambda: found.append(function())), self.watch(doing, told)
+        job, watch = Job(lambda: found.append(function())), self.watch(doing, notice)
         threading.Thread(target=job.run, daemon=True, name="shardwise-call").start()
         watch.wait(job.sleep, lambda: ranks)
         with self.collective(doing, lambda: self.departed(ranks)):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from shardwise.base.devices import GLOO
 from shardwise.base.errors import CheckpointError, PeerLostError, lost_peer_behind
-from shardwise.transport.peers import Peers, Told, new_group
+from shardwise.transport.peers import Notice, Peers, new_group
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -189,7 +189,7 @@ class Ranks:
     def _call(self, call: Callable[[], object], peer: int) -> None:
         assert self._group is not None
         # A rank that writes much, or verifies it, is waited for as long as that takes.
-        Peers(self._group).call(call, "a checkpoint", [peer], Told.NOTHING)
+        Peers(self._group).call(call, "a checkpoint", [peer], Notice.NOTHING)
 
     def _lost(self, peer: int, error: Exception) -> CheckpointError:
         return CheckpointError(

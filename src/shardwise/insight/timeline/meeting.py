@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.transport.peers import Peers, Told, polling
+from shardwise.transport.peers import Notice, Peers, polling
 
 #: Waits until the first function returns true, or patience is over; the second one returns the
 #: ranks that are missing.
@@ -92,7 +92,7 @@ def waiting_for(peers: Peers, doing: str, seconds: float) -> Wait:
     def wait(decided: Callable[[], bool], missing: Callable[[], Sequence[int]]) -> None:
         until = time.monotonic() + seconds
         over = polling(lambda: decided() or time.monotonic() > until)
-        peers.watch(doing, Told.NOTHING).wait(over, missing)
+        peers.watch(doing, Notice.NOTHING).wait(over, missing)
 
     return wait
 

@@ -34,7 +34,7 @@ _ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 _HELLO = struct.Struct("<I32s")
 _CREDENTIALS = struct.Struct("3i")
-#: So many bytes of addresses are enough for the windows of a process. Few of them have memory.
+#: Bytes of addresses that are enough for the windows of a process. Few of them have memory.
 _ADDRESSES = 2**40
 
 

@@ -35,7 +35,7 @@ from shardwise.transport.shm.sync import Count, Sync
 
 # Addresses of a buffer. They cost nothing: it takes as much memory as was ever staged in it.
 _LENGTH = 2**32
-# So many buffers of each peer stay mapped.
+# The number of buffers of each peer that stay mapped.
 _MAPPED = 3
 
 
