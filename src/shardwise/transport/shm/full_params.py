@@ -53,7 +53,7 @@ from shardwise.transport.shm.sync import Sync
 
 # Addresses of a piece. They cost nothing: it takes as much memory as the largest group it served.
 _LENGTH = 2**34
-# The number of pieces with entries in the tables that ranks share. Further ones are never used again.
+# Pieces that have entries in the tables that ranks share. Further ones are never used again.
 _PIECES = 65536
 # Groups of fewer bytes share pieces, whatever their sizes.
 _SMALL = 1024 * 1024
