@@ -21,8 +21,8 @@ with importing():
 
     import shardwise.elastic.agent
     import shardwise.frontends.fsdp2
+    import shardwise.frontends.meta
     import shardwise.optim.norms
-    import shardwise.sharding.init
 
     # A machine with a GPU, to which nothing can be added, may not have all of these.
     with suppress(ImportError):

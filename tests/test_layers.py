@@ -52,7 +52,8 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["device_mesh", "module"],
+        ["device_mesh", "module", "summon", "uninitialized"],
+        ["meta"],
         ["fsdp2"],
         ["activation", "strategies", "transparent"],
         ["blocks", "settings"],

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
     from shardwise.frontends.fsdp2 import fully_shard
+    from shardwise.frontends.meta import materialize
     from shardwise.frontends.module import (
         FSDPModule,
         UnshardHandle,
@@ -56,7 +57,6 @@ if TYPE_CHECKING:
     from shardwise.insight.inspect.api import inspect
     from shardwise.insight.planning.api import plan
     from shardwise.optim.norms import clip_grad_norm_
-    from shardwise.sharding.init import materialize
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.sharding.policy import DiskOffloadPolicy
     from shardwise.transport.wire import Wire
@@ -158,7 +158,7 @@ _HOME = {
     "init_mesh": "shardwise.frontends.device_mesh",
     "inspect": "shardwise.insight.inspect.api",
     "launch": "shardwise.elastic.call",
-    "materialize": "shardwise.sharding.init",
+    "materialize": "shardwise.frontends.meta",
     "optim": "shardwise.optim",
     "patch_torch": "shardwise.frontends.compat",
     "plan": "shardwise.insight.planning.api",

@@ -20,7 +20,7 @@ from shardwise.insight.inspect.page import page
 from shardwise.insight.inspect.picture import drawing
 from shardwise.insight.inspect.report import ParamKind, Report
 from shardwise.insight.inspect.text import as_text
-from shardwise.sharding.part import take
+from shardwise.optim.part import take
 from tests.sharding.nets import Net
 
 Threads = Callable[..., list[Any]]

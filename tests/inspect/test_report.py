@@ -10,7 +10,7 @@ from torch import nn
 from shardwise.insight.inspect.grid import Grid
 from shardwise.insight.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
 from shardwise.insight.inspect.tiling import Tiling
-from shardwise.sharding.part import Part, full_part
+from shardwise.optim.part import Part, full_part
 from tests.inspect.plans import planned_report
 
 

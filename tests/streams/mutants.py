@@ -8,7 +8,7 @@ from __future__ import annotations
 
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
-    "sharding/part.py": "says which elements a rank holds; only reports of the inspector take them",
+    "optim/part.py": "says which elements a rank holds; only reports of the inspector take them",
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
@@ -46,9 +46,9 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "frontends/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
-    "sharding/summon.py full_value: full.clone()": "one_rank_summon",
+    "frontends/summon.py full_value: full.clone()": "one_rank_summon",
     # Shards.
-    "sharding/init.py _make_plain: torch.empty_like(old, device=device)": "materialize",
+    "sharding/allocate.py replace_plain: torch.empty_like(old, device=device)": "materialize",
     "sharding/param.py ShardedParam.empty_full: "
     "torch.empty(self.layout.shape, dtype=dtype, device=device)": "materialize",
     "sharding/param.py ShardedParam.copy_parameter: local.clone()": "copied",
@@ -151,8 +151,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/hooks.py _to_device: tensor.to(state.device)": "inputs_on_host",
     "sharding/param.py ShardedParam.add_grad: local.to(into.device)": "offload_accumulate",
     "sharding/policy.py Offload.place: shard.to(self.home)": "offload_and_read",
-    "sharding/summon.py _full_for_user: full.cpu()": "summon_offloaded",
-    "sharding/summon.py _write_back: _rows(param, full.grad).flatten().to(param.local.device)": (
+    "frontends/summon.py _full_for_user: full.cpu()": "summon_offloaded",
+    "frontends/summon.py _write_back: _rows(param, full.grad).flatten().to(param.local.device)": (
         "summon_offloaded"
     ),
     # What is converted, or made contiguous.
@@ -246,8 +246,8 @@ UNSEEN = {
     "transport/encoded.py EncodedTransport._encode_shard: "
     "shard.to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
-    "sharding/summon.py full_value: local.to(device)": _ORDERED,
-    "sharding/init.py allocate: form.allocate(device)": _LOADED,
+    "frontends/summon.py full_value: local.to(device)": _ORDERED,
+    "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
     "sharding/param.py ShardedParam.allocate: "
     "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
     "sharding/policy.py Offload.empty_like: torch.empty_like(shard, device=device)": _LOADED,
@@ -257,14 +257,14 @@ UNSEEN = {
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
     "sharding/param.py ShardedParam._through_hooks: "
     "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
-    "sharding/summon.py full_value: dtensor.wait_tensor(full)": _SELF,
+    "frontends/summon.py full_value: dtensor.wait_tensor(full)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
     "sharding/delivery.py GroupGrads.deliver: _scaled(grad.value, dtype, scaling).contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),
-    "sharding/summon.py _rows: "
+    "frontends/summon.py _rows: "
     "param.layout.cut(full.detach(), param.form.mesh.shard.rank).contiguous()": (
         "the wrapper cuts along the first dimension, so nothing is copied"
     ),

@@ -14,12 +14,14 @@ from tests.streams.mutants import HOST_ONLY, SEEN, UNSEEN
 from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
 
+#: The files of the front doors that touch shards.
+_DOORS = ("fsdp2.py", "meta.py", "module.py", "summon.py", "uninitialized.py")
 #: Mutants that are tried in one process.
 _AT_A_TIME = 15
 
 
 def _all_places() -> dict[str, Place]:
-    doors = [SOURCE / "frontends" / name for name in ("fsdp2.py", "module.py")]
+    doors = [SOURCE / "frontends" / name for name in _DOORS]
     paths = [SOURCE / "base" / "devices.py", *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))

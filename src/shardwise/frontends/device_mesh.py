@@ -1,4 +1,4 @@
-"""Make a device mesh with named dimensions, over all ranks."""
+"""Make a device mesh with named dimensions, and check one before anything is changed."""
 
 from __future__ import annotations
 
@@ -6,9 +6,14 @@ import functools
 import math
 
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+from shardwise._torch import dtensor
+from shardwise._torch.fsdp import DataParallelMeshDims
 from shardwise.base import devices
+from shardwise.base.errors import MisuseError
 from shardwise.transport.peers import make_together
 
 
@@ -91,3 +96,147 @@ def default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
         dist.init_process_group()
     return make_mesh(devices.default_type(), (dist.get_world_size(),))
+
+
+#: Usual names of dimensions over which ranks see the same data, or have different layers.
+_NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
+
+
+def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"dp_mesh_dims on rank {dist.get_rank()}: expected a mesh whose dimensions have names, "
+            f"found none on {mesh}; make it with mesh_dim_names=..., or with init_mesh(dp=2, tp=2)"
+        )
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ValueError(
+                f"dp_mesh_dims on rank {dist.get_rank()}: expected names among {names}, the mesh's "
+                f"dimensions, found {name!r}"
+            )
+
+
+def check(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str) -> None:
+    """Check a mesh to shard over.
+
+    Args:
+        mesh: the data parallel mesh or, with ``dims``, a mesh that includes it.
+        dims: the data parallel dimensions of ``mesh``.
+        what: the name of what will be sharded, for messages.
+
+    Raises:
+        ValueError: the mesh is neither 1-D nor 2-D, or has other dimensions than data parallel
+            ones; this rank is not part of it, or lacks the device; or ``mesh`` has no such
+            ``dims``.
+    """
+    check_member(mesh, what)
+    if dims is None:
+        _check_data_parallel(mesh, what)
+    else:
+        _check_dims(mesh, dims)
+
+
+def _check_data_parallel(mesh: DeviceMesh, what: str) -> None:
+    """Check a data parallel mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``.
+
+    Args:
+        mesh: the mesh.
+        what: the name of what will be sharded, for messages.
+
+    Raises:
+        ValueError: it has more dimensions, or their names say that they are not data parallel or
+            in the wrong order.
+    """
+    where = f"{what} on rank {dist.get_rank()}"
+    names = mesh.mesh_dim_names
+    shown = f"dimensions {names} of sizes {tuple(mesh.shape)}"
+    if mesh.ndim not in (1, 2):
+        part = [name for name in names or () if name not in _NOT_DATA_PARALLEL][:2]
+        example = ", ".join(f'"{name}"' for name in part) or '"dp"'
+        raise ValueError(
+            f"{where}: fully_shard expects a 1-D (shard) or 2-D (replicate, shard) DeviceMesh, "
+            f"found {mesh.ndim} {shown}. Pass the data parallel part of it, for example "
+            f"mesh[{example}], or name its data parallel dimensions by dp_mesh_dims"
+        )
+    if mesh.ndim == 1 or names is None:
+        return
+    for name in names:
+        if name in _NOT_DATA_PARALLEL:
+            others = ", ".join(f'"{each}"' for each in names if each != name)
+            raise ValueError(
+                f"{where}: expected a mesh whose dimensions (replicate, shard) are both data "
+                f"parallel, found {shown}, of which {name!r} is {_NOT_DATA_PARALLEL[name]}. Pass "
+                f"mesh[{others}], or name the data parallel dimensions by dp_mesh_dims"
+            )
+    first, second = names
+    if "shard" in first and "repl" in second:
+        raise ValueError(
+            f"{where}: expected the replicating dimension first and the sharding dimension last, "
+            f"found {shown}, which by their names are in the opposite order. Make the mesh with "
+            f"{second!r} before {first!r}"
+        )
+
+
+def check_member(mesh: DeviceMesh, what: str) -> None:
+    """Check that this rank is part of ``mesh`` and has its type of device.
+
+    Raises:
+        ValueError: it is not part of it, or has no such device.
+    """
+    rank, kind = dist.get_rank(), mesh.device_type
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"{what}: rank {rank} is not part of {mesh}, in a world of {dist.get_world_size()} "
+            "ranks; call fully_shard only on the ranks of the mesh, or make a mesh of all ranks"
+        )
+    accelerator = devices.accelerator()
+    has = accelerator.type if accelerator is not None else None
+    if kind not in ("cpu", has):
+        raise ValueError(
+            f"{what} on rank {rank}: the mesh is on {kind!r} devices, found "
+            f"{has or 'no accelerator'} on this host; expected a mesh of "
+            f"{' or '.join(repr(each) for each in ('cpu', has) if each)}. Make it with "
+            f"init_device_mesh({devices.default_type()!r}, ...)"
+        )
+
+
+def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:
+    """Check that a ``param`` with tensor parallelism can be sharded over ``mesh``, too.
+
+    Raises:
+        MisuseError: its mesh and ``mesh`` share ranks other than this one.
+        ValueError: the two meshes are on different devices, or are not slices of one mesh.
+    """
+    if not isinstance(param, DTensor):
+        return
+    other = param.device_mesh
+    where = f"{fqn} on rank {dist.get_rank()}"
+    if other.device_type != mesh.device_type:
+        raise ValueError(
+            f"{where}: it is on a mesh of {other.device_type!r} devices, {other}, expected "
+            f"{mesh.device_type!r} as in the mesh to shard over, {mesh}; make one mesh of all "
+            "dimensions and slice both out of it"
+        )
+    with dtensor.real_tensors():
+        common = set(other.mesh.flatten().tolist()) & set(mesh.mesh.flatten().tolist())
+    if len(common) > 1:
+        raise MisuseError(
+            f"{where}: it is a DTensor on {other} with placements {param.placements}, found ranks "
+            f"{sorted(common)} also in the mesh to shard over, {mesh}; expected meshes that have "
+            'only this rank in common, as mesh["tp"] and mesh["dp"] of one mesh do. Was it sharded '
+            "by an earlier call, or cut over the data parallel dimension?"
+        )
+    advice = 'make one mesh, as init_mesh(dp=2, tp=2), and use mesh["tp"] and mesh["dp"] of it'
+    if other.mesh_dim_names is None or mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected both to have "
+            f"named dimensions: {advice}"
+        )
+    try:
+        dtensor.join_meshes([mesh, other])
+    except RuntimeError as error:
+        raise ValueError(
+            f"{where}: it is on {other}, and is to be sharded over {mesh}; expected "
+            f"two slices of one mesh: {advice}"
+        ) from error

@@ -28,11 +28,11 @@ from shardwise.frontends.settings import (
     warn_without_effect,
 )
 from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.summon import SummonOptions, summoned
 from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit, ShardedUnit
 from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import gather_in_order, states_of
-from shardwise.sharding.summon import SummonOptions, summoned
 from shardwise.transport.wire import Wire
 
 

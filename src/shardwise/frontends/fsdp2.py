@@ -17,14 +17,14 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.base.errors import MisuseError
-from shardwise.frontends.device_mesh import default_mesh
+from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import check_extension, has_extension
 from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
-from shardwise.sharding.mesh import DataMesh, check_beside, mark_separate
+from shardwise.sharding.mesh import DataMesh, mark_separate
 from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Offload, Precision
@@ -140,13 +140,10 @@ def fully_shard(
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
     _check_mp_policy(mp_policy)
     classes = ", ".join(type(top).__name__ for top in tops)
-    data_mesh = DataMesh.of(
-        default_mesh() if mesh is None else mesh,
-        transport,
-        dp_mesh_dims,
-        f"fully_shard({classes})",
-        Wires.of(wire),
-    )
+    what = f"fully_shard({classes})"
+    mesh = device_mesh.default_mesh() if mesh is None else mesh
+    device_mesh.check(mesh, dp_mesh_dims, what)
+    data_mesh = DataMesh.of(mesh, transport, dp_mesh_dims, what, Wires.of(wire))
     mark_separate(data_mesh.mesh, separate_dims)
     sizes = {data_mesh: _check_reshard_after_forward(reshard_after_forward, data_mesh)}
     managed = managed_modules(tops)
@@ -293,12 +290,13 @@ def _find_places(
         its_mesh = mesh
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = wanted.mesh_info, wanted.placement
+            device_mesh.check(info.mesh, None, "fully_shard")
             # One for every object: the parameters of one mesh form a group.
             its_mesh = meshes.setdefault(
                 id(info), DataMesh.of(info.mesh, mesh.requested, wires=mesh.wires)
             )
         if its_mesh.outer is None:
-            check_beside(param, fqn, its_mesh.mesh)
+            device_mesh.check_beside(param, fqn, its_mesh.mesh)
         if wanted is not None:
             _check_wanted(wanted, param, fqn, its_mesh)
         form = form_of(param)

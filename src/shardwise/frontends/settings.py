@@ -24,8 +24,8 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 
 from shardwise.base import devices
 from shardwise.base.errors import MisuseError
+from shardwise.frontends.device_mesh import check_member
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy, resolve
-from shardwise.sharding.mesh import check_member
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.wire import Wire
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.sharding.part import Part, Span
+from shardwise.optim.part import Part, Span
 
 #: What moving one element to its owner and back costs, in floating-point operations.
 MOVE = 1000

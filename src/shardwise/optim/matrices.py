@@ -13,9 +13,9 @@ from shardwise._torch import dtensor
 from shardwise.optim import newton_schulz
 from shardwise.optim.checked import gradient, shard_of_state
 from shardwise.optim.deal import DealtRows, Matrix, deal, matrices_of, rounds
+from shardwise.optim.part import full_part
 from shardwise.optim.pool import RankPool
 from shardwise.optim.whole import Together, compute_alone
-from shardwise.sharding.part import full_part
 
 _MOMENTUM = "momentum_buffer"
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import read_parts
 from shardwise.checkpoint.ranks.state import check_same_names, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.sharding.init import allocate
+from shardwise.sharding.allocate import allocate
 
 
 def load_weights(

@@ -26,10 +26,11 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.shards import parts, read_parts
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.checkpoint.ranks.weights import tensors_of
+from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
 from shardwise.frontends.pretrained.building import Name, find
 from shardwise.frontends.pretrained.pieces import Pieced
-from shardwise.sharding.init import allocate, compute_device, materialize
+from shardwise.sharding.allocate import allocate, compute_device
 from shardwise.sharding.state import states_of
 
 #: Bytes that reading may hold beside the model.

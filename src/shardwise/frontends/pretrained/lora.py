@@ -37,7 +37,7 @@ from shardwise.checkpoint.ranks.weights import tensors_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
 from shardwise.frontends.pretrained.merging import ADAPTER_WEIGHTS, PREFIX
-from shardwise.sharding.init import allocate
+from shardwise.sharding.allocate import allocate
 
 _NAME = "default"  # peft's own name of the first adapter
 # Other initializations compute with the weights of the base, which no rank has in full.

@@ -26,7 +26,7 @@ from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import TENSOR, WantedMesh
 from shardwise.insight.inspect.read import gather_values, read
 from shardwise.insight.inspect.report import MOST_VALUES, Report
-from shardwise.sharding.part import take
+from shardwise.optim.part import take
 
 
 @dataclass(frozen=True, kw_only=True)

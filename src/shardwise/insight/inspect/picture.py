@@ -24,7 +24,7 @@ from shardwise.insight.inspect.words import (
     shape_in_words,
     spans_in_words,
 )
-from shardwise.sharding.part import Span
+from shardwise.optim.part import Span
 
 #: The style of all drawings; ``--h`` is the hue of a block, in degrees.
 STYLE = """

@@ -24,10 +24,10 @@ from shardwise.insight.inspect.grid import (
 )
 from shardwise.insight.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
 from shardwise.insight.inspect.tiling import Tiling
+from shardwise.optim.part import Part, cut, full_part, placed, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.part import Part, cut, full_part, placed, shape_of
 from shardwise.sharding.state import state_of
 
 #: The part and the number of padding elements that each rank holds.

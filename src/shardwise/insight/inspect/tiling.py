@@ -1,6 +1,6 @@
 """How the parts that ranks hold tile a tensor.
 
-A *part* is what one rank holds (see :mod:`shardwise.sharding.part`). A *block* is a part together
+A *part* is what one rank holds (see :mod:`shardwise.optim.part`). A *block* is a part together
 with all ranks that hold it.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from shardwise.sharding.part import Part, shape_of
+from shardwise.optim.part import Part, shape_of
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from shardwise.insight.inspect.tiling import Block
-    from shardwise.sharding.part import Span
+    from shardwise.optim.part import Span
 
 _MOST_RANGES = 4
 

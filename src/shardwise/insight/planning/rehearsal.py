@@ -53,8 +53,8 @@ from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.sharding import policy
+from shardwise.sharding.allocate import allocate
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.init import allocate
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of

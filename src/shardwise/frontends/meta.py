@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,29 +13,17 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise._torch import dtensor, fsdp
 from shardwise.base import devices
+from shardwise.frontends.summon import full_value
+from shardwise.frontends.uninitialized import InitializationCheck, is_marked, mark
+from shardwise.sharding.allocate import (
+    MetaTensors,
+    compute_device,
+    meta_tensors,
+    refresh,
+    replace_plain,
+)
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.state import FSDPState, states_of
-from shardwise.sharding.summon import full_value
-from shardwise.sharding.uninitialized import InitializationCheck, is_marked, mark
-
-
-@dataclass(frozen=True)
-class _Visit:
-    """The parameters and buffers of one module that are on the meta device."""
-
-    module: nn.Module
-    fqn: str
-    sharded: dict[str, ShardedParam]
-    plain: list[str]
-    buffers: list[str]
-
-    @property
-    def is_empty(self) -> bool:
-        return not (self.sharded or self.plain or self.buffers)
-
-    def name_of(self, name: str) -> str:
-        """The name in the model of one of the module's own tensors."""
-        return f"{self.fqn}.{name}" if self.fqn else name
+from shardwise.sharding.state import states_of
 
 
 def materialize(
@@ -73,7 +60,7 @@ def materialize(
     """
     states = list(states_of(model))
     device = torch.device(compute_device(states) if device is None else device)
-    visits = list(_visits(model, states))
+    visits = list(meta_tensors(model, states))
     if init is None:
         init = _OwnInitialization(model, visits)
     visits_left: dict[ShardedParam, int] = {}
@@ -104,7 +91,7 @@ def materialize(
                 if is_marked(getattr(visit.module, name))
             ]
             marked += map(visit.name_of, left)
-    _refresh(states)
+    refresh(states)
     if marked:
         InitializationCheck(model, marked)
     return model
@@ -197,84 +184,8 @@ class _Initializer:
         return full
 
 
-def allocate(model: nn.Module, names: Collection[str]) -> bool:
-    """Give tensors on the meta device memory that the caller fills at once.
-
-    A rank allocates its shards and no more.
-
-    Args:
-        model: the model, after all ``fully_shard`` calls, or not sharded.
-        names: names of parameters and buffers. Those that have memory are left as they are.
-
-    Returns:
-        Whether anything was allocated.
-    """
-    states = list(states_of(model))
-    device = compute_device(states)
-    made: dict[torch.Tensor, torch.Tensor] = {}  # tensors that are not sharded may be tied, too
-    forms: dict[ShardedParam, None] = {}
-    wanted = frozenset(names)
-    for visit in _visits(model, states):
-        forms.update(
-            {form: None for name, form in visit.sharded.items() if visit.name_of(name) in wanted}
-        )
-        _make_plain(
-            visit.module,
-            [name for name in visit.plain if visit.name_of(name) in wanted],
-            [name for name in visit.buffers if visit.name_of(name) in wanted],
-            made,
-            device,
-        )
-    for form in forms:
-        form.allocate(device)
-    _refresh(states)
-    return bool(forms or made)
-
-
-def compute_device(states: list[FSDPState]) -> torch.device:
-    """The device on which the shards compute, or torch's default without any."""
-    return states[0].device if states else torch.get_default_device()
-
-
-def _refresh(states: list[FSDPState]) -> None:
-    for state in states:
-        for group in state.groups:
-            group.refresh()
-
-
-def _visits(model: nn.Module, states: list[FSDPState]) -> Iterator[_Visit]:
-    """Visit every module once, children first."""
-    owned: dict[nn.Module, dict[str, ShardedParam]] = {}
-    for state in states:
-        for group in state.groups:
-            group.reshard()
-            for param in group.params:
-                if param.local.is_meta:
-                    for owner in param.owners:
-                        owned.setdefault(owner.module, {})[owner.name] = param.form
-    names = {module: name for name, module in model.named_modules()}
-    seen: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> Iterator[_Visit]:
-        if module in seen:
-            return
-        seen.add(module)
-        for child in module.children():
-            yield from visit(child)
-        sharded = owned.get(module, {})
-        plain = [
-            name
-            for name, param in module.named_parameters(recurse=False)
-            if param.is_meta and name not in sharded
-        ]
-        buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
-        yield _Visit(module, names[module], sharded, plain, buffers)
-
-    yield from visit(model)
-
-
 def _make_full(
-    visit: _Visit,
+    visit: MetaTensors,
     full: dict[ShardedParam, nn.Parameter],
     plain: dict[torch.Tensor, torch.Tensor],
     device: torch.device,
@@ -286,35 +197,7 @@ def _make_full(
             full[form] = form.empty_full(device)
             mark(full[form])
         fsdp.ParamOwner(module, name).register(full[form])
-    _make_plain(module, visit.plain, visit.buffers, plain, device, mark)
-
-
-def _make_plain(
-    module: nn.Module,
-    params: Iterable[str],
-    names: Iterable[str],
-    made: dict[torch.Tensor, torch.Tensor],
-    device: torch.device,
-    fill: Callable[[torch.Tensor], None] = lambda tensor: None,
-) -> None:
-    """Replace tensors that are not sharded. Those that were tied on the meta device stay tied."""
-
-    def new(old: torch.Tensor) -> torch.Tensor:
-        if old not in made:
-            made[old] = torch.empty_like(old, device=device)
-            if isinstance(old, nn.Parameter):
-                made[old] = nn.Parameter(made[old], requires_grad=old.requires_grad)
-            fill(made[old])
-        return made[old]
-
-    for name in params:
-        owner = fsdp.ParamOwner(module, name)
-        owner.register(cast(nn.Parameter, new(owner.registered)))
-    buffers = fsdp.buffers_of(module)
-    for name in names:
-        old = buffers[name]
-        assert old is not None
-        buffers[name] = new(old)
+    replace_plain(module, visit.plain, visit.buffers, plain, device, mark)
 
 
 class _OwnInitialization:
@@ -331,7 +214,7 @@ class _OwnInitialization:
         ValueError: a module with tensors on the meta device has no initialization.
     """
 
-    def __init__(self, model: nn.Module, visits: list[_Visit]) -> None:
+    def __init__(self, model: nn.Module, visits: list[MetaTensors]) -> None:
         # What is not imported has made no model.
         transformers = sys.modules.get("transformers.modeling_utils")
         self._owner: dict[nn.Module, Any] = {}
@@ -355,7 +238,7 @@ class _OwnInitialization:
             module.reset_parameters()  # type: ignore[operator]
 
 
-def _check_resettable(visit: _Visit) -> None:
+def _check_resettable(visit: MetaTensors) -> None:
     if not hasattr(visit.module, "reset_parameters"):
         names = [*visit.sharded, *visit.plain, *visit.buffers]
         raise ValueError(

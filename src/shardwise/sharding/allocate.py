@@ -1,0 +1,139 @@
+"""Give the tensors of a model that are on the meta device memory, module by module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+
+from shardwise._torch import fsdp
+from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.state import FSDPState, states_of
+
+
+@dataclass(frozen=True)
+class MetaTensors:
+    """The parameters and buffers of one module that are on the meta device."""
+
+    module: nn.Module
+    fqn: str
+    sharded: dict[str, ShardedParam]
+    plain: list[str]
+    buffers: list[str]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there are none."""
+        return not (self.sharded or self.plain or self.buffers)
+
+    def name_of(self, name: str) -> str:
+        """The name in the model of one of the module's own tensors."""
+        return f"{self.fqn}.{name}" if self.fqn else name
+
+
+def allocate(model: nn.Module, names: Collection[str]) -> bool:
+    """Give tensors on the meta device memory that the caller fills at once.
+
+    A rank allocates its shards and no more.
+
+    Args:
+        model: the model, after all ``fully_shard`` calls, or not sharded.
+        names: names of parameters and buffers. Those that have memory are left as they are.
+
+    Returns:
+        Whether anything was allocated.
+    """
+    states = list(states_of(model))
+    device = compute_device(states)
+    made: dict[torch.Tensor, torch.Tensor] = {}  # tensors that are not sharded may be tied, too
+    forms: dict[ShardedParam, None] = {}
+    wanted = frozenset(names)
+    for visit in meta_tensors(model, states):
+        forms.update(
+            {form: None for name, form in visit.sharded.items() if visit.name_of(name) in wanted}
+        )
+        replace_plain(
+            visit.module,
+            [name for name in visit.plain if visit.name_of(name) in wanted],
+            [name for name in visit.buffers if visit.name_of(name) in wanted],
+            made,
+            device,
+        )
+    for form in forms:
+        form.allocate(device)
+    refresh(states)
+    return bool(forms or made)
+
+
+def compute_device(states: list[FSDPState]) -> torch.device:
+    """The device on which the shards compute, or torch's default without any."""
+    return states[0].device if states else torch.get_default_device()
+
+
+def refresh(states: list[FSDPState]) -> None:
+    """Let all groups adopt the shards that were made."""
+    for state in states:
+        for group in state.groups:
+            group.refresh()
+
+
+def meta_tensors(model: nn.Module, states: list[FSDPState]) -> Iterator[MetaTensors]:
+    """Visit every module once, children first."""
+    owned: dict[nn.Module, dict[str, ShardedParam]] = {}
+    for state in states:
+        for group in state.groups:
+            group.reshard()
+            for param in group.params:
+                if param.local.is_meta:
+                    for owner in param.owners:
+                        owned.setdefault(owner.module, {})[owner.name] = param.form
+    names = {module: name for name, module in model.named_modules()}
+    seen: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> Iterator[MetaTensors]:
+        if module in seen:
+            return
+        seen.add(module)
+        for child in module.children():
+            yield from visit(child)
+        sharded = owned.get(module, {})
+        plain = [
+            name
+            for name, param in module.named_parameters(recurse=False)
+            if param.is_meta and name not in sharded
+        ]
+        buffers = [name for name, buffer in module.named_buffers(recurse=False) if buffer.is_meta]
+        yield MetaTensors(module, names[module], sharded, plain, buffers)
+
+    yield from visit(model)
+
+
+def replace_plain(
+    module: nn.Module,
+    params: Iterable[str],
+    names: Iterable[str],
+    made: dict[torch.Tensor, torch.Tensor],
+    device: torch.device,
+    fill: Callable[[torch.Tensor], None] = lambda tensor: None,
+) -> None:
+    """Replace tensors that are not sharded. Those that were tied on the meta device stay tied."""
+
+    def new(old: torch.Tensor) -> torch.Tensor:
+        if old not in made:
+            made[old] = torch.empty_like(old, device=device)
+            if isinstance(old, nn.Parameter):
+                made[old] = nn.Parameter(made[old], requires_grad=old.requires_grad)
+            fill(made[old])
+        return made[old]
+
+    for name in params:
+        owner = fsdp.ParamOwner(module, name)
+        owner.register(cast(nn.Parameter, new(owner.registered)))
+    buffers = fsdp.buffers_of(module)
+    for name in names:
+        old = buffers[name]
+        assert old is not None
+        buffers[name] = new(old)
