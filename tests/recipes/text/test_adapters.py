@@ -89,7 +89,7 @@ def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(
     is_kept: bool,
 ) -> None:
     monkeypatch.setattr(devices, "free_memory", lambda device: free)
-    config = adapting(tmp_path, published, "run", frozen=frozen)
+    config = adapting(tmp_path, published, "run", frozen=frozen, seq_length=16)
     plan = plan_training(lm.blueprint(config), config.train, lm.example(config), World(0, 2, 0, 2))
     gathers = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
     layers = config.settings()["num_hidden_layers"]
