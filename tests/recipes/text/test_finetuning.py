@@ -143,7 +143,7 @@ def test_a_fine_tuning_that_was_stopped_goes_on_exactly(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
     make = functools.partial(
-        chatting, tmp_path, published, steps=4, checkpoint_every=2, accumulate=2, batch_size=2
+        chatting, tmp_path, published, checkpoint_every=2, accumulate=2, batch_size=2
     )
     whole = make("whole")
     ranks(train, 2, whole)
@@ -163,7 +163,9 @@ def test_a_fine_tuning_that_was_stopped_goes_on_exactly(
 def test_an_epoch_has_every_chat_once_and_another_run_goes_on_from_the_weights(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
-    config = chatting(tmp_path, published, "first", steps=None, epochs=2, eval_every=4)
+    few = (str(write_lines(tmp_path / "chats.jsonl", chats(30))),)
+    make = functools.partial(tuned, tmp_path, published / "model", chat=few)
+    config = make("first", steps=None, epochs=2, eval_every=4)
     ranks(train, 2, config)
     record = config.files.read()
     rows = len(chat_rows(config))
@@ -171,16 +173,15 @@ def test_an_epoch_has_every_chat_once_and_another_run_goes_on_from_the_weights(
     assert [step for step, _, _ in losses(config)] == list(range(1, steps + 1))
     assert [step for step, _ in validation(config)] == [*range(4, steps, 4), steps]
     assert record["sessions"][-1]["status"] == "finished"
-    longer = chatting(tmp_path, published, "first", steps=None, epochs=3, existing=Existing.RESUME)
+    longer = make("first", steps=None, epochs=3, existing=Existing.RESUME)
     ranks(train, 4, longer)
     assert longer.files.read()["sessions"][-1]["from_step"] == steps
     assert len(losses(longer)) == steps + -(-(3 * rows - 4 * steps) // 8)
 
     run = config.train.output.out
     newest = max((run / "checkpoints").iterdir())
-    chat = (str(published / "chats.jsonl"),)
     second = [
-        tuned(tmp_path, folder, name, chat=chat, steps=1, lr=1e-12)
+        tuned(tmp_path, folder, name, chat=few, steps=1, lr=1e-12)
         for name, folder in (("of-run", run), ("of-step", newest))
     ]
     ranks(train, 2, *second)
