@@ -5,8 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +19,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.frontends.pretrained import build, opening
 from shardwise.insight.planning.presets import ModelError, find_settings
 from tests.pretrained.small import save_llama
-from tests.programs import shell_environment
+from tests.programs import shell_environment, start_program
 
 transformers = pytest.importorskip("transformers")
 
@@ -292,17 +290,12 @@ def test_a_library_that_does_not_come_back_is_ended_with_its_process(
         "opening.tokenizer = loaded\n"
         f"generate(Request(source={str(folder)!r}, prompt='a'))\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env=shell_environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert ended.returncode == 2, ended.stderr
-    assert ended.stderr.strip().endswith("it may never end"), ended.stderr
-    assert "its chat template or its tokenizer takes more than 0.5 s" in ended.stderr
+    (tmp_path / "program.py").write_text(program)
+    ended = start_program([str(tmp_path / "program.py")], folder=tmp_path, env=shell_environment())
+    _, err = ended.communicate(timeout=200)
+    assert ended.returncode == 2, err
+    assert err.strip().endswith("it may never end"), err
+    assert "its chat template or its tokenizer takes more than 0.5 s" in err
 
 
 def test_a_limit_leaves_the_alarm_of_others_as_it_was() -> None:
