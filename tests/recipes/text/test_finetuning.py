@@ -116,16 +116,25 @@ def test_two_ranks_have_the_losses_of_one_process_bit_for_bit(
         assert [loss for _, loss, _ in losses(config)] == expected, config.train.output.out.name
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+# Each world once, and each packing; the other pairs are long.
+@pytest.mark.parametrize(
+    ("world_size", "packing"),
+    [
+        (1, Packing.PADDED),
+        (4, Packing.PACKED),
+        pytest.param(1, Packing.PACKED, marks=pytest.mark.long),
+        pytest.param(4, Packing.PADDED, marks=pytest.mark.long),
+    ],
+)
 def test_other_worlds_have_them_within_rounding(
-    ranks: Ranks, tmp_path: Path, published: Path, world_size: int
+    ranks: Ranks, tmp_path: Path, published: Path, world_size: int, packing: Packing
 ) -> None:
-    make = functools.partial(chatting, tmp_path, published, batch_size=4 // world_size)
-    configs = [make("packed"), make("padded", packing=Packing.PADDED, accumulate=2)]
-    ranks(train, world_size, *configs)
-    for config in configs:
-        expected = plain_losses(config, world_size, chat_batches(config, world_size))
-        assert [loss for _, loss, _ in losses(config)] == pytest.approx(expected, rel=1e-5)
+    accumulate = 2 if packing is Packing.PADDED else 1
+    given = {"batch_size": 4 // world_size, "packing": packing, "accumulate": accumulate}
+    config = chatting(tmp_path, published, "run", **given)
+    ranks(train, world_size, config)
+    expected = plain_losses(config, world_size, chat_batches(config, world_size))
+    assert [loss for _, loss, _ in losses(config)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_continued_pretraining_has_the_losses_of_one_process(
