@@ -50,8 +50,10 @@ CALLS = {
 
 def _calls(file: Path) -> set[tuple[str, str, str]]:
     source = Path(shardwise.__file__).parent
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    found, text = set[tuple[str, str, str]](), file.read_text()
+    if not any(name.rpartition(".")[2] in text for name in LOADERS):
+        return found  # most files: nothing needs to be parsed
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             if {called, called.rpartition(".")[2]} & LOADERS:
