@@ -266,7 +266,11 @@ def test_a_complete_run_without_its_results_goes_on_to_make_them(
     assert [step for step, _, _ in losses(again)] == [1, 2], "no step was made again"
 
 
-def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
+# Streamed documents go on over more ranks, below.
+@pytest.mark.parametrize(("world", "size"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.long)])
+def test_a_run_goes_on_over_another_world_with_the_same_data(
+    ranks: Ranks, tmp_path: Path, world: int, size: int
+) -> None:
     # 4 sequences a step, however they are dealt out.
     model = str(write_model(tmp_path, attention_dropout=0.0))
 
@@ -275,14 +279,13 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_p
 
     whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
-    for world, size in ((1, 4), (4, 1)):
-        resumed = config(f"over-{world}", batch_size=size, existing=Existing.RESUME)
-        shutil.copytree(whole.train.output.out, resumed.train.output.out)
-        shutil.rmtree(resumed.files.checkpoints / "step-00000004")
-        ranks(train, world, resumed)
-        assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 2]
-        for mine, expected in zip(losses(resumed), losses(whole), strict=True):
-            assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
+    resumed = config("resumed", batch_size=size, existing=Existing.RESUME)
+    shutil.copytree(whole.train.output.out, resumed.train.output.out)
+    shutil.rmtree(resumed.files.checkpoints / "step-00000004")
+    ranks(train, world, resumed)
+    assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 2]
+    for mine, expected in zip(losses(resumed), losses(whole), strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5)
 
 
 def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_path: Path) -> None:
