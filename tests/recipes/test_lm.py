@@ -629,31 +629,3 @@ def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
     assert len(long) == 200, "longer than the model's 64 positions"
     assert all(0 <= token < 256 for token in long)
     assert len(forgetful) == 10
-
-
-def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) -> tuple[Any, Any]:
-    """The likeliest tokens by a model that remembers, and by one that reads all anew."""
-    world = World(rank, world_size, rank, world_size)
-    place = place_for(config.train, world, torch.device("cpu"))
-    task = lm.assemble(config.check(world), place)
-    tokens = [1, 2, 3]
-    with torch.no_grad():
-        for _ in range(20):
-            logits = task.module(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
-            tokens.append(int(logits.argmax()))
-    cached = generate_tokens(
-        task.module,
-        [1, 2, 3],
-        20,
-        Sampling(temperature=0.0),
-        vocab_size=256,
-        window=64,
-        device=place.device,
-    )
-    return tokens[3:], list(cached)
-
-
-def test_remembering_changes_nothing_but_speed(ranks: Ranks, tmp_path: Path) -> None:
-    model = str(write_model(tmp_path, attention_dropout=0.0))
-    for anew, cached in ranks(draw_with_and_without_cache, 2, small_config(tmp_path, model=model)):
-        assert cached == anew
