@@ -555,10 +555,14 @@ def test_a_reader_that_has_gone_is_no_mistake(arguments: str) -> None:
         *[("--version", how) for how in ("1</dev/null", ">&- 2>&-", ">&- <&-")],
         *[
             (arguments, ">&-")
+            for arguments in ("train lm --steps 1", "watch .", "--version")
+        ],
+        *[
+            pytest.param(arguments, ">&-", marks=pytest.mark.long)
             for arguments in (
-                "train lm --steps 1", "checkpoint ls .", "plan llama-tiny", "inspect", "doctor",
-                "calibrate", "compare . .", "watch .", "generate .", "merge-lora . merged",
-                "launch-lines --hosts a,b -- train lm", "--version",
+                "checkpoint ls .", "plan llama-tiny", "inspect", "doctor",
+                "calibrate", "compare . .", "generate .", "merge-lora . merged",
+                "launch-lines --hosts a,b -- train lm",
             )
         ],
     ],

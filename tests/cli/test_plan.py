@@ -140,7 +140,7 @@ def _train(monkeypatch: Patch, folder: Path, launch: Callable[..., int]) -> int:
     """Train a small model, with ``--plan``, in a folder."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_run, "run_here", launch)
-    model = write_model(folder).name
+    model = write_model(folder, num_hidden_layers=1).name
     words = f"shardwise train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit) as ended:

@@ -37,7 +37,7 @@ pytestmark = needs_hosts
 
 Jobs = Mapping[str, Future[Ended]]
 
-STEPS = 30
+STEPS = 24
 STRANGERS = 10_000
 TOKEN = {"SHARDWISE_RDZV_TOKEN": "a token that strangers do not have"}
 OPTIONS = f"{LM} --steps {STEPS} --nproc 1 {OVER_HOSTS}".replace(

@@ -38,9 +38,9 @@ pytestmark = needs_hosts
 Jobs = Mapping[str, Future[Ended]]
 Losses = list[tuple[int, float, float]]  # step, loss and norm of the gradient
 
-GBIT = 0.005  # a step's gradients take 0.14 s, so that a fault comes before the last step
-STEPS, EVERY = 30, 5  # of a training; from one checkpoint to the next
-FAULT = 12  # the step after which the fault happens
+GBIT = 0.0035  # a step's gradients take 0.2 s, so that a fault comes before the last step
+STEPS, EVERY = 20, 5  # of a training; from one checkpoint to the next
+FAULT = 7  # the step after which the fault happens
 OVER_HOSTS = "--nnodes 2 --rdzv 10.77.0.1:29412 --node-rank RANK"
 LM = (
     "train lm --model config.json --data corpus.jsonl --seq-length 16 --batch-size 2 "

@@ -42,6 +42,10 @@ def test_blocks_tile_every_parameter(
         # Nothing more is cut of a scalar, nor of what tensor parallelism cut so unevenly that no
         # placement could tell.
         copies *= shards if each.cut_dim is None else 1
+        for place in range(tensor):
+            blocks = [each.tiling.by_rank[rank] for rank in report.grid.ranks[place::tensor]]
+            lengths = {block.numel + block.padding for block in blocks}
+            assert len(lengths) == 1, f"{each.name}: chunks that are gathered together"
         found = torch.zeros(each.shape, dtype=torch.int64)
         positions = torch.arange(found.numel()).view(each.shape)
         for rank in range(report.grid.size):
@@ -50,19 +54,6 @@ def test_blocks_tile_every_parameter(
             assert tuple(own.shape) == block.shape
             found.view(-1)[own.flatten()] += 1
         assert found.eq(copies).all(), f"{each.name} {each.shape} on {mesh}: {found}"
-
-
-@settings(max_examples=40, deadline=None)
-@given(shards=SIZE, tensor=SIZE, inner=WIDTH, outer=WIDTH)
-def test_chunks_that_are_gathered_together_have_one_length(
-    shards: int, tensor: int, inner: int, outer: int
-) -> None:
-    report = planned_report(f"dp={shards},tp={tensor}", lambda: Pair(inner, outer))
-    for each in report.parameters:
-        for place in range(tensor):
-            ranks = report.grid.ranks[place::tensor]
-            blocks = [each.tiling.by_rank[rank] for rank in ranks]
-            assert len({block.numel + block.padding for block in blocks}) == 1, each.name
 
 
 def test_seven_rows_over_three_ranks() -> None:

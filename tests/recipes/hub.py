@@ -25,6 +25,14 @@ UNKNOWN, GATED = (401, "RepoNotFound"), (403, "GatedRepo")
 REACHED = 8 * 2**20  # bytes of a file that connections break behind
 
 
+# The address is read when this is imported, which has been where a program is forked from.
+READ_AGAIN = """
+import importlib, sys
+if "huggingface_hub.constants" in sys.modules:
+    importlib.reload(sys.modules["huggingface_hub.constants"])
+"""
+
+
 class Hub:
     """Serves repositories on a port that the kernel chooses.
 
@@ -73,9 +81,12 @@ class Hub:
     def environment(self, home: Path) -> dict[str, str]:
         """What makes a process take this for the hub, with a cache of its own."""
         names = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+        home.mkdir(exist_ok=True)
+        (home / "sitecustomize.py").write_text(READ_AGAIN)
         return {
             "HF_ENDPOINT": self.url,
             "HF_HOME": str(home),
+            "PYTHONPATH": str(home),
             "NO_PROXY": "127.0.0.1",
             **dict.fromkeys(names, "0"),
         }

@@ -16,6 +16,7 @@ from shardwise.app.recipes.core.checkpointing import SaveError
 from shardwise.app.recipes.core.loop import DivergedError
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.training import place_for, train_connected
+from shardwise.app.recipes.text import batches
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
@@ -31,6 +32,7 @@ def train_one(rank: int, world_size: int, config: RecipeConfig) -> str:
     world = World(rank, world_size, rank, world_size)
     signals = StopSignals()
     signals.install()
+    batches.VALIDATION_SEQUENCES = 8  # to judge a model by 64 takes longer than to train it
     inputs = config.check(world)
     if rank == 0:
         check_folder(inputs)

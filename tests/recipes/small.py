@@ -46,6 +46,14 @@ def write_text(folder: Path) -> Path:
     return path
 
 
+#: What makes a model with one block of each recipe: a rehearsal takes time by operations.
+ONE_BLOCK = {
+    "lm": {"model": str(Path(__file__).with_name("one_block.json"))},
+    "imagenet": {"model": "tiny", "image_size": 32},
+    "vit": {"layers": 1},
+}
+
+
 def small_config(folder: Path, name: str = "run", **changes: Any) -> LmConfig:
     """A configuration of a few short steps.
 

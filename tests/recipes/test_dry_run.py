@@ -20,6 +20,8 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import memory_rows, traffic_rows
+from tests.recipes.small import ONE_BLOCK
+from tests.recipes.test_plan import planned_config
 
 TWO = World(0, 2, 0, 2)
 
@@ -32,7 +34,9 @@ def test_every_recipe_shows_what_ranks_would_hold(
     recipe: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = f"shardwise train {recipe} --dry-run --world-size 3"
+    small: dict[str, Any] = ONE_BLOCK.get(recipe, {})
+    options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in small.items())
+    words = f"shardwise train {recipe} --dry-run --world-size 3 {options}"
     monkeypatch.setattr(sys, "argv", words.split())
     with pytest.raises(SystemExit) as ended:
         app()
@@ -41,28 +45,18 @@ def test_every_recipe_shows_what_ranks_would_hold(
     assert "over dp_shard=3: every parameter is split into 3 shards" in shown
     found = re.search(r"([\d,]+) parameters in", shown)
     assert found is not None
-    blueprint = RECIPES[recipe].blueprint(RECIPES[recipe].config)
+    config: Any = RECIPES[recipe].config
+    blueprint = RECIPES[recipe].blueprint(dataclasses.replace(config, **small))
     expected = sum(parameter.numel() for parameter in blueprint.model.parameters())
     assert int(found[1].replace(",", "")) == expected
     assert all(parameter.is_meta for parameter in blueprint.model.parameters())
     assert not list(tmp_path.iterdir()), "nothing was written"
 
 
-def test_a_pattern_that_matches_nothing_is_one_clear_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = "shardwise train mnist --dry-run --param-group nothing*:lr=1"
-    monkeypatch.setattr(sys, "argv", words.split())
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert ended.value.code == 2
-    assert "--param-group: pattern 'nothing*': found no parameter" in capsys.readouterr().err
-
-
 def _described(recipe: str, **changes: Any) -> str:
-    known = RECIPES[recipe]
-    train = dataclasses.replace(known.config.train, batch_size=2, **changes)
-    return describe(known.blueprint(known.config), train, known.example(known.config), TWO)
+    config, known = planned_config(recipe), RECIPES[recipe]
+    train = dataclasses.replace(config.train, **changes)
+    return describe(known.blueprint(config), train, known.example(config), TWO)
 
 
 def _shards(text: str) -> float:
@@ -73,11 +67,10 @@ def _shards(text: str) -> float:
 
 
 def test_what_a_step_needs_is_what_the_plan_says() -> None:
-    known = RECIPES["lm"]
-    train = dataclasses.replace(known.config.train, batch_size=2)
-    blueprint, example = known.blueprint(known.config), known.example(known.config)
-    plan = plan_training(blueprint, train, example, TWO)
-    shown = describe(blueprint, train, example, TWO)
+    config, known = planned_config("lm"), RECIPES["lm"]
+    blueprint, example = known.blueprint(config), known.example(config)
+    plan = plan_training(blueprint, config.train, example, TWO)
+    shown = describe(blueprint, config.train, example, TWO)
     for cells in (*memory_rows(plan.ranks), *traffic_rows(plan)):
         assert " ".join(cells).split() in [line.split() for line in shown.splitlines()]
     assert f"peak: {plan.ranks[0].peak_moment}" in shown

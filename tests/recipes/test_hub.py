@@ -1,7 +1,7 @@
 """Documents and a tokenizer of the Hugging Face hub, from a server on this host that speaks as it.
 
 The packages that talk to the hub read its address when they are imported: so everything here runs
-in processes of its own, of which there are few, as each takes seconds to import them.
+in programs of its own.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import json
 import random
 import re
 import shutil
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.recipes.core.journal import read_metrics
-from tests.programs import shell_environment
+from tests.programs import shell_environment, start_program
 from tests.recipes.corpora import texts, write_hub_folder, write_jsonl, write_tokenizer
 from tests.recipes.hub import Hub
 from tests.recipes.small import write_model
@@ -42,16 +40,11 @@ def hub() -> Iterator[Hub]:
 
 def run(hub: Hub, folder: Path, *arguments: str) -> str:
     """Run Python with this hub; what it printed."""
-    ended = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**shell_environment("HF_TOKEN"), **hub.environment(folder / "home")},
-        capture_output=True,
-        text=True,
-        timeout=WAIT,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
+    env = {**shell_environment("HF_TOKEN"), **hub.environment(folder / "home")}
+    program = start_program(list(arguments), folder=folder, env=env)
+    out, err = program.communicate(timeout=WAIT)
+    assert program.returncode == 0, out + err
+    return out
 
 
 def losses(out: Path) -> dict[int, float]:
@@ -155,7 +148,8 @@ def test_what_goes_wrong_at_the_hub_is_told_or_waited_for(hub: Hub, tmp_path: Pa
     hub.cut("back/train.jsonl.gz", 15)
     hub.cut("gone/train.jsonl.gz", 10**9)
     names = ("hf:local/none:en", "hf:local/gated", "hf:local/back:fr")
-    found = json.loads(run(hub, tmp_path, "-c", FAULTS, " ".join(names)))
+    (tmp_path / "faults.py").write_text(FAULTS)
+    found = json.loads(run(hub, tmp_path, str(tmp_path / "faults.py"), " ".join(names)))
     unknown, gated, configuration = (found[name] for name in names)
     assert "2: --data: hf:local/none:en cannot be opened" in unknown
     assert "'local/none' doesn't exist on the Hub or cannot be accessed" in unknown

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -27,11 +28,13 @@ from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
+from shardwise.app.recipes.core.model import build
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
+from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
@@ -41,7 +44,7 @@ from shardwise.optim.offloaded import entries
 from shardwise.sharding import policy
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
-from tests.recipes.small import losses, small_config, validation, write_model
+from tests.recipes.small import MODEL, losses, small_config, validation, write_model
 
 Ranks = Callable[..., list[Any]]
 
@@ -95,11 +98,10 @@ def test_the_world_and_the_mesh_do_not_change_what_is_learned(ranks: Ranks, tmp_
     model = str(write_model(tmp_path, attention_dropout=0.0))
 
     def config(name: str, **settings: Any) -> LmConfig:
-        return small_config(tmp_path, name, model=model, steps=3, **settings)
+        return small_config(tmp_path, name, model=model, steps=2, **settings)
 
     one = config("one", batch_size=4, accumulate=2)
-    four = [
-        config("full", batch_size=2),
+    four = [  # tests of runs that go on over another world shard over four ranks, and over one
         config("hybrid", batch_size=1, accumulate=2, strategy=Strategy.HYBRID_SHARD, replicas=2),
         config("hybrid-zero2", batch_size=2, strategy=Strategy.HYBRID_SHARD_ZERO2, replicas=2),
     ]
@@ -110,32 +112,26 @@ def test_the_world_and_the_mesh_do_not_change_what_is_learned(ranks: Ranks, tmp_
             assert found == pytest.approx(expected, rel=1e-5), each.train.output.out.name
 
 
-def test_bf16_learns_nearly_the_same(ranks: Ranks, tmp_path: Path) -> None:
+def test_bf16_learns_nearly_the_same_and_all_in_bf16_is_saved_and_resumed_in_bf16(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     model = str(write_model(tmp_path, attention_dropout=0.0))
+    settings: dict[str, Any] = {"model": model, "shard_dtype": PrecisionName.BF16, "steps": 3}
     fp32 = small_config(tmp_path, "fp32", model=model, steps=3)
     bf16 = small_config(tmp_path, "bf16", model=model, steps=3, param_dtype=PrecisionName.BF16)
-    ranks(train, 2, fp32, bf16)
-    assert losses(bf16) != losses(fp32)
-    for found, expected in zip(losses(bf16), losses(fp32), strict=True):
-        assert found[1] == pytest.approx(expected[1], rel=2e-2)
-
-
-def test_all_in_bf16_is_kept_saved_and_resumed_in_bf16(ranks: Ranks, tmp_path: Path) -> None:
-    model = str(write_model(tmp_path, attention_dropout=0.0))
-    settings: dict[str, Any] = {"model": model, "shard_dtype": PrecisionName.BF16, "steps": 4}
-    fp32 = small_config(tmp_path, "fp32", model=model, steps=4)
     whole = small_config(tmp_path, "whole", checkpoint_every=2, **settings)
-    ranks(train, 2, fp32, whole)
-    for found, expected in zip(losses(whole), losses(fp32), strict=True):
-        assert found[1] == pytest.approx(expected[1], rel=3e-2)
-    assert losses(whole) != losses(fp32)
-    manifest = read_manifest(Checkpoints(whole.files.checkpoints).path(4))
+    ranks(train, 2, fp32, bf16, whole)
+    for config, rel in ((bf16, 2e-2), (whole, 3e-2)):
+        for found, expected in zip(losses(config), losses(fp32), strict=True):
+            assert found[1] == pytest.approx(expected[1], rel=rel)
+        assert losses(config) != losses(fp32)
+    manifest = read_manifest(Checkpoints(whole.files.checkpoints).path(3))
     kept = {each.dtype for each in manifest.tensors if each.shape}
     assert kept == {"BF16", "U8"}, "U8: the states of random generators"
     assert json.loads(whole.files.model_config.read_text())["dtype"] == "bfloat16"
     again = small_config(tmp_path, "again", existing=Existing.RESUME, **settings)
     shutil.copytree(whole.train.output.out, again.train.output.out)
-    shutil.rmtree(again.files.checkpoints / "step-00000004")
+    shutil.rmtree(again.files.checkpoints / "step-00000003")
     ranks(train, 2, again)
     assert losses(again) == losses(whole)
     other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
@@ -153,14 +149,14 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
 ) -> None:
     (tmp_path / "scratch").mkdir()
     disk: dict[str, Any] = {"offload": f"disk:{tmp_path / 'scratch'}"}
-    inside = {"stepping": Stepping.IN_BACKWARD, "steps": 4}
-    bf16 = {"shard_dtype": PrecisionName.BF16, "master_dtype": PrecisionName.FP32, "steps": 4}
+    inside = {"stepping": Stepping.IN_BACKWARD, "steps": 2}
+    bf16 = {"shard_dtype": PrecisionName.BF16, "master_dtype": PrecisionName.FP32, "steps": 2}
     memory = small_config(tmp_path, "memory", **inside)
     whole = small_config(
-        tmp_path, "whole", checkpoint_every=2, async_checkpoint=True, **inside, **disk
+        tmp_path, "whole", checkpoint_every=1, async_checkpoint=True, **inside, **disk
     )
     everything = {**disk, "offload_parameters": disk["offload"]}
-    masters = small_config(tmp_path, "masters", checkpoint_every=2, **bf16, **everything)
+    masters = small_config(tmp_path, "masters", checkpoint_every=1, **bf16, **everything)
     same = small_config(tmp_path, "same", offload="host", **bf16)
     ranks(_train_offloaded, 2, memory, whole, masters, same)
     assert losses(whole) == losses(memory)
@@ -171,7 +167,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
         name = f"{run.train.output.out.name}-again"
         config = small_config(tmp_path, name, existing=Existing.RESUME, **settings)
         shutil.copytree(run.train.output.out, config.train.output.out)
-        shutil.rmtree(config.files.checkpoints / "step-00000004")
+        shutil.rmtree(config.files.checkpoints / "step-00000002")
         again.append(config)
     ranks(_train_offloaded, 2, *again)
     assert losses(again[0]) == losses(whole)
@@ -184,12 +180,12 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
-    config = small_config(tmp_path, steps=60, lr=2e-2, batch_size=4, eval_every=20)
+    config = small_config(tmp_path, steps=30, lr=4e-2, batch_size=4, eval_every=10)
     ranks(train, 2, config)
     by_step = [loss for _, loss, _ in losses(config)]
     assert by_step[0] == pytest.approx(5.6, abs=0.3), "an untrained model guesses evenly"
     assert by_step[-1] < 3.2
-    assert [step for step, _ in validation(config)] == [20, 40, 60]
+    assert [step for step, _ in validation(config)] == [10, 20, 30]
     assert validation(config)[-1][1] < 3.2
 
 
@@ -199,54 +195,54 @@ def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
 def test_a_run_that_was_stopped_goes_on_as_if_nothing_had_been(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    whole = small_config(tmp_path, "whole", steps=6, checkpoint_every=0, accumulate=2)
+    whole = small_config(tmp_path, "whole", steps=4, checkpoint_every=0, accumulate=2)
     ranks(train, 2, whole)
     stopped = small_config(
-        tmp_path, "stopped", steps=6, checkpoint_every=1, accumulate=2, async_checkpoint=True
+        tmp_path, "stopped", steps=4, checkpoint_every=1, accumulate=2, async_checkpoint=True
     )
     # Only one rank hears the signal; all stop after the same step.
-    told = ranks(train_until, 2, stopped, 3, signal.SIGTERM, 1)
+    told = ranks(train_until, 2, stopped, 2, signal.SIGTERM, 1)
     assert told[0] == told[1]
-    assert "Stopped by SIGTERM after step 3 of 6, which is saved" in told[0]
+    assert "Stopped by SIGTERM after step 2 of 4, which is saved" in told[0]
     assert "--resume" in told[0]
     resumed = small_config(
-        tmp_path, "stopped", steps=6, checkpoint_every=0, accumulate=2, existing=Existing.RESUME
+        tmp_path, "stopped", steps=4, checkpoint_every=0, accumulate=2, existing=Existing.RESUME
     )
     assert ranks(train, 2, resumed) == [["finished"], ["finished"]]
     assert losses(resumed) == losses(whole)
     assert validation(resumed) == validation(whole)
     sessions = resumed.files.read()["sessions"]
-    assert [(s["status"], s["from_step"]) for s in sessions] == [("stopped", 0), ("finished", 3)]
+    assert [(s["status"], s["from_step"]) for s in sessions] == [("stopped", 0), ("finished", 2)]
 
 
 def test_a_run_that_was_killed_drops_what_came_after_its_checkpoint(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": 1, "async_checkpoint": True}
+    settings: dict[str, Any] = {"steps": 4, "checkpoint_every": 1, "async_checkpoint": True}
     config = small_config(tmp_path, **settings)
-    outcomes = ranks(train_until, 2, config, 4, signal.SIGKILL, 0, expect_failures=True, timeout=30)
+    outcomes = ranks(train_until, 2, config, 3, signal.SIGKILL, 0, expect_failures=True, timeout=30)
     assert outcomes[0].exitcode == -signal.SIGKILL
-    assert losses(config)[-1][0] == 3
+    assert losses(config)[-1][0] == 2
     last = Checkpoints(config.files.checkpoints).steps()[-1]
-    assert last in (2, 3), "of step 3 it was being saved; that of step 2 is whole"
+    assert last in (1, 2), "of step 2 it was being saved; that of step 1 is whole"
     again = small_config(tmp_path, existing=Existing.RESUME, **settings)
     ranks(train, 2, again)
     assert again.files.read()["sessions"][-1]["from_step"] == last
-    assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4, 5]
+    assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4]
 
 
 def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks(train, 2, small_config(tmp_path, steps=3, batch_size=2))
-    longer = small_config(tmp_path, steps=5, batch_size=1, existing=Existing.RESUME)
+    ranks(train, 1, small_config(tmp_path, steps=2, batch_size=4))
+    longer = small_config(tmp_path, steps=3, batch_size=2, existing=Existing.RESUME)
     capfd.readouterr()
-    assert ranks(train, 4, longer) == [["finished"]] * 4
+    assert ranks(train, 2, longer) == [["finished"]] * 2
     assert "warning" not in capfd.readouterr().out, "a step has as many examples as before"
-    assert [step for step, _, _ in losses(longer)] == [1, 2, 3, 4, 5]
+    assert [step for step, _, _ in losses(longer)] == [1, 2, 3]
     found = Checkpoints(longer.files.checkpoints)
-    assert found.position(5).examples == 5 * 4, "the position in the data went on"
-    ranks(train, 2, small_config(tmp_path, steps=6, batch_size=1, existing=Existing.RESUME))
+    assert found.position(3).examples == 3 * 4, "the position in the data went on"
+    ranks(train, 1, small_config(tmp_path, steps=4, batch_size=2, existing=Existing.RESUME))
     [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
     assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
 
@@ -254,8 +250,8 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
 def test_a_complete_run_without_its_results_goes_on_to_make_them(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    ranks(train, 2, small_config(tmp_path, sample_tokens=20))
-    again = small_config(tmp_path, sample_tokens=20, existing=Existing.RESUME)
+    ranks(train, 1, small_config(tmp_path, steps=2, sample_tokens=5))
+    again = small_config(tmp_path, steps=2, sample_tokens=5, existing=Existing.RESUME)
     out = again.train.output.out
     record = out / "run.json"  # as if it had been killed after its last checkpoint
     text = record.read_text()
@@ -264,29 +260,32 @@ def test_a_complete_run_without_its_results_goes_on_to_make_them(
     (out / "sample.txt").unlink()
     (out / "report.html").unlink()
 
-    assert ranks(train, 2, again) == [["finished"]] * 2
+    assert ranks(train, 1, again) == [["finished"]]
     assert (out / "sample.txt").exists()
     assert (out / "report.html").exists()
-    assert [step for step, _, _ in losses(again)] == [1, 2, 3, 4], "no step was made again"
+    assert [step for step, _, _ in losses(again)] == [1, 2], "no step was made again"
 
 
-def test_a_run_goes_on_over_another_world_with_the_same_data(ranks: Ranks, tmp_path: Path) -> None:
+# Streamed documents go on over more ranks, below.
+@pytest.mark.parametrize(("world", "size"), [(1, 4), pytest.param(4, 1, marks=pytest.mark.long)])
+def test_a_run_goes_on_over_another_world_with_the_same_data(
+    ranks: Ranks, tmp_path: Path, world: int, size: int
+) -> None:
     # 4 sequences a step, however they are dealt out.
     model = str(write_model(tmp_path, attention_dropout=0.0))
 
     def config(name: str, **settings: Any) -> LmConfig:
-        return small_config(tmp_path, name, model=model, steps=6, checkpoint_every=3, **settings)
+        return small_config(tmp_path, name, model=model, steps=4, checkpoint_every=2, **settings)
 
     whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
-    for world, size in ((1, 4), (4, 1)):
-        resumed = config(f"over-{world}", batch_size=size, existing=Existing.RESUME)
-        shutil.copytree(whole.train.output.out, resumed.train.output.out)
-        shutil.rmtree(resumed.files.checkpoints / "step-00000006")
-        ranks(train, world, resumed)
-        assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 3]
-        for mine, expected in zip(losses(resumed), losses(whole), strict=True):
-            assert mine == pytest.approx(expected, rel=1e-5), f"over {world} ranks"
+    resumed = config("resumed", batch_size=size, existing=Existing.RESUME)
+    shutil.copytree(whole.train.output.out, resumed.train.output.out)
+    shutil.rmtree(resumed.files.checkpoints / "step-00000004")
+    ranks(train, world, resumed)
+    assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 2]
+    for mine, expected in zip(losses(resumed), losses(whole), strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5)
 
 
 def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_path: Path) -> None:
@@ -296,7 +295,7 @@ def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_p
 
     def config(name: str, **settings: Any) -> LmConfig:
         small = small_config(
-            tmp_path, name, model=model, steps=6, checkpoint_every=3, sample_tokens=4, **settings
+            tmp_path, name, model=model, steps=4, checkpoint_every=2, sample_tokens=4, **settings
         )
         return dataclasses.replace(
             small,
@@ -307,34 +306,23 @@ def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_p
         )
 
     whole = config("whole")
-    ranks(train, 2, whole)
+    ranks(train, 1, whole)
     assert whole.files.read()["data"]["tokenizer"] == tokenizer
     for record in read_metrics(whole.files.metrics):
         if "loss" in record:
             assert 0 < record["mfu"] < 1
-    # A step has 4 sequences: of 2 ranks 2 each, of 4 one. Fewer ranks: tests/recipes/test_hub.py.
+    # A step has 4 sequences: 4 of one rank, or 2 of each. Fewer ranks: tests/recipes/test_hub.py.
     resumed = config("resumed", existing=Existing.RESUME)
     shutil.copytree(whole.train.output.out, resumed.train.output.out)
-    shutil.rmtree(resumed.files.checkpoints / "step-00000006")
-    ranks(train, 4, resumed)
+    shutil.rmtree(resumed.files.checkpoints / "step-00000004")
+    ranks(train, 2, resumed)
     sessions = resumed.files.read()["sessions"]
-    assert [(s["from_step"], s["examples_per_step"]) for s in sessions] == [(0, 4), (3, 4)]
+    assert [(s["from_step"], s["examples_per_step"]) for s in sessions] == [(0, 4), (2, 4)]
     for mine, expected in zip(losses(resumed), losses(whole), strict=True):
         assert mine == pytest.approx(expected, rel=1e-5)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
-
-
-def test_only_the_last_checkpoints_are_kept(ranks: Ranks, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"steps": 5, "checkpoint_every": 1, "keep_last": 2}
-    configs = [
-        small_config(tmp_path, name, async_checkpoint=name == "async", **settings)
-        for name in ("sync", "async")
-    ]
-    ranks(train, 2, *configs)
-    for config in configs:
-        assert sorted(os.listdir(config.files.checkpoints)) == ["step-00000004", "step-00000005"]
 
 
 def train_with_losses(rank: int, world_size: int, config: LmConfig, told: dict[int, float]) -> str:
@@ -449,7 +437,7 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
     ranks: Ranks, tmp_path: Path
 ) -> None:
     configs = [
-        small_config(tmp_path, name, steps=4, checkpoint_every=1, async_checkpoint=name == "async")
+        small_config(tmp_path, name, steps=3, checkpoint_every=1, async_checkpoint=name == "async")
         for name in ("sync", "async")
     ]
     for sync, in_background, *again in ranks(full_disk_and_again, 2, *configs):
@@ -464,37 +452,36 @@ def test_a_full_disk_is_told_and_leaves_the_last_checkpoint_whole(
         assert not left, "half a checkpoint was left behind"
 
 
-def test_what_is_not_whole_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
-    config = small_config(tmp_path, steps=5, checkpoint_every=1, keep_last=5)
-    ranks(train, 2, config)
-    checkpoints = Checkpoints(config.files.checkpoints)
+def test_what_is_not_whole_is_no_checkpoint(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path)
+    for step in range(1, 6):
+        save(checkpoints.path(step), torch.nn.Linear(2, 2))
     assert checkpoints.steps() == [1, 2, 3, 4, 5]
     shard = sorted(checkpoints.path(2).glob("*.safetensors"))[0]
     shard.write_bytes(shard.read_bytes()[:-1])
     (checkpoints.path(3) / "manifest.json").unlink()
-    checkpoints.path(4).rename(config.files.checkpoints / ".step-00000004.partial")
-    checkpoints.path(5).rename(config.files.checkpoints / "step-x")
+    checkpoints.path(4).rename(tmp_path / ".step-00000004.partial")
+    checkpoints.path(5).rename(tmp_path / "step-x")
     assert checkpoints.steps() == [1]
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_damaged_checkpoint_is_named_and_how_to_go_on(
-    ranks: Ranks, tmp_path: Path, steps: int
-) -> None:
-    config = small_config(tmp_path, steps=steps, checkpoint_every=1)
+def test_a_damaged_checkpoint_is_named_and_how_to_go_on(ranks: Ranks, tmp_path: Path) -> None:
+    config = small_config(tmp_path, steps=2, checkpoint_every=1)
     ranks(train, 2, config)
-    folder = Checkpoints(config.files.checkpoints).path(steps)
-    shard = sorted(folder.glob("*.safetensors"))[1]
-    data = bytearray(shard.read_bytes())
-    data[-1] ^= 1
-    shard.write_bytes(data)
     again = small_config(tmp_path, steps=3, existing=Existing.AUTO)
-    hint = f"move {folder} away, or delete it, to go on from step 1 (shardwise checkpoint verify "
-    for outcome in ranks(train, 2, again, expect_failures=True):
-        assert "UserError: --resume: " in outcome.error
-        assert f"{shard}, " in outcome.error
-        assert "is damaged" in outcome.error
-        assert (hint if steps == 2 else "--overwrite starts over") in outcome.error
+    for step in (2, 1):
+        folder = Checkpoints(config.files.checkpoints).path(step)
+        shard = sorted(folder.glob("*.safetensors"))[1]
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        hint = f"move {folder} away, or delete it, to go on from step 1 (shardwise checkpoint "
+        for outcome in ranks(train, 2, again, expect_failures=True):
+            assert "UserError: --resume: " in outcome.error
+            assert f"{shard}, " in outcome.error
+            assert "is damaged" in outcome.error
+            assert (f"{hint}verify " if step == 2 else "--overwrite starts over") in outcome.error
+        shutil.rmtree(folder)
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -569,16 +556,15 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     assert refusal().startswith("--data: found ")
 
 
-def test_settings_that_transformers_refuses_are_named(ranks: Ranks, tmp_path: Path) -> None:
+def test_settings_that_transformers_refuses_are_named() -> None:
     for changes, message in (
         ({"model_type": "no-such-model"}, "no-such-model"),
         ({"num_attention_heads": 5}, "attention heads"),
         ({"model_type": "vit"}, "for this kind of AutoModel: AutoModelForCausalLM)"),
     ):
-        config = small_config(tmp_path, model=str(write_model(tmp_path, **changes)))
-        [outcome] = ranks(train, 1, config, expect_failures=True)
-        assert "OptionError: --model: found settings that transformers cannot use" in outcome.error
-        assert message in outcome.error
+        refused = f"--model: found settings that transformers cannot use.*{re.escape(message)}"
+        with pytest.raises(OptionError, match=f"(?s){refused}"):
+            build({**MODEL, **changes}, 256, 0)
 
 
 def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) -> None:
@@ -589,7 +575,9 @@ def test_other_models_of_transformers_train_too(ranks: Ranks, tmp_path: Path) ->
         (tmp_path / model_type).mkdir()
         path = write_model(tmp_path / model_type, model_type=model_type, **settings)
         configs.append(
-            small_config(tmp_path, f"run-{model_type}", model=str(path), steps=20, sample_tokens=5)
+            small_config(
+                tmp_path, f"run-{model_type}", model=str(path), steps=8, lr=3e-2, sample_tokens=5
+            )
         )
     assert ranks(train, 2, *configs) == [["finished"] * 2] * 2
     for config in configs:
@@ -641,31 +629,3 @@ def test_a_sample_is_the_same_on_every_rank_and_as_long_as_asked(
     assert len(long) == 200, "longer than the model's 64 positions"
     assert all(0 <= token < 256 for token in long)
     assert len(forgetful) == 10
-
-
-def draw_with_and_without_cache(rank: int, world_size: int, config: LmConfig) -> tuple[Any, Any]:
-    """The likeliest tokens by a model that remembers, and by one that reads all anew."""
-    world = World(rank, world_size, rank, world_size)
-    place = place_for(config.train, world, torch.device("cpu"))
-    task = lm.assemble(config.check(world), place)
-    tokens = [1, 2, 3]
-    with torch.no_grad():
-        for _ in range(20):
-            logits = task.module(input_ids=torch.tensor([tokens])).logits[0, -1, :256]
-            tokens.append(int(logits.argmax()))
-    cached = generate_tokens(
-        task.module,
-        [1, 2, 3],
-        20,
-        Sampling(temperature=0.0),
-        vocab_size=256,
-        window=64,
-        device=place.device,
-    )
-    return tokens[3:], list(cached)
-
-
-def test_remembering_changes_nothing_but_speed(ranks: Ranks, tmp_path: Path) -> None:
-    model = str(write_model(tmp_path, attention_dropout=0.0))
-    for anew, cached in ranks(draw_with_and_without_cache, 2, small_config(tmp_path, model=model)):
-        assert cached == anew

@@ -34,20 +34,20 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.settings import Checkpointing
+from tests.recipes.small import ONE_BLOCK
 
 TWO = World(0, 2, 0, 2)
 MiB = 2**20
 
 
-def _config(recipe: str) -> Any:
+def planned_config(recipe: str) -> Any:
     config: Any = RECIPES[recipe].config
-    small = {"imagenet": {"model": "tiny", "image_size": 32}, "vit": {"layers": 2}}
     train = replace(config.train, batch_size=2)
-    return replace(config, train=train, **small.get(recipe, {}))
+    return replace(config, train=train, **ONE_BLOCK.get(recipe, {}))
 
 
 def _plan(recipe: str, **changes: Any) -> Any:
-    config = _config(recipe)
+    config = planned_config(recipe)
     train = replace(config.train, **changes)
     known = RECIPES[recipe]
     return plan_training(known.blueprint(config), train, known.example(config), TWO)
@@ -55,7 +55,7 @@ def _plan(recipe: str, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_pattern_that_matches_nothing_is_found_before_the_training(recipe: str) -> None:
-    given = replace(_config(recipe).train.optimizer, param_groups=("nothing*:lr=1",))
+    given = replace(planned_config(recipe).train.optimizer, param_groups=("nothing*:lr=1",))
     with pytest.raises(UserError, match=r"^--param-group: pattern 'nothing\*': found no parameter"):
         _plan(recipe, optimizer=given)
 
@@ -176,7 +176,7 @@ def test_a_training_that_cannot_be_rehearsed_is_named_as_such() -> None:
     def loss(model: Any, batch: Any) -> Any:
         raise KeyError("labels")
 
-    config, recipe = _config("lm"), RECIPES["lm"]
+    config, recipe = planned_config("lm"), RECIPES["lm"]
     example = replace(recipe.example(config), loss=loss)
     with (
         pytest.raises(UserError, match=r"(?s)--plan: .*labels.*; leave out --plan"),

@@ -68,12 +68,6 @@ def test_what_builds_a_task_is_imported_when_it_is_asked_for(
     assert recipe.blueprint(config) == ("blueprint", config)
 
 
-def test_configurations_are_read_without_torch() -> None:
-    """So that ``--help`` and mistakes are shown at once."""
-    code = "import sys, shardwise.app.recipes.catalog; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def test_only_a_training_with_adapters_needs_peft() -> None:
     code = "import sys, shardwise.app.recipes.lm; sys.exit('peft' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

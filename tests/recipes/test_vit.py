@@ -45,6 +45,7 @@ from shardwise.app.recipes.core.model import build_classifier, decoder_layers, i
 from shardwise.app.recipes.core.plan import plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
 from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.vision import config as vision_config
 from shardwise.app.recipes.vision.config import VitConfig
 from shardwise.app.recipes.vision.task import classification_loss
 from shardwise.app.recipes.vit import shard_model
@@ -322,9 +323,9 @@ def _sharded_for(rank: int, world_size: int, of: list[int]) -> dict[int, int]:
 
 def test_what_is_told_of_128_ranks_is_what_the_runtime_gives_them(ranks: Ranks) -> None:
     totals = _vit_10b().totals
-    [held] = ranks(_sharded_for, 1, [0, 1, 124, 125, 127], backend=None)
+    [held] = ranks(_sharded_for, 1, [0, 124, 125], backend=None)
     assert held == {rank: totals[rank].parameters for rank in held}
-    assert held[0] > held[127], "the classifier's 1000 rows are not divided evenly"
+    assert held[0] > held[125], "the classifier's 1000 rows are not divided evenly"
 
 
 @pytest.mark.long
@@ -370,6 +371,7 @@ def small_vit(folder: Path, name: str = "run", **changes: Any) -> VitConfig:
 
 def _train_all(rank: int, world_size: int, runs: list[VitConfig], resumed: VitConfig) -> list[str]:
     """Train; and go on with the first run, as if it had ended after its third step."""
+    vision_config.FAKE_CLASSES = 100  # to draw what was mistaken for what of 1000 takes 5 s
     ends = train(rank, world_size, *runs)
     if rank == 0:
         shutil.copytree(runs[0].files.root, resumed.files.root)
@@ -409,7 +411,7 @@ def test_a_transformer_learns_and_goes_on_and_its_file_alone_knows_as_much(
     assert losses(resumed) == losses(plain)
     assert losses(bf16)[0][1] == pytest.approx(losses(plain)[0][1], rel=2e-2)
     assert losses(bf16)[0][1] != losses(plain)[0][1]
-    assert losses(fake)[0][1] == pytest.approx(math.log(1000), rel=0.1)
+    assert losses(fake)[0][1] == pytest.approx(math.log(100), rel=0.1)
 
     # What was written is what others load, without any shards.
     model = ViTForImageClassification(ViTConfig(**plain.settings(), num_labels=3))

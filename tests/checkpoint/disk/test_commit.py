@@ -407,7 +407,9 @@ def test_ranks_killed_at_random_moments_leave_the_newest_whole(
 _CALLS = ("mkdir", "open", "write", "fsync", "rename", "rmdir", "unlink")
 
 
-def _save_until_call(folder: Path, number: int) -> None:
+def _save_until_call(
+    folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int
+) -> None:
     """Save the second checkpoint in place of the first, and end at a call of the system."""
     left = number
 
@@ -421,7 +423,6 @@ def _save_until_call(folder: Path, number: int) -> None:
 
         return end_or_call
 
-    model, optimizer = make(seed=2)
     for name in _CALLS:
         setattr(os, name, counted(getattr(os, name)))
     checkpoint.save(folder / "step-00000002", model, optimizer, keep_last=1)
@@ -430,18 +431,18 @@ def _save_until_call(folder: Path, number: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_save_killed_at_any_call_leaves_the_old_one_or_the_new(tmp_path: Path) -> None:
+    first = save_small(tmp_path / "first" / "step-00000001")
+    second = make(seed=2)
     for number in range(200):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        save_small(folder / "step-00000001")
+        folder = shutil.copytree(tmp_path / "first", tmp_path / str(number))
         pid = os.fork()
         if pid == 0:
-            _save_until_call(folder, number)
+            _save_until_call(folder, *second, number)
         killed = os.waitpid(pid, 0)[1] != 0
         newest = checkpoint.latest(folder)
         assert newest is not None, f"nothing is left after call {number}"
         verify(newest)
-        save_small(folder / "step-00000003", keep_last=1)
+        checkpoint.save(folder / "step-00000003", *first, keep_last=1)
         assert names(folder) == ["step-00000003"], "leftovers are gone after the next save"
         if not killed:
             break

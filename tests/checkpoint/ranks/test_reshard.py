@@ -67,15 +67,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Saved]:
     return folder, everything
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    ("world_size", "count"),
+    [(2, 7), (4, 7), *(pytest.param(n, 21, marks=pytest.mark.long) for n in WORLDS)],
+)
 def test_any_mesh_loads_what_any_other_saved(
-    saved: tuple[Path, Saved], ranks: Ranks, world_size: int
+    saved: tuple[Path, Saved], ranks: Ranks, world_size: int, count: int
 ) -> None:
     folder, everything = saved
     draw = random.Random(world_size)
     pairs = [
         (name, random_setup(draw, world_size, setup.model), draw.random() < 0.5)
-        for name, setup in draw.sample(list(everything.items()), k=14)
+        for name, setup in draw.sample(list(everything.items()), k=count)
     ]
     for found in ranks(_load_all, world_size, pairs, folder):
         assert not found, "\n".join(found)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import resource
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +27,7 @@ from shardwise.checkpoint.tools.convert import consolidate, convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.harness import run_ranks
 from tests.parity.models import make_model
+from tests.programs import start_program
 
 Ranks = Callable[..., list[Any]]
 
@@ -302,16 +301,13 @@ def test_memory_grows_by_the_buffer_and_not_by_the_checkpoint(saved: Path, tmp_p
     checkpoint.save(tmp_path / "large", model)
 
     (tmp_path / "out").mkdir()
-    result = subprocess.run(
-        [sys.executable, "-c", _MEASURE, saved / "mlpFalse", tmp_path / "large", tmp_path / "out"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    (tmp_path / "measure.py").write_text(_MEASURE)
+    words = [tmp_path / "measure.py", saved / "mlpFalse", tmp_path / "large", tmp_path / "out"]
+    program = start_program([str(word) for word in words], folder=tmp_path)
+    out, err = program.communicate(timeout=200)
 
-    assert result.returncode == 0, result.stderr
-    growth = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines())
+    assert program.returncode == 0, err
+    growth = dict(line.rsplit(" ", 1) for line in out.splitlines())
     assert len(growth) == 9
     # The buffer of 8 MiB, and as much again for what allocators keep.
     for name, mib in growth.items():

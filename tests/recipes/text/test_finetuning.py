@@ -116,16 +116,25 @@ def test_two_ranks_have_the_losses_of_one_process_bit_for_bit(
         assert [loss for _, loss, _ in losses(config)] == expected, config.train.output.out.name
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+# Each world once, and each packing; the other pairs are long.
+@pytest.mark.parametrize(
+    ("world_size", "packing"),
+    [
+        (1, Packing.PADDED),
+        (4, Packing.PACKED),
+        pytest.param(1, Packing.PACKED, marks=pytest.mark.long),
+        pytest.param(4, Packing.PADDED, marks=pytest.mark.long),
+    ],
+)
 def test_other_worlds_have_them_within_rounding(
-    ranks: Ranks, tmp_path: Path, published: Path, world_size: int
+    ranks: Ranks, tmp_path: Path, published: Path, world_size: int, packing: Packing
 ) -> None:
-    make = functools.partial(chatting, tmp_path, published, batch_size=4 // world_size)
-    configs = [make("packed"), make("padded", packing=Packing.PADDED, accumulate=2)]
-    ranks(train, world_size, *configs)
-    for config in configs:
-        expected = plain_losses(config, world_size, chat_batches(config, world_size))
-        assert [loss for _, loss, _ in losses(config)] == pytest.approx(expected, rel=1e-5)
+    accumulate = 2 if packing is Packing.PADDED else 1
+    given = {"batch_size": 4 // world_size, "packing": packing, "accumulate": accumulate}
+    config = chatting(tmp_path, published, "run", **given)
+    ranks(train, world_size, config)
+    expected = plain_losses(config, world_size, chat_batches(config, world_size))
+    assert [loss for _, loss, _ in losses(config)] == pytest.approx(expected, rel=1e-5)
 
 
 def test_continued_pretraining_has_the_losses_of_one_process(
@@ -143,7 +152,7 @@ def test_a_fine_tuning_that_was_stopped_goes_on_exactly(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
     make = functools.partial(
-        chatting, tmp_path, published, steps=4, checkpoint_every=2, accumulate=2, batch_size=2
+        chatting, tmp_path, published, checkpoint_every=2, accumulate=2, batch_size=2
     )
     whole = make("whole")
     ranks(train, 2, whole)
@@ -163,7 +172,9 @@ def test_a_fine_tuning_that_was_stopped_goes_on_exactly(
 def test_an_epoch_has_every_chat_once_and_another_run_goes_on_from_the_weights(
     ranks: Ranks, tmp_path: Path, published: Path
 ) -> None:
-    config = chatting(tmp_path, published, "first", steps=None, epochs=2, eval_every=4)
+    few = (str(write_lines(tmp_path / "chats.jsonl", chats(30))),)
+    make = functools.partial(tuned, tmp_path, published / "model", chat=few)
+    config = make("first", steps=None, epochs=2, eval_every=4)
     ranks(train, 2, config)
     record = config.files.read()
     rows = len(chat_rows(config))
@@ -171,16 +182,15 @@ def test_an_epoch_has_every_chat_once_and_another_run_goes_on_from_the_weights(
     assert [step for step, _, _ in losses(config)] == list(range(1, steps + 1))
     assert [step for step, _ in validation(config)] == [*range(4, steps, 4), steps]
     assert record["sessions"][-1]["status"] == "finished"
-    longer = chatting(tmp_path, published, "first", steps=None, epochs=3, existing=Existing.RESUME)
+    longer = make("first", steps=None, epochs=3, existing=Existing.RESUME)
     ranks(train, 4, longer)
     assert longer.files.read()["sessions"][-1]["from_step"] == steps
     assert len(losses(longer)) == steps + -(-(3 * rows - 4 * steps) // 8)
 
     run = config.train.output.out
     newest = max((run / "checkpoints").iterdir())
-    chat = (str(published / "chats.jsonl"),)
     second = [
-        tuned(tmp_path, folder, name, chat=chat, steps=1, lr=1e-12)
+        tuned(tmp_path, folder, name, chat=few, steps=1, lr=1e-12)
         for name, folder in (("of-run", run), ("of-step", newest))
     ]
     ranks(train, 2, *second)
