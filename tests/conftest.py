@@ -11,7 +11,6 @@ import pytest
 import torch
 import typer.main
 
-from shardwise.app.recipes.text import data
 from shardwise.elastic.rank import importing
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -46,13 +45,9 @@ def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_tree_of_commands() -> Generator[None]:
-    """Build the tree of all commands once, and find the text for want of ``--data`` once.
-
-    A process of a user parses one command line.
-    """
+    """Build the tree of all commands once; a process of a user parses one command line."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
-        patch.setattr(data, "_stdlib_files", functools.cache(data._stdlib_files))
         yield
 
 

@@ -242,11 +242,11 @@ def _split(
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        file
-        for file in root.rglob("*.py")
-        if not STDLIB_SKIPPED.intersection(file.relative_to(root).parts) and file.is_file()
-    ]
+    files = []
+    for folder, inside, names in os.walk(root):
+        # Not even looked into: site-packages may have a hundred times as many files.
+        inside[:] = [name for name in inside if name not in STDLIB_SKIPPED]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise OptionError(
             "--data", f"no source files of the standard library in {root}", "--data with your text"
