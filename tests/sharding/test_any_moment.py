@@ -991,7 +991,7 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
             model(x[rank])
         model.head.weight.requires_grad_(False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
-    for step in range(3):
+    for step in range(2):
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
         net.zero_grad()  # the root is unsharded now

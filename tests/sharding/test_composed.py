@@ -212,7 +212,6 @@ def _selective_and_compiled(net: TokenNet) -> None:
 
 
 VARIANTS: dict[str, Callable[[TokenNet], None]] = {
-    "compiled": _compiled,
     "all computed again": functools.partial(_checkpointed, 1),
     "every second computed again": functools.partial(_checkpointed, 2),
     "selective": _selective,

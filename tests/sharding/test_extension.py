@@ -221,7 +221,7 @@ def _train(
     Halved.seen.clear()
     make = torch.optim.Adam if adam else torch.optim.SGD
     optimizers = [make(m.parameters(), lr=0.01, foreach=False) for m in (net, whole)]
-    for step in range(4):
+    for step in range(2):
         x = batches(world_size, step)
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)

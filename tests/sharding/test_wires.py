@@ -141,7 +141,7 @@ def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
     net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
     assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +162,7 @@ def _replicas(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:
     mesh = hybrid_mesh(world_size)
     net = sharded_net(mesh=mesh, transport="c10d", wire=wire)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for step in range(3):
+    for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
