@@ -16,7 +16,7 @@ from shardwise.transport.base import Reduce, Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.local import LocalTransport
-from shardwise.transport.select import c10d_transport, select_transport
+from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 from tests.threads import run_threads
 from tests.transport.conformance import Checks, Item, check_all, fuzz
@@ -103,35 +103,6 @@ def test_the_fake_of_the_tests_keeps_the_same_promises(world_size: int) -> None:
     world = FakeWorld(world_size)
     world.run(lambda transport: check_all(transport, exact=True))
     world.run(lambda transport: fuzz(Checks(transport, exact=True), 30, seed=5, largest=1000))
-
-
-def _halves_of_two_gradients(rank: int, world_size: int) -> bool:
-    ours = torch.randn(1 << 18, generator=torch.Generator().manual_seed(rank))
-    theirs = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1 - rank))
-    shard = torch.empty(ours.numel() // 2)
-    transport = c10d_transport(_world_group(), CPU)
-    transport.reduce_scatter([ours], [shard], Reduce.AVG).wait()
-    return torch.equal(shard, ((ours + theirs) / 2).chunk(2)[rank])
-
-
-def test_the_average_of_two_ranks_is_exact_to_the_last_bit() -> None:
-    assert run_ranks(_halves_of_two_gradients, 2) == [True, True]
-
-
-def _reduce_repeatedly(rank: int, world_size: int) -> bool:
-    transport = c10d_transport(_world_group(), CPU)
-    generator = torch.Generator().manual_seed(rank)
-    fulls = [torch.randn(world_size * n, generator=generator) for n in (50_000, 100, 90_001)]
-    results = []
-    for _ in range(10):
-        shards = [torch.empty(full.numel() // world_size) for full in fulls]
-        transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
-        results.append(torch.cat(shards))
-    return all(torch.equal(result, results[0]) for result in results)
-
-
-def test_a_repeated_reduction_gives_the_same_bits() -> None:
-    assert run_ranks(_reduce_repeatedly, 3) == [True, True, True]
 
 
 def _gather_into_a_view(rank: int, world_size: int) -> list[list[float]]:
