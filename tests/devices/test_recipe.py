@@ -23,8 +23,8 @@ def _config(folder: Path, device: str, existing: Existing, **changes: object) ->
     return small_config(
         folder,
         f"run-{device}",
-        steps=6,
-        checkpoint_every=4,
+        steps=4,
+        checkpoint_every=2,
         device=device,
         existing=existing,
         **changes,
@@ -46,9 +46,9 @@ def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path) -> None
     assert min(peaks) > 2**16, "auto takes the accelerator"
     config = _config(tmp_path, AUTO, Existing.REFUSE)
     whole = losses(config)
-    assert [step for step, _, _ in whole] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _, _ in whole] == [1, 2, 3, 4]
     out = config.train.output.out
-    shutil.rmtree(out / "checkpoints" / "step-00000006")
+    shutil.rmtree(out / "checkpoints" / "step-00000004")
     for device in (NAME, "cpu"):
         shutil.copytree(out, tmp_path / f"run-{device}")
         run_ranks(_train, 2, tmp_path, device, Existing.RESUME, backend=None)
@@ -56,5 +56,5 @@ def test_a_run_that_resumes_is_the_run_that_did_not_stop(tmp_path: Path) -> None
         if device == NAME:
             assert resumed == whole
         else:  # CPUs draw other numbers for dropout
-            assert resumed[:4] == whole[:4]
-            assert resumed[5][1] == pytest.approx(whole[5][1], rel=0.1)
+            assert resumed[:2] == whole[:2]
+            assert resumed[3][1] == pytest.approx(whole[3][1], rel=0.1)

@@ -22,11 +22,11 @@ from shardwise import (
     FullyShardedDataParallel,
     MixedPrecisionPolicy,
     clip_grad_norm_,
-    devices,
     fully_shard,
     init_mesh,
     materialize,
 )
+from shardwise.base import devices
 from shardwise.frontends.wrap import ModuleWrapPolicy
 from shardwise.optim import in_backward, offload
 from shardwise.optim.offloaded import entries
@@ -273,7 +273,7 @@ def _states_elsewhere(rank: int, world_size: int, folder: Path) -> None:
     ways = ("host", "disk", "host in backward", "disk in backward")
     nets = {way: _sharded(model()) for way in ways}
     optimizers = {way: _optimizers(net, way, folder) for way, net in nets.items()}
-    for step in range(4):
+    for step in range(3):
         for net, optimizer in [
             (reference, theirs),
             *zip(nets.values(), optimizers.values(), strict=True),
@@ -281,10 +281,10 @@ def _states_elsewhere(rank: int, world_size: int, folder: Path) -> None:
             loss_of(net, batch(step, rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
-            if step == 1:  # between steps, states are tensors as ever
+            if step == 0:  # between steps, states are tensors as ever
                 for param in net.parameters():
                     optimizer.state[param]["exp_avg"].mul_(0.5)
-            if step == 2:
+            if step == 1:
                 optimizer.load_state_dict(
                     tree_map_only(torch.Tensor, torch.clone, optimizer.state_dict())
                 )

@@ -13,7 +13,7 @@ from shardwise.diloco.average import Average
 from shardwise.transport.all_to_all import AllToAll
 from tests.harness import run_ranks
 
-RANKS, NUMEL, ROUNDS = 3, 12000, 40
+RANKS, NUMEL, ROUNDS = 3, 12000, 20
 SECTIONS = (1, 1023, NUMEL - 1024)
 FORMATS = (WireFormat.INT8, WireFormat.INT4, WireFormat.TERNARY)
 

@@ -38,7 +38,7 @@ from tests.optim.nets import (
 
 Threads = Callable[..., list[Any]]
 
-STEPS = 3
+STEPS = 2
 SETTINGS: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.05}
 
 

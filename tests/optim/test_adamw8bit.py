@@ -31,7 +31,7 @@ Ranks = Callable[..., list[Any]]
 Threads = Callable[..., list[Any]]
 
 SHAPES = ((48, 300), (40, 1024), (70, 64), (8, 6, 512), (16, 12, 5, 5), (5000,), (9, 30))
-STEPS = 3
+STEPS = 2
 
 
 def weights(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Tensor]:

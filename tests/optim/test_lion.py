@@ -27,7 +27,7 @@ from tests.optim.nets import (
 
 Threads = Callable[..., list[Any]]
 
-STEPS = 3
+STEPS = 2
 LR, BETAS, DECAY = 0.03, (0.8, 0.95), 0.2
 
 

@@ -20,7 +20,7 @@ from tests.optim.nets import Mesh, Net, make_muon, part_of, set_gradients
 
 Threads = Callable[..., list[Any]]
 
-STEPS = 3
+STEPS = 2
 HIDDEN = ("up.weight", "down.weight", "square.weight")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -138,16 +139,12 @@ def test_a_full_state_dict_is_the_unsharded_models(ranks: Ranks) -> None:
 
 # ---- dcp.save and dcp.load ----
 
-MODELS_MOVED = ["mlp", "scalars", "frozen", "llama-tied"]
-MODELS_PLAIN = ["mlp", "scalars", "llama", "llama-tied"]
+MODELS_SAVED = ["mlp", "scalars", "frozen", "llama-tied"]
 
 #: Ranks and strategy that save, ranks and strategy that load.
 MOVES = [
     (1, "full-shard", 3, "full-shard"),
-    (2, "full-shard", 1, "full-shard"),
-    (2, "full-shard", 2, "full-shard"),
     (3, "shard-grad-op", 2, "full-shard"),
-    (4, "full-shard", 2, "no-shard"),
     (2, "no-shard", 4, "hybrid"),
     (4, "hybrid", 3, "shard-grad-op"),
 ]
@@ -171,112 +168,86 @@ class Trained:
     afterwards: History
 
 
-def _train_and_save(rank: int, world_size: int, cases: dict[Path, Case]) -> dict[Path, Trained]:
+def _train_and_save(rank: int, world_size: int, strategy: str, folder: Path) -> dict[str, Trained]:
     trained = {}
-    for path, case in cases.items():
+    for case in _cases(strategy):
         with naming(case):
             model = make_sharded(case, world_size)
             optimizer = make_optimizer(case.optimizer, model.parameters())
-            train_in_parts(model, optimizer, case, rank, steps=range(2))
+            train_in_parts(model, optimizer, case, rank, steps=[0])
             model_state, optim_state = get_state_dict(model, optimizer)
-            dcp.save({"model": model_state, "optimizer": optim_state}, checkpoint_id=path)
-            trained[path] = _go_on(model, optimizer, case, rank)
+            state = {"model": model_state, "optimizer": optim_state}
+            dcp.save(state, checkpoint_id=folder / case.model)
+            trained[case.model] = _go_on(model, optimizer, case, rank)
     return trained
 
 
-def _load_and_train(rank: int, world_size: int, cases: list[tuple[Path, Case]]) -> list[Trained]:
-    trained = []
-    for path, case in cases:
+def _load_and_train(rank: int, world_size: int, strategy: str, folder: Path) -> dict[str, Trained]:
+    trained = {}
+    for case in _cases(strategy):
         with naming(case):
             model = make_sharded(case, world_size, seed=OTHER_SEED)
             optimizer = make_optimizer(case.optimizer, model.parameters())
             model_state, optim_state = get_state_dict(model, optimizer)
             state = {"model": model_state, "optimizer": optim_state}
-            dcp.load(state, checkpoint_id=path)
+            dcp.load(state, checkpoint_id=folder / case.model)
             set_state_dict(
                 model,
                 optimizer,
                 model_state_dict=state["model"],
                 optim_state_dict=state["optimizer"],
             )
-            trained.append(_go_on(model, optimizer, case, rank))
+            trained[case.model] = _go_on(model, optimizer, case, rank)
     return trained
+
+
+def _cases(strategy: str) -> list[Case]:
+    return [Case(model, strategy) for model in MODELS_SAVED]
 
 
 def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, rank: int) -> Trained:
     return Trained(
         parts_of_parameters(model),
         parts_of_optimizer_state(model, optimizer),
-        train_in_parts(model, optimizer, case, rank, steps=range(2, 4)),
+        train_in_parts(model, optimizer, case, rank, steps=[1]),
     )
 
 
-def _joined(by_rank: Sequence[Trained]) -> Trained:
-    parts = [(each.parameters, each.optimizer, vars(each.afterwards)) for each in by_rank]
-    parameters, optimizer, afterwards = join(parts)
-    return Trained(parameters, optimizer, History(**afterwards))
+def _joined(by_rank: Sequence[dict[str, Trained]]) -> dict[str, Trained]:
+    joined = {}
+    for model, *trained in zip(MODELS_SAVED, *(each.values() for each in by_rank), strict=True):
+        parts = [(each.parameters, each.optimizer, vars(each.afterwards)) for each in trained]
+        parameters, optimizer, afterwards = join(parts)
+        joined[model] = Trained(parameters, optimizer, History(**afterwards))
+    return joined
 
 
-class Checkpoints:
-    """What all tests save and load, each number of ranks at once: a world takes long to start."""
-
-    def __init__(self, ranks: Ranks, folder: Path) -> None:
-        self._ranks = ranks
-        self._folder = folder
-        self._saved: dict[int, dict[Path, Trained]] = {}
-        self._loaded: dict[int, dict[tuple[Path, Case], Trained]] = {}
-
-    def path(self, saved_by: int, case: Case) -> Path:
-        """Where the checkpoint of a case lies."""
-        return self._folder / f"{saved_by}-{case.strategy}-{case.model}"
-
-    def saved(self, saved_by: int, case: Case) -> Trained:
-        """A training as it was when it was saved."""
-        if saved_by not in self._saved:
-            strategies = {"full-shard", *(move[1] for move in MOVES if move[0] == saved_by)}
-            models = dict.fromkeys([*MODELS_MOVED, *MODELS_PLAIN])
-            cases = [Case(model, strategy) for strategy in sorted(strategies) for model in models]
-            by_path = {self.path(saved_by, case): case for case in cases}
-            by_rank = self._ranks(_train_and_save, saved_by, by_path)
-            self._saved[saved_by] = {
-                path: _joined([trained[path] for trained in by_rank]) for path in by_path
-            }
-        return self._saved[saved_by][self.path(saved_by, case)]
-
-    def loaded(self, loaded_by: int, path: Path, case: Case) -> Trained:
-        """It, as it was when it was loaded as another case; all moves to as many ranks are made."""
-        if loaded_by not in self._loaded:
-            cases = []
-            for saved_by, strategy, by, other_strategy in MOVES:
-                for model in MODELS_MOVED if by == loaded_by else []:
-                    self.saved(saved_by, Case(model, strategy))
-                    path_of_it = self.path(saved_by, Case(model, strategy))
-                    cases.append((path_of_it, Case(model, other_strategy)))
-            by_rank = self._ranks(_load_and_train, loaded_by, cases)
-            self._loaded[loaded_by] = {
-                each: _joined(parts) for each, *parts in zip(cases, *by_rank, strict=True)
-            }
-        return self._loaded[loaded_by][path, case]
+Saved = Callable[[int, str], tuple[Path, dict[str, Trained]]]
 
 
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return Checkpoints(run_ranks, tmp_path_factory.mktemp("checkpoints"))
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """What so many ranks saved with a strategy, and the models as they were and went on."""
+
+    @functools.cache
+    def save(saved_by: int, strategy: str) -> tuple[Path, dict[str, Trained]]:
+        folder = tmp_path_factory.mktemp("checkpoints")
+        return folder, _joined(run_ranks(_train_and_save, saved_by, strategy, folder))
+
+    return save
 
 
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "loaded_by", "other_strategy"),
-    [pytest.param(*each, marks=pytest.mark.long if each in LONG_MOVES else ()) for each in MOVES],
+    [*MOVES, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_MOVES)],
 )
 def test_a_checkpoint_loads_on_another_mesh(
-    checkpoints: Checkpoints, saved_by: int, strategy: str, loaded_by: int, other_strategy: str
+    saved: Saved, saved_by: int, strategy: str, loaded_by: int, other_strategy: str
 ) -> None:
-    for model in MODELS_MOVED:
-        case = Case(model, strategy)
-        before = checkpoints.saved(saved_by, case)
-        path = checkpoints.path(saved_by, case)
-        after = checkpoints.loaded(loaded_by, path, Case(model, other_strategy))
-
+    folder, by_model = saved(saved_by, strategy)
+    loaded = _joined(run_ranks(_load_and_train, loaded_by, other_strategy, folder))
+    for model, before in by_model.items():
+        after = loaded[model]
         _assert_equal(after.parameters, before.parameters)
         assert list(after.optimizer) == list(before.optimizer)
         for name, state in before.optimizer.items():
@@ -285,13 +256,13 @@ def test_a_checkpoint_loads_on_another_mesh(
             assert_same_history(after.afterwards, before.afterwards, rtol=None)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(("world_size", "strategy"), [(2, "no-shard"), (3, "shard-grad-op")])
 def test_a_checkpoint_becomes_a_plain_file_of_the_unsharded_model(
-    checkpoints: Checkpoints, tmp_path: Path, world_size: int
+    saved: Saved, tmp_path: Path, world_size: int, strategy: str
 ) -> None:
-    for name in MODELS_PLAIN:
-        expected = checkpoints.saved(world_size, Case(name))
-        dcp_to_torch_save(checkpoints.path(world_size, Case(name)), tmp_path / "plain.pt")
+    folder, by_model = saved(world_size, strategy)
+    for name, expected in by_model.items():
+        dcp_to_torch_save(folder / name, tmp_path / "plain.pt")
 
         plain = torch.load(tmp_path / "plain.pt", weights_only=True)
         unsharded = make_model(name, seed=OTHER_SEED)

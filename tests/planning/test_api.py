@@ -170,7 +170,7 @@ def test_a_damaged_calibration_stops_no_plan_that_does_not_need_it(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     try:
-        plan = shardwise.plan("llama-tiny", mesh="dp=1", **TINY)
+        plan = shardwise.plan(Perceptron(), mesh="dp=1", batch=lambda n: torch.zeros(n, 8))
         with pytest.raises(MachineError, match=re.escape(str(path))):
             find_machine("cpu")
         assert find_machine("h100") is not None

@@ -70,6 +70,12 @@ def run_over(
     return run(fn, world_size, transport, *args, **kwargs)
 
 
+def in_turn(rank: int, world_size: int, transport: str, *functions: Callable[..., Any]) -> None:
+    """Call several functions of :func:`run_over` in one world."""
+    for function in functions:
+        function(rank, world_size, transport)
+
+
 def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """``make()`` after seeding: the same values on every call and rank."""
     torch.manual_seed(seed)

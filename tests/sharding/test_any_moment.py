@@ -32,6 +32,7 @@ from tests.sharding.nets import (
     average_backward,
     batches,
     group_of,
+    in_turn,
     loss_of,
     run_over,
     seeded,
@@ -97,7 +98,7 @@ class Contrast(nn.Module):
 def _momentum(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
     outputs = []
     optimizer = torch.optim.SGD(net.query.parameters(), lr=0.0)
-    for _ in range(4):
+    for _ in range(3):
         _slow(rank)
         output = net(x)
         outputs.append(output.detach())
@@ -116,7 +117,7 @@ def _hook_writes_to_the_next(net: nn.Module, x: torch.Tensor, rank: int) -> list
                 param.mul_(0.7)
 
     net.blocks[0].register_forward_hook(write)
-    return [net(x).detach() for _ in range(4)]
+    return [net(x).detach() for _ in range(3)]
 
 
 def _hook_writes_to_its_own(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
@@ -132,7 +133,7 @@ def _hook_writes_to_its_own(net: nn.Module, x: torch.Tensor, rank: int) -> list[
         block.up.register_forward_hook(dawdle)
         block.register_forward_hook(write)
     with torch.no_grad():
-        return [net(x) for _ in range(4)] + _values(net.blocks)
+        return [net(x) for _ in range(3)] + _values(net.blocks)
 
 
 def _module_writes_to_its_own(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
@@ -273,8 +274,7 @@ def _swapped_there_and_back(rank: int, world_size: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_a_user_put_aside_is_not_written_to(transport: str) -> None:
-    run_over(transport, _assigned_there_and_back, 2)
-    run_over(transport, _swapped_there_and_back, 2)
+    run_over(transport, in_turn, 2, _assigned_there_and_back, _swapped_there_and_back)
 
 
 class Learned(nn.Module):
@@ -329,8 +329,7 @@ def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(transport: str) -> None:
-    run_over(transport, _returns_a_view, 2)
-    run_over(transport, _returns_a_view_of_a_common_group, 2)
+    run_over(transport, in_turn, 2, _returns_a_view, _returns_a_view_of_a_common_group)
 
 
 class Box:
@@ -529,7 +528,7 @@ def _steps_in_backward(rank: int, world_size: int, transport: str, reshard: bool
     for param in net.parameters():
         param.register_post_accumulate_grad_hook(step)
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
-    for number in range(4):
+    for number in range(2):
         x = batches(world_size, number)
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)
@@ -991,7 +990,7 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
             model(x[rank])
         model.head.weight.requires_grad_(False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
-    for step in range(3):
+    for step in range(2):
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
         net.zero_grad()  # the root is unsharded now
@@ -1110,9 +1109,14 @@ def _frozen_after_it_accumulated(rank: int, world_size: int, transport: str) -> 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(transport: str) -> None:
-    run_over(transport, _frozen_before_its_backward, 2)
-    run_over(transport, _frozen_by_a_hook_of_its_backward, 2)
-    run_over(transport, _frozen_after_it_accumulated, 2)
+    run_over(
+        transport,
+        in_turn,
+        2,
+        _frozen_before_its_backward,
+        _frozen_by_a_hook_of_its_backward,
+        _frozen_after_it_accumulated,
+    )
 
 
 def _replaced_before_its_backward(rank: int, world_size: int, transport: str) -> None:
@@ -1149,8 +1153,7 @@ def _replaced_in_its_backward(rank: int, world_size: int, transport: str) -> Non
 def test_parameters_that_are_replaced_between_forward_and_backward_are_refused(
     transport: str,
 ) -> None:
-    run_over(transport, _replaced_before_its_backward, 2)
-    run_over(transport, _replaced_in_its_backward, 2)
+    run_over(transport, in_turn, 2, _replaced_before_its_backward, _replaced_in_its_backward)
 
 
 class Gain(nn.Module):
@@ -1275,8 +1278,7 @@ def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_steps_of_optimizers_are_noticed_however_they_write(transport: str) -> None:
-    run_over(transport, _accumulates_and_keeps, 2)
-    run_over(transport, _steps_while_kept, 2)
+    run_over(transport, in_turn, 2, _accumulates_and_keeps, _steps_while_kept)
 
 
 def _writes_after_unshard(rank: int, world_size: int) -> None:
@@ -1394,11 +1396,16 @@ def _writes_before_the_first_forward(rank: int, world_size: int, transport: str)
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_write_after_the_gather_of_what_is_kept_is_noticed(transport: str) -> None:
-    run_over(transport, _writes_in_a_forward_that_keeps, 2)
-    run_over(transport, _writes_before_the_first_forward, 2)
-    run_over(transport, _writes_before_the_last_microbatch, 2)
-    run_over(transport, _writes_before_the_last_backward, 2)
-    run_over(transport, _evaluates_what_is_kept, 2)
+    run_over(
+        transport,
+        in_turn,
+        2,
+        _writes_in_a_forward_that_keeps,
+        _writes_before_the_first_forward,
+        _writes_before_the_last_microbatch,
+        _writes_before_the_last_backward,
+        _evaluates_what_is_kept,
+    )
 
 
 class Recursive(nn.Module):

@@ -188,7 +188,8 @@ def _experts(folder: Path) -> None:
 # -- compiled, and computed again --------------------------------------------------------------
 
 
-def _compiled(net: TokenNet) -> None:
+def _selective_and_compiled(net: TokenNet) -> None:
+    _selective(net)
     # A backend that traces backward too. Without fully_shard this plan fails under it: its compiler
     # gives no gradient to an input that a collective of torch's tensor parallelism is still making.
     for index, block in enumerate(net.blocks):
@@ -206,13 +207,7 @@ def _selective(net: TokenNet) -> None:
         net.blocks[index] = checkpoint_wrapper(block, context_fn=kept)
 
 
-def _selective_and_compiled(net: TokenNet) -> None:
-    _selective(net)
-    _compiled(net)
-
-
 VARIANTS: dict[str, Callable[[TokenNet], None]] = {
-    "compiled": _compiled,
     "all computed again": functools.partial(_checkpointed, 1),
     "every second computed again": functools.partial(_checkpointed, 2),
     "selective": _selective,

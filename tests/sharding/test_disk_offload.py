@@ -129,7 +129,7 @@ def _train_alike(
         in_backward(inside, lambda params: offload(_adamw(params), f"disk:{folder}")),
         _adamw(copied.parameters()),
     ]
-    for step in range(4):
+    for step in range(2):
         for net, optim in zip(nets, optims, strict=True):
             loss_of(net, batches(world_size, step)[rank]).backward()
             optim.step()

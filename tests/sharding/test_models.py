@@ -217,7 +217,7 @@ def test_forwards_and_an_evaluation_before_one_backward(threads: Ranks, guard: A
 def _evaluates_before_the_step(rank: int, world_size: int, guard: Any, options: Any) -> None:
     net, whole = twins(Net, reshard_after_forward=None)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **options) for m in (net, whole)]
-    for step in range(3):
+    for step in range(2):
         x = batches(world_size, step)
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)
@@ -297,7 +297,7 @@ def _compiled(rank: int, world_size: int, in_place: bool) -> None:
     managed = [module for module in net.modules() if not hasattr(module, "_orig_mod")]
     assert all(module._is_fsdp_managed_module for module in managed)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, whole)]
-    for step in range(3):
+    for step in range(2):
         x = batches(world_size, step)
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)

@@ -298,8 +298,14 @@ WAYS = ("zero-3", "zero-2", "fp16", "accumulated", "hybrid", "hybrid accumulated
 WIRES = ("wire", "wire accumulated", "hybrid wire")
 
 
-@pytest.mark.parametrize("way", [*WAYS, *WIRES, "in backward"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "way"),
+    [
+        pytest.param(size, way, marks=pytest.mark.long if (i + j) % 2 else ())  # sizes in turns
+        for i, way in enumerate([*WAYS, *WIRES, "in backward"])
+        for j, size in enumerate([4, 2])
+    ],
+)
 def test_a_gradient_that_any_rank_has_is_everywhere(
     threads: Ranks, world_size: int, way: str
 ) -> None:

@@ -42,7 +42,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
             module.set_custom_all_gather(Gather(returns_work=True))
             module.set_custom_reduce_scatter(Scatter(returns_work=False))
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (net, whole)]
-    for step in range(3):
+    for step in range(2):
         for sync in (False, True):
             net.set_requires_gradient_sync(sync)
             x = batches(world_size, 2 * step + sync)

@@ -73,7 +73,7 @@ def _train(mesh: DeviceMesh, data: DeviceMesh, **kwargs: Any) -> None:
     sharded(tensor_parallel(net, mesh["tp"]), data, **kwargs)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in (net, whole)]
     mine = data._flatten().get_local_rank() if data.ndim > 1 else data.get_local_rank()
-    for step in range(3):
+    for step in range(2):
         tokens = tokens_of(data.size(), step)
         found = next_token_loss(net, tokens[mine])
         found.backward()

@@ -52,7 +52,7 @@ def _trains(rank: int, world_size: int, zero: int) -> None:
     assert sharded.middle.bias is sharded.other.bias
     assert len(list(sharded.parameters())) == len(list(whole.parameters())) == 4
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (sharded, whole)]
-    for step in range(3):
+    for step in range(2):
         x = batches(world_size, step)
         loss_of(sharded, x[rank]).backward()
         average_backward(whole, x)

@@ -97,16 +97,23 @@ def _gradients(rank: int, world_size: int, make: Any, wire: Wire, **how: Any) ->
     return [param.grad.full_tensor() for param in net.parameters() if param.grad is not None]
 
 
-@pytest.mark.parametrize("make", [Net, Odd])
-@pytest.mark.parametrize("wire", [GRADIENTS, FEEDBACK, Wire(reduce="bf16")], ids=str)
+WORLDS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (3, {"reshard_after_forward": False}),
+    (4, {"hybrid": True}),
+    (4, {"shard_placement_fn": _last}),  # with padding between values
+]
+
+
 @pytest.mark.parametrize(
-    ("world_size", "how"),
+    ("world_size", "how", "wire", "make"),
     [
-        (1, {}),
-        (2, {}),
-        (3, {"reshard_after_forward": False}),
-        (4, {"hybrid": True}),
-        (4, {"shard_placement_fn": _last}),  # with padding between values
+        # Every world with every wire, models taking turns: so those meet all worlds and wires too.
+        pytest.param(*world, wire, make, marks=pytest.mark.long if (i + j + k) % 2 else ())
+        for i, world in enumerate(WORLDS)
+        for j, wire in enumerate((GRADIENTS, FEEDBACK, Wire(reduce="bf16")))
+        for k, make in enumerate((Net, Odd))
     ],
 )
 def test_gradients_are_near_those_of_one_process(
@@ -141,7 +148,7 @@ def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
     net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
     assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for step in range(3):
+    for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -162,7 +169,7 @@ def _replicas(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:
     mesh = hybrid_mesh(world_size)
     net = sharded_net(mesh=mesh, transport="c10d", wire=wire)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for step in range(3):
+    for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()

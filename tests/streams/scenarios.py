@@ -205,7 +205,7 @@ class Net(nn.Module):
 
     def __init__(
         self,
-        depth: int = 3,
+        depth: int = 2,
         inner: int | None = None,
         call: Callable[..., torch.Tensor] | None = None,
     ) -> None:
@@ -1057,7 +1057,7 @@ def separate_group_in_flight(run: Run) -> None:
 def wires(run: Run) -> None:
     """Both dimensions encode, and keep what they lost."""
     wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
-    net = shard(run, make(run, depth=2), wire=wire, transport="c10d")
+    net = shard(run, wire=wire, transport="c10d")
     train(run, net, backward=backward_with_gradients)
 
 
@@ -1084,8 +1084,7 @@ def wires_of_scalars(run: Run) -> None:
 @scenario(shape=(2, 2))
 def wires_offload(run: Run) -> None:
     wire = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
-    net = make(run, depth=2)
-    train(run, shard(run, net, wire=wire, transport="c10d", offload_policy=PINNED))
+    train(run, shard(run, wire=wire, transport="c10d", offload_policy=PINNED))
 
 
 class _Wide(nn.Module):
@@ -1213,7 +1212,7 @@ def integers_custom(run: Run) -> None:
 
 @scenario()
 def tied(run: Run) -> None:
-    net = make(run)
+    net = make(run, depth=3)
     net.blocks[2].up.weight = net.blocks[0].up.weight
     train(run, shard(run, net))
 
@@ -1520,7 +1519,7 @@ def forward_raises(run: Run) -> None:
         out: torch.Tensor = block(x)
         return out
 
-    net = make(run, call=call)
+    net = make(run, depth=3, call=call)
     shard(run, net)
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1], net.blocks[2]])
     fails = False

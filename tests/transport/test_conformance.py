@@ -15,7 +15,7 @@ from shardwise.transport import buckets, collectives, gloo
 from shardwise.transport.base import LocalTransport, Reduce, Transport
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
-from shardwise.transport.select import c10d_transport, select_transport
+from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 from tests.threads import run_threads
 from tests.transport.conformance import Checks, Item, check_all, fuzz
@@ -65,11 +65,11 @@ def _fuzz_all_transports(rank: int, world_size: int) -> None:
     gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 5000
     buckets.BLOCK_BYTES = 3000
     group = _world_group()
-    fuzz(Checks(GlooTransport(group), exact=True), 200, seed=1, largest=5000)
+    fuzz(Checks(GlooTransport(group), exact=True), 60, seed=1, largest=5000)
     if world_size > 1:
-        fuzz(Checks(select_transport(group, CPU, "shm"), exact=True), 400, seed=4, largest=50000)
-    fuzz(Checks(CollectivesTransport(group, GLOO), exact=False), 60, seed=2, largest=2000)
-    fuzz(Checks(NcclTransport(group, GLOO), exact=False), 60, seed=3, largest=3000)
+        fuzz(Checks(select_transport(group, CPU, "shm"), exact=True), 120, seed=4, largest=20000)
+    fuzz(Checks(CollectivesTransport(group, GLOO), exact=False), 30, seed=2, largest=2000)
+    fuzz(Checks(NcclTransport(group, GLOO), exact=False), 30, seed=3, largest=3000)
 
 
 def _check_large(rank: int, world_size: int) -> None:
@@ -94,43 +94,14 @@ def test_random_collectives_waited_for_in_any_order_equal_the_reference(world_si
 def test_one_rank_alone_needs_no_process_group() -> None:
     assert not dist.is_initialized()
     check_all(LocalTransport(), exact=True)
-    fuzz(Checks(LocalTransport(), exact=True), 50, seed=4, largest=1000)
+    fuzz(Checks(LocalTransport(), exact=True), 25, seed=4, largest=1000)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_fake_of_the_tests_keeps_the_same_promises(world_size: int) -> None:
     world = FakeWorld(world_size)
     world.run(lambda transport: check_all(transport, exact=True))
-    world.run(lambda transport: fuzz(Checks(transport, exact=True), 60, seed=5, largest=1000))
-
-
-def _halves_of_two_gradients(rank: int, world_size: int) -> bool:
-    ours = torch.randn(1 << 18, generator=torch.Generator().manual_seed(rank))
-    theirs = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1 - rank))
-    shard = torch.empty(ours.numel() // 2)
-    transport = c10d_transport(_world_group(), CPU)
-    transport.reduce_scatter([ours], [shard], Reduce.AVG).wait()
-    return torch.equal(shard, ((ours + theirs) / 2).chunk(2)[rank])
-
-
-def test_the_average_of_two_ranks_is_exact_to_the_last_bit() -> None:
-    assert run_ranks(_halves_of_two_gradients, 2) == [True, True]
-
-
-def _reduce_repeatedly(rank: int, world_size: int) -> bool:
-    transport = c10d_transport(_world_group(), CPU)
-    generator = torch.Generator().manual_seed(rank)
-    fulls = [torch.randn(world_size * n, generator=generator) for n in (50_000, 100, 90_001)]
-    results = []
-    for _ in range(10):
-        shards = [torch.empty(full.numel() // world_size) for full in fulls]
-        transport.reduce_scatter(fulls, shards, Reduce.SUM).wait()
-        results.append(torch.cat(shards))
-    return all(torch.equal(result, results[0]) for result in results)
-
-
-def test_a_repeated_reduction_gives_the_same_bits() -> None:
-    assert run_ranks(_reduce_repeatedly, 3) == [True, True, True]
+    world.run(lambda transport: fuzz(Checks(transport, exact=True), 30, seed=5, largest=1000))
 
 
 def _gather_into_a_view(rank: int, world_size: int) -> list[list[float]]:

@@ -35,7 +35,6 @@ WIRES = [
     Wire(gather="int8"),
     FEEDBACK,
 ]
-each_wire = pytest.mark.parametrize("wire", WIRES, ids=str)
 
 
 # -- the contract ----------------------------------------------------------------------------------
@@ -47,17 +46,24 @@ def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
     fuzz(checks, rounds, seed=3, largest=3000)
 
 
-@each_wire
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_results_are_within_the_error_of_the_format(wire: Wire, world_size: int) -> None:
-    run_threads(_contract, world_size, wire, 20)
+@pytest.mark.parametrize(
+    ("world_size", "wire"),
+    [
+        *((3, wire) for wire in WIRES),
+        *((2, wire) for wire in (INT8, FEEDBACK)),
+        *(pytest.param(2, wire, marks=pytest.mark.long) for wire in WIRES[:2] + WIRES[3:4]),
+    ],
+    ids=str,
+)
+def test_results_are_within_the_error_of_the_format(world_size: int, wire: Wire) -> None:
+    run_threads(_contract, world_size, wire, 8)
 
 
 def _contract_of_all(rank: int, world_size: int) -> None:
     for wire in (INT8, Wire(gather="bf16", reduce="fp8", error_feedback=True)):
-        _contract(rank, world_size, wire, 60)
+        _contract(rank, world_size, wire, 20)
     checks = EncodedChecks(over_world(INT8, "collectives"))
-    fuzz(checks, 30, seed=4, largest=3000)
+    fuzz(checks, 10, seed=4, largest=3000)
     _nobody_waits(rank, world_size)
 
 
@@ -170,7 +176,7 @@ def test_with_feedback_the_sum_over_steps_is_off_by_one_error(
     name: str, world_size: int, numel: int
 ) -> None:
     wire = Wire(reduce=name, error_feedback=True)  # type: ignore[arg-type]
-    short, long = (run_threads(_fed_back, world_size, wire, n, numel)[0] for n in (3, 30))
+    short, long = (run_threads(_fed_back, world_size, wire, n, numel)[0] for n in (3, 12))
     # What is kept back is at most half a step of each encoding, of values up to about 5.
     bound = 2 * SHARE[name] * 6
     assert short <= bound
@@ -183,7 +189,7 @@ def _scattered_back(rank: int, world_size: int) -> tuple[float, float]:
     for wire in (Wire(reduce="int8"), FEEDBACK):
         transport, source = over_world(wire), Source()
         total, exact = torch.zeros(2, chunk, dtype=torch.float64)
-        for step in range(60):
+        for step in range(30):
             values = [_values(each, numel, step) + 0.03 for each in range(world_size)]
             mine = slice(rank * chunk, (rank + 1) * chunk)
             expected = torch.stack(values).double().mean(0)[mine]

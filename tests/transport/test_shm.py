@@ -399,7 +399,7 @@ def _gathered_again(rank: int, world_size: int) -> None:
     transport = _transport()
     buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
     buffers.allocate()
-    for step in range(50):
+    for step in range(20):
         value = float(step * world_size + rank)
         transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()
         expected = [float(step * world_size + each) for each in range(world_size)]
@@ -415,7 +415,7 @@ def test_a_second_gather_waits_for_those_who_still_read_the_first() -> None:
 def _lent_again(rank: int, world_size: int) -> None:
     transport = _transport()
     buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
-    for step in range(50):
+    for step in range(20):
         buffers.allocate()
         value = float(step * world_size + rank)
         transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()

@@ -33,7 +33,7 @@ pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86
 
 # A mesh of one dimension is the world; of two, its rows and columns have streams of their own.
 SHAPES: list[tuple[int, ...]] = [(2,), (3,), (2, 2), (4, 2)]
-ROUNDS = {(2,): 800, (3,): 500, (2, 2): 400, (4, 2): 150}
+ROUNDS = {(2,): 300, (3,): 500, (2, 2): 400, (4, 2): 150}
 
 
 # -- no difference -----------------------------------------------------------------------------
@@ -62,10 +62,7 @@ def compare(shape: tuple[int, ...], rounds: int, seed: int) -> int:
 
 @pytest.mark.parametrize(
     "shape",
-    [
-        pytest.param(shape, marks=pytest.mark.long if shape in ((3,), (2, 2), (4, 2)) else ())
-        for shape in SHAPES
-    ],
+    [(2,), *(pytest.param(shape, marks=pytest.mark.long) for shape in SHAPES[1:])],
     ids=str,
 )
 def test_random_collectives_give_the_bits_that_gloo_gives(shape: tuple[int, ...]) -> None:
@@ -150,7 +147,7 @@ def kill_one(seed: int) -> float:
 
 
 def test_survivors_name_a_rank_that_is_killed_at_any_moment() -> None:
-    for seed in range(20):
+    for seed in range(8):
         kill_one(seed)  # within the time of the test, of which the timeout is many times
 
 
@@ -198,10 +195,9 @@ def _stop_one(rank: int, world_size: int, victim: int, seconds: float) -> Loss:
     return found
 
 
-@pytest.mark.parametrize("seconds", [0.03, 0.1])
-def test_survivors_name_a_stopped_rank_and_the_group_after_the_timeout(seconds: float) -> None:
+def test_survivors_name_a_stopped_rank_and_the_group_after_the_timeout() -> None:
     victim = 1
-    losses = run_ranks(_stop_one, 3, victim, seconds, pg_timeout=2)
+    losses = run_ranks(_stop_one, 3, victim, 0.03, pg_timeout=2)
     for rank in (0, 2):
         message = losses[rank].message
         assert re.match(rf"rank {rank} lost rank {victim} during .*blocks\.\d+: no answer", message)
