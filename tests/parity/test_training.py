@@ -63,7 +63,7 @@ PRECISIONS: list[dict[str, Any]] = [
 def _trained(ranks: Ranks, world_size: int, transport: str) -> dict[Case, History]:
     """Train what all tests look at in one world: starting one takes longer than most trainings."""
     tests = [of for of, worlds in CASES[transport].items() if world_size in worlds]
-    cases = list(dict.fromkeys(case for of in tests for case in of(world_size)))
+    cases = list(dict.fromkeys(case for of in tests for case in of((world_size, transport))))
     if transport == "fake":
         by_rank = run_threads(sharded_trainings, world_size, cases)
     else:
@@ -109,54 +109,54 @@ def _strategies(world_size: int) -> list[str]:
     return [name for name in STRATEGIES if world_size % 2 == 0 or not name.startswith("hybrid")]
 
 
-def _pairs(world_size: int, ones: Iterable[T], others: Iterable[U]) -> list[tuple[T, U]]:
-    """Every second pair: two ranks train those that three and four do not."""
+def _pairs(world: World, ones: Iterable[T], others: Iterable[U]) -> list[tuple[T, U]]:
+    """Every second pair: two ranks train those that three and four do not. `make long` has all."""
     return [
         (one, other)
         for i, one in enumerate(ones)
         for j, other in enumerate(others)
-        if (i + j + world_size // 3) % 2 == 0
+        if world in LONG or (i + j + world[0] // 3) % 2 == 0
     ]
 
 
-def _of_every_strategy(world_size: int) -> list[Case]:
+def _of_every_strategy(world: World) -> list[Case]:
     """Every strategy with two of three models, of which one has rows that nothing divides."""
-    cases = [Case("mlp", strategy) for strategy in _strategies(world_size)]
-    pairs = _pairs(world_size, ["conv", "llama-tied"], _strategies(world_size))
+    cases = [Case("mlp", strategy) for strategy in _strategies(world[0])]
+    pairs = _pairs(world, ["conv", "llama-tied"], _strategies(world[0]))
     return [*cases, *(Case(model, strategy) for model, strategy in pairs)]
 
 
-def _of_every_model(world_size: int) -> list[Case]:
-    pairs = _pairs(world_size, MODELS, ["full-shard", "shard-grad-op"])
+def _of_every_model(world: World) -> list[Case]:
+    pairs = _pairs(world, MODELS, ["full-shard", "shard-grad-op"])
     return [Case(model, strategy, optimizer="sgd") for model, strategy in pairs]
 
 
-def _of_every_precision(world_size: int) -> list[Case]:
-    pairs = _pairs(world_size, ["mlp", "llama"], PRECISIONS)
+def _of_every_precision(world: World) -> list[Case]:
+    pairs = _pairs(world, ["mlp", "llama"], PRECISIONS)
     return [Case(model, **precision) for model, precision in pairs]
 
 
-def _of_accumulation(world_size: int) -> list[Case]:
+def _of_accumulation(world: World) -> list[Case]:
     """``shard-grad-op`` that reduces gradients after the last microbatch only is ZeRO-1."""
-    ways = list(itertools.product(_strategies(world_size), [True, False]))
+    ways = list(itertools.product(_strategies(world[0]), [True, False]))
     return [
         Case("mlp", strategy, microbatches=3, sync_every=sync_every, **precision)
-        for (strategy, sync_every), precision in _pairs(world_size, ways, [{}, BF16_OVER_FP32])
+        for (strategy, sync_every), precision in _pairs(world, ways, [{}, BF16_OVER_FP32])
     ]
 
 
-def _of_clipping(world_size: int) -> list[Case]:
+def _of_clipping(world: World) -> list[Case]:
     models = ["mlp", "scalars", "frozen", "llama-tied"]
     return [
         Case(model, strategy, optimizer="sgd", max_norm=0.05)
-        for model, strategy in _pairs(world_size, models, _strategies(world_size))
+        for model, strategy in _pairs(world, models, _strategies(world[0]))
     ]
 
 
 #: By transport: what is trained over it, and with how many ranks. What a transport does with bytes
 #: is tests/transport's to check. So each kind of case is trained over a network by two ranks, which
 #: agree to the last bit, and those that hold every kind of mesh by four; the rest by threads.
-CASES: dict[str, dict[Callable[[int], list[Case]], list[int]]] = {
+CASES: dict[str, dict[Callable[[World], list[Case]], list[int]]] = {
     "c10d": {
         _of_every_strategy: [2, 4],
         _of_every_model: [2],
@@ -178,7 +178,7 @@ CASES: dict[str, dict[Callable[[int], list[Case]], list[int]]] = {
 # ---- the tests ----
 
 
-def _worlds(of: Callable[[int], list[Case]]) -> pytest.MarkDecorator:
+def _worlds(of: Callable[[World], list[Case]]) -> pytest.MarkDecorator:
     """Run a test in every world of its cases: all tests of one after each other."""
     params = [
         pytest.param(
@@ -194,27 +194,27 @@ def _worlds(of: Callable[[int], list[Case]]) -> pytest.MarkDecorator:
 
 @_worlds(_of_every_strategy)
 def test_every_strategy(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_strategy(world[0]), world)
+    _assert_equal_reference(ranks, _of_every_strategy(world), world)
 
 
 @_worlds(_of_every_model)
 def test_every_model(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_model(world[0]), world)
+    _assert_equal_reference(ranks, _of_every_model(world), world)
 
 
 @_worlds(_of_every_precision)
 def test_every_precision(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_precision(world[0]), world)
+    _assert_equal_reference(ranks, _of_every_precision(world), world)
 
 
 @_worlds(_of_accumulation)
 def test_accumulation(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_accumulation(world[0]), world)
+    _assert_equal_reference(ranks, _of_accumulation(world), world)
 
 
 @_worlds(_of_clipping)
 def test_gradient_clipping(ranks: Ranks, world: World) -> None:
-    cases = _of_clipping(world[0])
+    cases = _of_clipping(world)
     for case in cases:
         norms = reference_training(case, world[0]).norms
         assert any(norm > 0.05 for norm in norms), f"{case}: nothing to clip"
