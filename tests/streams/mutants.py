@@ -159,7 +159,6 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/norms.py clip_grad_norm_: norm.to(dtype)": "clip_bfloat16",
     "optim/norms.py _local_norm: torch.stack( [norm.to(device, dtype) "
     "for norm in autograd.foreach_norm(grads, norm_type)] )": "clip",
-    "sharding/group_param.py GroupParam._as_gathered: shard.to(dtype)": "written_in_forward_mixed",
     "sharding/group_param.py GroupParam.take_over_writes: "
     "torch.where(written, rows.to(shard.dtype), shard)": "written_in_forward",
     "sharding/group_param.py GroupParam.take_over_writes: "
@@ -240,6 +239,7 @@ UNSEEN = {
     "torch.empty(shard.numel(), dtype=dtype, device=self._device)": _PASSING,
     "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
     "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
+    "sharding/group_param.py GroupParam._as_gathered: shard.to(dtype)": _PASSING,
     "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
     "transport/runner.py Runner.start_watched: run.wait()": _NO_STREAMS,
