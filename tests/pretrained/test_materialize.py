@@ -75,7 +75,7 @@ def _loads_by_hand(rank: int, world_size: int, folder: Path) -> None:
     model = _sharded_on_meta(LlamaConfig(**LLAMA)).train(False)
     materialize(model, init=_nothing)
     load_weights(folder, model)
-    with pytest.raises(RuntimeError, match=r"model\.rotary_emb\.inv_freq.*nobody initialized"):
+    with pytest.raises(RuntimeError, match=r"model\.rotary_emb\.inv_freq.*neither initialized"):
         model(input_ids=tokens, labels=tokens)
     for name, buffer in plain.named_buffers():
         model.get_buffer(name).copy_(buffer)
