@@ -10,6 +10,7 @@ A fenced ``python`` block is preceded by a comment that says how it is run:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import types
@@ -64,13 +65,14 @@ def _programs(document: Path) -> list[Program]:
 PROGRAMS = [program for document in DOCUMENTS for program in _programs(document)]
 
 
-def _run(rank: int, world_size: int, program: Program) -> None:
-    exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+def _run(rank: int, world_size: int, program: Program, folder: Path) -> None:
+    with contextlib.chdir(folder):  # where it may write
+        exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_programs_run(ranks: Ranks, program: Program) -> None:
-    ranks(_run, program.ranks, program, backend=None)
+def test_programs_run(ranks: Ranks, program: Program, tmp_path: Path) -> None:
+    ranks(_run, program.ranks, program, tmp_path, backend=None)
 
 
 @pytest.mark.parametrize(
