@@ -195,8 +195,6 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/offloaded/stores.py HostStore._start: self._stream.record_event()": "offload_states",
     "optim/offloaded/stores.py HostStore.fetch: "
     "devices.current_stream(self._device).wait_event(copied)": "offload_states",
-    "optim/offloaded/stores.py HostStore.make_block: "
-    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "offload_states",
     "optim/offloaded/stores.py HostStore.put: copied.synchronize()": "offload_states",
     # Checkpoints.
     "checkpoint/ranks/saving.py copies: devices.synchronize(device)": "async_save",
@@ -277,6 +275,10 @@ UNSEEN = {
     "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": _STEPPED,
     "optim/offloaded/optimizer.py _on_device: value.to(dtensor.plain(param).device)": _LOADED,
     "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": "a file",
+    "optim/offloaded/stores.py HostStore.make_block: "
+    "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": (
+        "the host has waited for all copies out of a block before it is freed"
+    ),
     "optim/offloaded/stores.py DiskStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "the model has no disk",
     "optim/offloaded/stores.py PlannedStore.home: "
