@@ -186,6 +186,10 @@ class FSDPModule(_Sharded):
     ) -> None:
         """Set whether parameters are freed after backward. Keeping them saves an all-gather.
 
+        While gradients accumulate without synchronization, the next forward uses what was kept. It
+        raises after a visible write to a shard, but writes through ``.data`` or
+        ``torch._foreach_mul_`` and the like are not visible, as in :meth:`keep_unsharded`.
+
         Args:
             reshard_after_backward: ``True`` by default.
             recurse: include the sharded modules inside this one.
