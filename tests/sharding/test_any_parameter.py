@@ -174,9 +174,23 @@ def _freeze_before_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
     return found + _grads(net)
 
 
+def _freeze_after_its_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
+    """The head has its gradient when the backward of a block comes to a hook, and keeps it."""
+
+    def freeze(_: torch.Tensor) -> None:
+        net.head.requires_grad_(False)
+
+    net.blocks[0].register_forward_hook(
+        lambda module, args, out: out.register_hook(freeze) and None
+    )
+    net(x).square().mean().backward()
+    return _grads(net)
+
+
 def _flips(rank: int, world_size: int, transport: str) -> None:
     x = batches(1)[0]
-    for program in (_unfreeze_in_forward, _freeze_after_a_look, _freeze_before_backward):
+    programs = _unfreeze_in_forward, _freeze_after_a_look, _freeze_before_backward
+    for program in (*programs, _freeze_after_its_backward):
         for reshard in (True, False, None, 2):
             net = sharded_net(transport=transport, reshard_after_forward=reshard)
             _same(program(net, x), program(seeded(Net), x), f"{program.__name__} {reshard}")

@@ -312,11 +312,19 @@ class GroupGrads:
             param.drop_grad()
 
     def _drop_unwanted(self) -> None:
-        """Drop the gradients of parameters that a hook froze during this backward."""
+        """Drop the gradients of parameters whose shards a hook froze during this backward.
+
+        If it froze the full parameter, autograd saw that: a gradient from before then stays.
+        """
+        trained = [
+            param.full
+            for param, is_new in self._due.items()
+            if is_new and param.full is not None and param.full.requires_grad
+        ]
         GroupParam.freeze_or_unfreeze_all(self._params)
-        for param, is_new in self._due.items():
-            if is_new and param.full is not None and not param.full.requires_grad:
-                param.full.grad = None
+        for full in trained:
+            if not full.requires_grad:
+                full.grad = None
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
