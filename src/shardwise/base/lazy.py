@@ -1,13 +1,14 @@
-"""Names of a package that are imported when they are first used.
+"""Names and files of a package that are loaded when they are first used.
 
 Importing torch takes seconds, and ``shardwise --help`` has no use for it.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
-from importlib import import_module
+from importlib import import_module, resources
 from typing import Any
 
 
@@ -33,3 +34,15 @@ def lazy_names(
         return sorted({*vars(sys.modules[package]), *homes})
 
     return get, names
+
+
+@functools.cache
+def resource(module: str, name: str) -> str:
+    """Return the text of a file that is installed beside a module, such as a style sheet.
+
+    Args:
+        module: the module's ``__name__``.
+        name: of the file, from the folder of the module.
+    """
+    package = resources.files(module.rpartition(".")[0])
+    return package.joinpath(name).read_text(encoding="utf-8").strip()

@@ -14,14 +14,13 @@ import html
 import json
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any
 
 from shardwise.app.runs.metrics import without_nan
+from shardwise.base.lazy import resource
 
-#: Packages whose pages a run may have in its folder, each with a page.js.
-_FRAMED = ("shardwise.insight.inspect", "shardwise.insight.timeline")
+#: The pages that a run may have in its folder, each with a page.js.
+_FRAMED = ("shardwise.insight.inspect.page", "shardwise.insight.timeline.page")
 
 
 class Updates(enum.Enum):
@@ -44,9 +43,9 @@ def page(
         every: seconds after which the file is written again, if it is to be reloaded. Long after
             that, a page of a run that was under way says that the run has stopped without an end.
     """
-    scripts = (_resource("uplot/uPlot.iife.min.js"), _resource("page.js"))
+    scripts = (resource(__name__, "uplot/uPlot.iife.min.js"), resource(__name__, "page.js"))
     # Pages inside of the page are under its policy, too: their scripts are ours, or do not run.
-    known = (*scripts, *(_text(package, "page.js") for package in _FRAMED))
+    known = (*scripts, *(resource(module, "page.js") for module in _FRAMED))
     allowed = " ".join(f"'sha256-{_digest(script)}'" for script in known)
     data: dict[str, Any] = {"runs": runs}
     if updates is Updates.RELOAD:  # who never writes it again cannot say so
@@ -62,7 +61,8 @@ def page(
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<title>{html.escape(encodable(title))}</title>",
-            f"<style>{_resource('uplot/uPlot.min.css')}\n{_resource('page.css')}</style></head>",
+            f"<style>{resource(__name__, 'uplot/uPlot.min.css')}",
+            f"{resource(__name__, 'page.css')}</style></head>",
             f'<body data-updates="{updates.value}"><main id="page">'
             "<noscript>This page draws its charts with a script.</noscript></main>",
             f'<script type="application/json" id="data">{as_data(data)}</script>',
@@ -81,15 +81,6 @@ def as_data(value: object) -> str:
     """Return JSON that may stand inside of an element: nothing in it begins or ends one."""
     text = json.dumps(without_nan(value), separators=(",", ":"), allow_nan=False)  # ASCII only
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _resource(name: str) -> str:
-    return _text("shardwise.app.runs", name)
-
-
-@cache
-def _text(package: str, name: str) -> str:
-    return resources.files(package).joinpath(name).read_text(encoding="utf-8").strip()
 
 
 def _digest(script: str) -> str:

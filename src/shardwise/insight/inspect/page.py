@@ -7,10 +7,9 @@ Parameters that are sharded alike share a section and its pictures. Links select
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
-from importlib import resources
 from itertools import groupby
 
+from shardwise.base.lazy import resource
 from shardwise.base.units import brief_size
 from shardwise.insight.inspect.picture import STYLE, draw_mesh, draw_parameter, escape
 from shardwise.insight.inspect.report import ParameterReport, Report, folded
@@ -34,7 +33,7 @@ def page(report: Report, above: Iterable[str] = ()) -> str:
         "<main>",
         *_sections(report, rows),
         "</main></div>",
-        f"<script>{_resource('page.js')}</script>",
+        f"<script>{resource(__name__, 'page.js')}</script>",
     )
     return document(f"{report.model} on {report.grid}", body)
 
@@ -52,7 +51,7 @@ def document(title: str, body: Iterable[str]) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}\n{_resource('page.css')}</style></head><body>",
+            f"<style>{STYLE}\n{resource(__name__, 'page.css')}</style></head><body>",
             *body,
             "</body></html>\n",
         )
@@ -154,13 +153,3 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def _breakable(name: str) -> str:
     """A name that may wrap after its dots."""
     return escape(name).replace(".", ".<wbr>")
-
-
-@cache
-def _resource(name: str) -> str:
-    return (
-        resources.files("shardwise.insight.inspect")
-        .joinpath(name)
-        .read_text(encoding="utf-8")
-        .strip()
-    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib import resources
 
+from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
 from shardwise.insight.inspect import page as inspector
@@ -59,7 +58,7 @@ def page(plan: Plan, layout: Report | None) -> str:
 
 
 def _sections(plan: Plan) -> Iterator[str]:
-    yield f'<style>{_style()}</style><div class="plan"><h2>Plan</h2><dl>'
+    yield f'<style>{resource(__name__, "page.css")}</style><div class="plan"><h2>Plan</h2><dl>'
     for label, text in head(plan):
         yield f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>"
     yield "</dl>"
@@ -132,13 +131,3 @@ def _bar(title: str, parts: Sequence[tuple[str, float, str, int]], mark: str = "
     for name, _, size, hue in shown:
         yield f'<li><i style="--h:{hue}"></i>{escape(name)} {escape(size)}</li>'
     yield "</ul>"
-
-
-@cache
-def _style() -> str:
-    return (
-        resources.files("shardwise.insight.planning")
-        .joinpath("page.css")
-        .read_text("utf-8")
-        .strip()
-    )

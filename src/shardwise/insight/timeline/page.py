@@ -9,11 +9,10 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterator, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any
 
 from shardwise.base import units
+from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.timeline.merged import Timeline
@@ -52,7 +51,7 @@ def page(timeline: Timeline) -> str:
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width,initial-scale=1">',
             "<title>Timeline</title>",
-            f"<style>{_resource('page.css')}</style></head><body>",
+            f"<style>{resource(__name__, 'page.css')}</style></head><body>",
             *_head(timeline, steps),
             *_steps(timeline, steps, ranks),
             *_detail(steps, ranks),
@@ -62,7 +61,7 @@ def page(timeline: Timeline) -> str:
             # Names of groups are of the user's making: none may end the element.
             data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
             "</script>",
-            f"<script>{_resource('page.js')}</script>",
+            f"<script>{resource(__name__, 'page.js')}</script>",
             "</body></html>\n",
         )
     )
@@ -398,13 +397,3 @@ def _counted(count: int, noun: str) -> str:
 
 def _escape(text: str) -> str:
     return html.escape(text, quote=True)
-
-
-@cache
-def _resource(name: str) -> str:
-    return (
-        resources.files("shardwise.insight.timeline")
-        .joinpath(name)
-        .read_text(encoding="utf-8")
-        .strip()
-    )
