@@ -290,11 +290,11 @@ def _find_places(
         its_mesh = mesh
         if isinstance(wanted, ShardPlacementResult):
             info, wanted = wanted.mesh_info, wanted.placement
-            device_mesh.check(info.mesh, None, "fully_shard")
             # One for every object: the parameters of one mesh form a group.
-            its_mesh = meshes.setdefault(
-                id(info), DataMesh.of(info.mesh, mesh.requested, wires=mesh.wires)
-            )
+            if id(info) not in meshes:
+                device_mesh.check(info.mesh, None, "fully_shard")
+                meshes[id(info)] = DataMesh.of(info.mesh, mesh.requested, wires=mesh.wires)
+            its_mesh = meshes[id(info)]
         if its_mesh.outer is None:
             device_mesh.check_beside(param, fqn, its_mesh.mesh)
         if wanted is not None:

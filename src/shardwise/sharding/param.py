@@ -31,6 +31,9 @@ from shardwise.sharding.policy import Offload
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
 
+# What is asked of all parameters of a group several times a step.
+_PARAMETER, _STEPS = operator.attrgetter("parameter"), operator.attrgetter("steps")
+
 
 class _Steps:
     """Counts optimizer steps on sharded parameters, and checks the states that they begin with.
@@ -416,8 +419,8 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
 
 def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
     """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    counted = autograd.versions_of_sharded(map(operator.attrgetter("parameter"), forms))
-    return list(map(operator.add, counted, map(operator.attrgetter("steps"), forms)))
+    counted = autograd.versions_of_sharded(map(_PARAMETER, forms))
+    return list(map(operator.add, counted, map(_STEPS, forms)))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
