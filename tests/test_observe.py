@@ -98,6 +98,7 @@ def test_groups_report_their_forward_and_backward_in_order() -> None:
         "end of backward of the root group",
         "end of backward of 0",
     ]
+    assert not notes.open
 
 
 class _Two(nn.Linear):
@@ -115,7 +116,6 @@ def test_a_backward_begins_with_the_first_of_several_outputs() -> None:
     with observe.observing(notes):
         torch.cat(model(torch.ones(2, 8))).sum().backward()
     assert notes.lines.count("backward of the root group") == 1
-    assert not notes.open
 
 
 @pytest.mark.usefixtures("alone")
