@@ -69,3 +69,11 @@ def threads() -> Callable[..., list[Any]]:
     from tests.threads import run_threads
 
     return run_threads
+
+
+@pytest.fixture
+def new_ranks() -> None:
+    """Give a test ranks that have run nothing: it looks at what they hold, or at their start."""
+    from tests.harness import end_kept_worlds
+
+    end_kept_worlds()

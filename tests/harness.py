@@ -213,14 +213,19 @@ _kept: dict[int, _World] = {}
 _file_of_kept = ""
 
 
+def end_kept_worlds() -> None:
+    """End the worlds that wait: the next run has a new one."""
+    for world in _kept.values():
+        world.end()
+    _kept.clear()
+
+
 def _take_world(world_size: int) -> _World:
     """Take a world that waits, or a new one; end those of another file."""
     global _file_of_kept
     file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
     if file != _file_of_kept:
-        for world in _kept.values():
-            world.end()
-        _kept.clear()
+        end_kept_worlds()
         _file_of_kept = file
     return _kept.pop(world_size, None) or _World(world_size)
 

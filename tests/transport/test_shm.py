@@ -43,7 +43,10 @@ from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
 NUMEL = 1_000_000
-pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64"),
+]
 
 
 def _transport() -> ShmTransport:
