@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardwise import checkpoint, fully_shard
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 MIB = 2**20
 WIDTH = 4096  # 64 MiB a matrix
