@@ -374,12 +374,11 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
     """Register hooks so that state dicts are made from, and loaded into, the sharded form."""
     for group in groups:
         for module in {owner.module for param in group.params for owner in param.owners}:
-            reshard, refresh = group.reshard_for_state_dict, group.refresh_from_state_dict
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
-            module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(group.reshard_for_user)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(group.reshard_for_load)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(group.refresh_from_state_dict)  # type: ignore[no-untyped-call]
 
 
 def _keep_out_other_parts(

@@ -123,8 +123,29 @@ class ParamGroup:
             param.install()
             param.form.groups.append(self)
 
-    def reshard_for_state_dict(self, *_: Any) -> None:
-        """Reshard before a state dict is made or loaded; a hook. It holds sharded parameters."""
+    def reshard_for_user(self, *_: Any) -> None:
+        """Reshard because the user asks for it, or makes a state dict; a hook.
+
+        During a forward or backward of the group its full parameters stay in memory until that is
+        over: the program may have taken them, or views of them, out of the modules.
+
+        Raises:
+            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
+        """
+        self._put_shards_back(self._deliver_all if self._is_in_use else self._free)
+
+    def reshard_for_load(self, *_: Any) -> None:
+        """Reshard before a state dict is loaded; a hook.
+
+        Raises:
+            MisuseError: a forward or backward of the group is under way, with the values of before.
+        """
+        if self._is_in_use:
+            raise MisuseError(
+                f"group {self.label.name!r} on rank {dist.get_rank()}: load_state_dict() would "
+                "have replaced values that its running forward or backward needs. Load between "
+                "steps"
+            )
         self.reshard()
 
     def check_for_state_dict(self, *_: Any) -> None:
@@ -177,6 +198,7 @@ class ParamGroup:
         """
         lease, source = self._lease, None
         if lease is None:
+            self._free_what_is_left()
             self._take_over_replaced()
         elif lease.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
@@ -262,10 +284,12 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
+        self._put_shards_back(self._free)
+
+    def _put_shards_back(self, then: Callable[[], None]) -> None:
         lease = self._lease
         if lease is None:
-            if self.fulls is not None and self.fulls.is_allocated:
-                self._free()  # what a gather that failed has left
+            self._free_what_is_left()
             return
         if lease.state is GroupState.SUMMONED:
             return
@@ -278,7 +302,7 @@ class ParamGroup:
         ):
             replaced = [param for param in self.params if param.is_replaced]
         self._use_sharded()
-        self._free()
+        then()
         for param in written:
             raise MisuseError(
                 f"{param.fqn} on rank {dist.get_rank()}: it was written to between forward and "
@@ -308,6 +332,7 @@ class ParamGroup:
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
         if self.state is not GroupState.UNSHARDED:
+            self._free_what_is_left()
             return
         if not self.frees_after_forward:
             if any(param.form.is_tied for param in self.params):
@@ -327,7 +352,7 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return asked and self.state is GroupState.UNSHARDED
+        return self._is_left or (asked and self.state is GroupState.UNSHARDED)
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
@@ -378,11 +403,8 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
-        if lease is not None and lease.forward != number:
-            if lease.freshness is Freshness.AHEAD:
-                lease.freshness = self._left_behind
-            else:
-                self.reshard_if_stale()
+        if lease is not None and lease.forward != number and lease.freshness is not Freshness.AHEAD:
+            self.reshard_if_stale()
         lease, fulls = self._lease, self.fulls
         if lease is not None and fulls is not None:
             if lease.freshness is not Freshness.CURRENT and not fulls.filled.is_current:
@@ -395,7 +417,7 @@ class ParamGroup:
             self._deliver_ties()  # otherwise this is done before the gather
         self.use_now()
         assert self._lease is not None
-        self._lease.forward = number
+        self._lease.forward, self._lease.freshness = number, Freshness.CURRENT
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -683,6 +705,36 @@ class ParamGroup:
         GroupParam.leave_all(self.params)
         ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
         self._move(GroupState.SHARDED)
+
+    @property
+    def _is_in_use(self) -> bool:
+        """Whether a forward or backward uses the full parameters."""
+        lease = self._lease
+        return (
+            lease is not None
+            and lease.state is GroupState.UNSHARDED
+            and lease.freshness is Freshness.CURRENT
+            # Otherwise an exception has ended the backward.
+            and (self.phase is not Phase.BACKWARD or autograd.in_backward())
+        )
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether full parameters are in memory that modules do not hold any more.
+
+        A gather that failed has left them, or a user has resharded while they were in use.
+        """
+        return self._lease is None and self.fulls is not None and self.fulls.is_allocated
+
+    def _free_what_is_left(self) -> None:
+        if self._is_left:
+            self._free()
+
+    def _deliver_all(self) -> None:
+        """Give the shards what modules wrote, and leave the full parameters in memory."""
+        if self.fulls is not None:
+            self.fulls.aliased.take_back()
+        self.deliver_writes()
 
     def _free(self) -> None:
         """Free the full parameters and the post-forward shards."""
