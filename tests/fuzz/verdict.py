@@ -53,7 +53,7 @@ def how_torch_ran(ranks: _Ranks | None) -> str:
         return "dies"
     if raised:
         return "raises"
-    if any(each.unsharded not in ("complete", "undefined") for each in reports):
+    if any(each.unsharded != "complete" for each in reports):
         return "completes"
     return "differs" if any(each.differs for each in reports) else "equal"
 
@@ -83,7 +83,7 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     if differs:
         if as_torch:
             return Verdict(AS_TORCH)
-        if as_gathered and torch_ran != "equal":
+        if as_gathered and (torch_ran != "equal" or any(each.missed for each in reports)):
             return Verdict(f"equal with values as gathered ({beside})")
         return Verdict(f"differs ({beside})", True, detail)
     if raised:
