@@ -289,7 +289,8 @@ class ParamGroup:
     def _put_shards_back(self, then: Callable[[], None]) -> None:
         lease = self._lease
         if lease is None:
-            self._free_what_is_left()
+            if self._is_left:
+                then()
             return
         if lease.state is GroupState.SUMMONED:
             return
@@ -708,15 +709,14 @@ class ParamGroup:
 
     @property
     def _is_in_use(self) -> bool:
-        """Whether a forward or backward uses the full parameters."""
+        """Whether a forward or backward uses the full parameters, in its modules or beside them."""
         lease = self._lease
-        return (
-            lease is not None
-            and lease.state is GroupState.UNSHARDED
-            and lease.freshness is Freshness.CURRENT
-            # Otherwise an exception has ended the backward.
-            and (self.phase is not Phase.BACKWARD or autograd.in_backward())
-        )
+        if lease is None:
+            uses = self.fulls is not None and self.fulls.filled.holds_values
+        else:
+            uses = lease.state is GroupState.UNSHARDED and lease.freshness is Freshness.CURRENT
+        # Otherwise an exception has ended the backward.
+        return uses and (self.phase is not Phase.BACKWARD or autograd.in_backward())
 
     @property
     def _is_left(self) -> bool:
