@@ -21,6 +21,7 @@ _REFUSED_TIES = "was tied to it, but is another parameter now"
 _REFUSED_STALE = (
     "were written to while it was kept unsharded for another forward",
     "were replaced (by load_state_dict(assign=True), to() or swap_tensors) between a forward",
+    "load_state_dict() would have replaced values that its running forward or backward needs",
 )
 
 _Ranks = Mapping[int, Report]
