@@ -762,10 +762,22 @@ def _uses_what_was_taken_out_before(
         assert_same_gradients(net, whole)
 
 
+def _reshard_twice(net: nn.Module) -> None:
+    """Reshard as a state dict of a group with two modules does: the hook of each calls."""
+    for _ in range(2):
+        net.reshard()  # type: ignore[operator]
+
+
+def _reshard_and_differentiate(net: nn.Module) -> None:
+    """Reshard, and go through a whole backward inside of the forward."""
+    net.reshard()  # type: ignore[operator]
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    torch.autograd.grad(net.blocks[1](x).sum(), x)  # type: ignore[operator, index]
+
+
 def _loads_in_its_forward(rank: int, world_size: int, transport: str) -> None:
     net = sharded_net(TakesOut, transport=transport)
-    saved = {name: value.clone() for name, value in net.state_dict().items()}
-    net.blocks[0].register_forward_hook(lambda *_: net.load_state_dict(saved) and None)
+    net.blocks[0].register_forward_hook(lambda *_: net.load_state_dict(net.state_dict()) and None)
     with pytest.raises(MisuseError, match=r"the root.*would have replaced .* running forward"):
         net(batches(world_size)[rank])
 
@@ -774,7 +786,8 @@ def _loads_in_its_forward(rank: int, world_size: int, transport: str) -> None:
 def test_what_a_program_took_out_of_a_module_stays_until_its_forward_is_over(
     transport: str,
 ) -> None:
-    for interrupt in (nn.Module.state_dict, FSDPModule.reshard):
+    resharding = (_reshard_twice, _reshard_and_differentiate)
+    for interrupt in (nn.Module.state_dict, FSDPModule.reshard, *resharding):
         run_over(transport, _uses_what_was_taken_out_before, 2, interrupt)
     run_over(transport, _loads_in_its_forward, 2)
 

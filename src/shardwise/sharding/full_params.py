@@ -123,6 +123,11 @@ class FilledParams:
         """Whether the shards have not been written to since they were gathered."""
         return self._shards == versions_of(self._forms)
 
+    @property
+    def holds_values(self) -> bool:
+        """Whether autograd may use the full parameters: they are not sealed."""
+        return self._found is not None
+
     def unseal(self) -> None:
         """Let autograd use the full parameters: they hold their values now."""
         versions = autograd.versions_of(self._fulls)

@@ -199,7 +199,7 @@ class ParamGroup:
         """
         lease, source = self._lease, None
         if lease is None:
-            self._free_what_is_left()
+            self.reshard()  # frees what is left
             self._take_over_replaced()
         elif lease.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
@@ -238,7 +238,7 @@ class ParamGroup:
                 self.fulls.finish()
             except BaseException:
                 # The memory stays: messages in flight may still be written to it.
-                self._use_sharded()
+                self.use_shards()
                 raise
         if self.post_forward is not None:
             self.post_forward.release()
@@ -290,7 +290,8 @@ class ParamGroup:
     def _put_shards_back(self, then: Callable[[], None]) -> None:
         lease = self._lease
         if lease is None:
-            self._free_what_is_left()
+            if self._is_left:
+                then()
             return
         if lease.state is GroupState.SUMMONED:
             return
@@ -302,7 +303,7 @@ class ParamGroup:
             ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
         ):
             replaced = [param for param in self.params if param.is_replaced]
-        self._use_sharded()
+        self.use_shards()
         then()
         for param in written:
             raise MisuseError(
@@ -319,21 +320,24 @@ class ParamGroup:
             )
 
     def summon(self) -> None:
-        """Put the summoned full parameters into the modules, until :meth:`end_summon`."""
+        """Put the summoned full parameters into the modules, until :meth:`use_shards`."""
         self.reshard()
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
         self._move(GroupState.SUMMONED)
 
-    def end_summon(self) -> None:
-        """Put the shards back into the modules."""
-        self._use_sharded()
+    def use_shards(self) -> None:
+        """Put the shards into the modules, and leave the full parameters as they are."""
+        GroupParam.leave_all(self.params)
+        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
+        self._move(GroupState.SHARDED)
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
+        if self._is_left:
+            self._free()
         if self.state is not GroupState.UNSHARDED:
-            self._free_what_is_left()
             return
         if not self.frees_after_forward:
             if any(param.form.is_tied for param in self.params):
@@ -608,7 +612,7 @@ class ParamGroup:
         if self.state is GroupState.UNSHARDING:
             assert self.fulls is not None
             self.fulls.abandon()  # a peer that raised never started this gather
-            self._use_sharded()
+            self.use_shards()
         else:
             if self.post_forward is not None:
                 self.post_forward.release()  # also if it was written to
@@ -702,22 +706,16 @@ class ParamGroup:
         for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
 
-    def _use_sharded(self) -> None:
-        GroupParam.leave_all(self.params)
-        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
-        self._move(GroupState.SHARDED)
-
     @property
     def _is_in_use(self) -> bool:
-        """Whether a forward or backward uses the full parameters."""
+        """Whether a forward or backward uses the full parameters, in its modules or beside them."""
         lease = self._lease
-        return (
-            lease is not None
-            and lease.state is GroupState.UNSHARDED
-            and lease.freshness is Freshness.CURRENT
-            # Otherwise an exception has ended the backward.
-            and (self.phase is not Phase.BACKWARD or autograd.in_backward())
-        )
+        if lease is None:
+            uses = self.fulls is not None and self.fulls.filled.holds_values
+        else:
+            uses = lease.state is GroupState.UNSHARDED and lease.freshness is Freshness.CURRENT
+        # Otherwise an exception has ended the backward.
+        return uses and (self.phase is not Phase.BACKWARD or autograd.in_backward())
 
     @property
     def _is_left(self) -> bool:
@@ -726,10 +724,6 @@ class ParamGroup:
         A gather that failed has left them, or a user has resharded while they were in use.
         """
         return self._lease is None and self.fulls is not None and self.fulls.is_allocated
-
-    def _free_what_is_left(self) -> None:
-        if self._is_left:
-            self._free()
 
     def _deliver_all(self) -> None:
         """Give the shards what modules wrote, and leave the full parameters in memory."""
