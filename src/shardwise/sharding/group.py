@@ -22,13 +22,14 @@ from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
+from shardwise.base.offload import Offload
 from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
-from shardwise.sharding.policy import GroupOptions, Offload, Precision
+from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
