@@ -49,8 +49,6 @@ _TOLD = [
             "At(when='backward', do=Grads(block=1)),)), Backward()))",
             "Program(blocks=(Block(),), root=('scale',), steps=(Forward(), Load(), Forward(at=("
             "At(do=Raise(rank=1)),)), Backward()))",
-            "Program(blocks=(Block(),), steps=(Forward(at=(At(when='body', do=Raise(rank=1)), "
-            "At(when='body', do=Write(rank=1)))),))",
             "Program(blocks=(Block(),), steps=(Forward(at=(At(when='backward', do=Load()),)), "
             "Backward()))",
         ),
