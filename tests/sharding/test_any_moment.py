@@ -1059,10 +1059,10 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
             model(x[rank])
         model.head.weight.requires_grad_(False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
-    for step in range(2):
+    for step in range(3):
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
-        net.zero_grad()  # the root is unsharded now
+        net.zero_grad(set_to_none=step != 1)  # the root is unsharded now
         loss.backward()
         whole.zero_grad()
         average_backward(whole, x)
