@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise.base.errors import OffloadError, StepInterruptedError
+from shardwise.base.offload import OffloadPlace
 from shardwise.base.scratch import file as scratch
+from shardwise.base.scratch import file as scratch_file
 from shardwise.diloco import DiLoCo
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
-from shardwise.optim.offloaded import entries, masters, optimizer, staging, stores
+from shardwise.optim.offloaded import masters, optimizer, staging, stores
 from shardwise.optim.offloaded.entries import EntryForm
-from shardwise.optim.offloaded.place import StateHome
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,
@@ -53,13 +54,13 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 def _keep_everything() -> None:
     """Have the smallest tensors kept elsewhere, and a few parameters step together."""
-    entries.SMALLEST = 1
+    scratch_file.SMALLEST = 1
     optimizer._TOGETHER = 40
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "SMALLEST", 1)
+    monkeypatch.setattr(scratch_file, "SMALLEST", 1)
     monkeypatch.setattr(optimizer, "_TOGETHER", 40)
 
 
@@ -1158,7 +1159,7 @@ def test_places_that_are_none_are_refused(to: str) -> None:
 
 def test_a_place_is_what_was_written() -> None:
     for to in ("host", "disk:/a b/c", "disk:relative"):
-        assert str(StateHome.parse(to)) == to
+        assert str(OffloadPlace.parse(to)) == to
 
 
 def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shardwise import clip_grad_norm_, fully_shard, register_fsdp_forward_method
+from shardwise import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.base.errors import MisuseError, ShardwiseError
 from shardwise.sharding.states import GroupState
 from tests.harness import Processes
@@ -685,6 +685,75 @@ def test_what_is_kept_after_forward_is_kept_in_it(rank: int, world_size: int) ->
     torch.testing.assert_close(net(x), whole(x))
 
 
+class TakesOut(nn.Module):
+    """Uses a view of its own parameter, and returns it, after its blocks have run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.arange(5.0 * WIDTH).view(5, WIDTH))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        taken = self.offset[:2]
+        for block in self.blocks:
+            x = block(x)
+        return x * taken.sum(0), taken
+
+
+def _uses_what_was_taken_out_before(
+    rank: int, world_size: int, transport: str, interrupt: Callable[[nn.Module], object]
+) -> None:
+    x = batches(world_size)
+    for reshard in STRATEGIES:
+        net = sharded_net(TakesOut, transport=transport, reshard_after_forward=reshard)
+        whole, group = seeded(TakesOut), group_of(net)
+        for unshards_first in (False, True):
+            handle = net.blocks[0].register_forward_hook(
+                lambda *_, net=net: interrupt(net) and None
+            )
+            if unshards_first:
+                net.unshard()
+            out, taken = net(x[rank])
+            handle.remove()
+            is_freed = group.fulls is not None and not group.fulls.is_allocated
+            assert is_freed or group.state is GroupState.UNSHARDED
+            torch.testing.assert_close((out, taken), whole(x[rank]), rtol=0, atol=0)
+            out.square().mean().backward()
+            for batch in x:
+                (whole(batch)[0].square().mean() / world_size).backward()
+        assert_same_gradients(net, whole)
+
+
+def _reshard_twice(net: nn.Module) -> None:
+    """Reshard as a state dict of a group with two modules does: the hook of each calls."""
+    for _ in range(2):
+        net.reshard()  # type: ignore[operator]
+
+
+def _reshard_and_differentiate(net: nn.Module) -> None:
+    """Reshard, and go through a whole backward inside of the forward."""
+    net.reshard()  # type: ignore[operator]
+    x = torch.ones(1, WIDTH, requires_grad=True)
+    torch.autograd.grad(net.blocks[1](x).sum(), x)  # type: ignore[operator, index]
+
+
+def _loads_in_its_forward(rank: int, world_size: int, transport: str) -> None:
+    net = sharded_net(TakesOut, transport=transport)
+    net.blocks[0].register_forward_hook(lambda *_: net.load_state_dict(net.state_dict()) and None)
+    with pytest.raises(MisuseError, match=r"the root.*would have replaced .* running forward"):
+        net(batches(world_size)[rank])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_what_a_program_took_out_of_a_module_stays_until_its_forward_is_over(
+    transport: str,
+) -> None:
+    resharding = (_reshard_twice, _reshard_and_differentiate)
+    for interrupt in (nn.Module.state_dict, FSDPModule.reshard, *resharding):
+        run_over(transport, _uses_what_was_taken_out_before, 2, interrupt)
+    run_over(transport, _loads_in_its_forward, 2)
+
+
 # -- keeping parameters unsharded --------------------------------------------------------------
 
 
@@ -933,10 +1002,10 @@ def test_users_find_shards_after_an_evaluation(rank: int, world_size: int, trans
             model(x[rank])
         model.head.weight.requires_grad_(False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
-    for step in range(2):
+    for step in range(3):
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
-        net.zero_grad()  # the root is unsharded now
+        net.zero_grad(set_to_none=step != 1)  # the root is unsharded now
         loss.backward()
         whole.zero_grad()
         average_backward(whole, x)
@@ -1071,7 +1140,7 @@ def _replaced_in_its_backward(rank: int, world_size: int, transport: str) -> Non
 
     handle = net.blocks[0].register_forward_hook(mark)
     loss = loss_of(net, x)
-    with pytest.raises(MisuseError, match=r"replaced .* between a forward and the end of its"):
+    with pytest.raises(MisuseError, match=r"replaced .* running forward or backward"):
         loss.backward()
     handle.remove()
     net.load_state_dict(new, assign=True)

@@ -26,11 +26,10 @@ from shardwise import (
     fully_shard,
     materialize,
 )
+from shardwise.base.scratch import file as scratch_file
 from shardwise.base.scratch import pages
 from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
-from shardwise.optim.offloaded import entries
-from shardwise.sharding import policy
 from shardwise.sharding.paging import Pages, ReadOrder
 from shardwise.sharding.state import groups_of
 from tests.harness import run_ranks
@@ -49,13 +48,12 @@ from tests.worlds import Ranks, on_processes, on_threads
 
 
 def _keep_everything() -> None:
-    policy.SMALLEST = entries.SMALLEST = 1
+    scratch_file.SMALLEST = 1
 
 
 @pytest.fixture(autouse=True)
 def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(policy, "SMALLEST", 1)
-    monkeypatch.setattr(entries, "SMALLEST", 1)
+    monkeypatch.setattr(scratch_file, "SMALLEST", 1)
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
@@ -295,7 +293,7 @@ def test_training_goes_on_after_an_exception(rank: int, world_size: int, tmp_pat
 
 @on_threads(1)
 def test_small_shards_stay_in_memory(rank: int, world_size: int, tmp_path: Path) -> None:
-    policy.SMALLEST = 7 * 6 * 4
+    scratch_file.SMALLEST = 7 * 6 * 4
     net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     loss_of(net, batches(world_size)[rank]).backward()
     file = file_in(tmp_path)

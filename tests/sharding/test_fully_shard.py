@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise._torch.fsdp import ShardPlacementResult
-from shardwise.sharding.state import state_of
+from shardwise.sharding.state import gather_in_order, state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net
 from tests.worlds import on_processes, on_threads
@@ -321,6 +321,11 @@ def test_explicit_prefetch(rank: int, world_size: int) -> None:
     third.up.register_full_backward_hook(note)
     net(torch.ones(2, 6)).sum().backward()
     assert states == ["unsharded unsharding unsharding", "unsharding unsharding unsharded"]
+    states.clear()
+    net.reset_iter_state()
+    gather_in_order(net)
+    net(torch.ones(2, 6))
+    assert states == ["unsharded unsharding sharded"]
     message = _raises(ValueError, lambda: first.set_modules_to_forward_prefetch([net.head]))
     assert "found Linear" in message
 

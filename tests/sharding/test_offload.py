@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from shardwise import fully_shard
-from shardwise.sharding.policy import Offload
+from shardwise.base.offload import Offload
 from shardwise.sharding.state import state_of
 from tests.sharding.nets import (
     Net,

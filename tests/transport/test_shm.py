@@ -21,6 +21,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
+from shardwise.base import observe
+from shardwise.base.observe import Memory
 from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
 from shardwise.transport import memory
@@ -37,6 +39,7 @@ from tests.sharding.nets import (
     check_backward,
     seeded,
 )
+from tests.test_observe import Notes
 from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
@@ -146,20 +149,25 @@ def test_the_memory_of_reductions_is_given_back_if_asked(rank: int, world_size: 
     transport = _transport()
     fulls = [torch.arange(3.0 * NUMEL) + rank, torch.ones(5)]
     outs = [torch.empty(-(-full.numel() // world_size)) for full in fulls]
-    before = _taken(transport)
-    for _ in range(3):
-        for _ in range(2):
-            transport.reduce_scatter(fulls, outs, Reduce.SUM).wait()
-        expected = world_size * fulls[0] + sum(range(world_size)) - world_size * rank
-        chunk = outs[0].numel()
-        mine = expected[rank * chunk : (rank + 1) * chunk]
-        assert torch.equal(outs[0][: mine.numel()], mine)
-        transport.trim()
-        for _ in range(2):
-            _gather(transport, 100)
-        dist.barrier()
-        assert _taken(transport) - before < 2**20
-        dist.barrier()
+    before, notes = _taken(transport), Notes()
+    reported: list[int] = []
+    with observe.observing(notes):
+        for _ in range(3):
+            for reports in (reported, []):
+                transport.reduce_scatter(fulls, outs, Reduce.SUM).wait()
+                reports.append(notes.memory_now[Memory.TRANSPORT])
+            expected = world_size * fulls[0] + sum(range(world_size)) - world_size * rank
+            chunk = outs[0].numel()
+            mine = expected[rank * chunk : (rank + 1) * chunk]
+            assert torch.equal(outs[0][: mine.numel()], mine)
+            transport.trim()
+            for _ in range(2):
+                _gather(transport, 100)
+            dist.barrier()
+            assert _taken(transport) - before < 2**20
+            dist.barrier()
+    assert reported == [reported[0]] * 3
+    assert reported[0] > 4 * NUMEL
     # From then on, small reductions do not keep the memory of large ones either.
     transport.reduce_scatter(fulls, outs, Reduce.SUM).wait()
     for _ in range(4):
