@@ -40,6 +40,7 @@ INNER_LAYERS = {
     "base": [
         ["devices", "errors", "lazy", "mixing", "optim_names", "optim_states", "units"],
         ["observe", "scratch"],
+        ["offload"],
         ["__init__"],
     ],
     "checkpoint": [

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         RanksDivergedError,
         ShardwiseError,
     )
+    from shardwise.base.offload import DiskOffloadPolicy
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
     from shardwise.frontends import wrap
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from shardwise.insight.planning.api import plan
     from shardwise.optim.norms import clip_grad_norm_
     from shardwise.sharding.ledger import GradientReductionHandle
-    from shardwise.sharding.policy import DiskOffloadPolicy
     from shardwise.transport.wire import Wire
 
 __version__ = "0.1.0.dev0"
@@ -121,7 +121,7 @@ _HOME = {
     "CPUOffload": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "DataParallelMeshDims": "shardwise._torch.fsdp",
-    "DiskOffloadPolicy": "shardwise.sharding.policy",
+    "DiskOffloadPolicy": "shardwise.base.offload",
     "FSDPModule": "shardwise.frontends.module",
     "FullOptimStateDictConfig": "torch.distributed.fsdp",
     "FullStateDictConfig": "torch.distributed.fsdp",

@@ -27,9 +27,9 @@ from shardwise import (
     materialize,
 )
 from shardwise.base import devices
+from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.wrap import ModuleWrapPolicy
 from shardwise.optim import in_backward, offload
-from shardwise.optim.offloaded import entries
 from shardwise.optim.offloaded import optimizer as optimizer_of_offload
 from tests.devices.device import NAME, figures
 from tests.devices.world import Block, batch, calls, loss_of, model, run_on_device
@@ -266,7 +266,7 @@ def _optimizers(net: nn.Module, way: str, folder: Path) -> torch.optim.Optimizer
 
 
 def _states_elsewhere(rank: int, world_size: int, folder: Path) -> None:
-    entries.SMALLEST = 8  # all states but counts of steps
+    scratch_file.SMALLEST = 8  # all states but counts of steps
     optimizer_of_offload._TOGETHER = 20
     reference = _sharded(model())
     theirs = _optimizer(reference)

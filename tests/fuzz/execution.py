@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.fuzz import program as p
 from tests.fuzz.models import BATCH, FuzzModel, build, unwrap
-from tests.fuzz.runtimes import PartedError, Runtime, Unsharded, local
+from tests.fuzz.runtimes import Runtime, UndefinedError, Unsharded, local
 from tests.fuzz.trace import Trace
 
 _LR = 0.1
@@ -53,7 +53,7 @@ class Execution:
                 self._do(step)
             self._at = "end"
             self._look()
-        except PartedError:
+        except UndefinedError:
             self.trace.undefined = True
         except Exception as error:
             self.trace.raised = f"{self._at}: {type(error).__name__}: {error}"
@@ -217,22 +217,22 @@ class Execution:
         if not actions:
             return
         if output is None:
-            for action in actions:
-                self._do(action)
-            return
+            self._do_all(actions)
+        else:
+            output.register_hook(torch.no_grad()(lambda grad: self._do_all(actions)))
 
-        def hook(grad: torch.Tensor) -> None:
-            with torch.no_grad():
-                for action in actions:
-                    self._do(action)
-
-        output.register_hook(hook)
+    def _do_all(self, actions: list[Any]) -> None:
+        for action in actions:
+            self._do(action)
+            if isinstance(action, p.Raise) and self.program.parts_ranks:
+                return  # one rank does no more of them, so nobody shall
 
     def _write(self, action: p.Write) -> None:
         if action.form == "grad" and self._in_backward:
             return
-        # With mixed precision, what is live is another tensor in every runtime.
-        if action.form == "live" and not self.program.precision:
+        # With mixed precision, what is live is another tensor in every runtime. A rank has rows of
+        # its own in shards only: a full parameter that differs between ranks has no meaning.
+        if action.form == "live" and not self.program.precision and action.rank is None:
             found = [
                 param
                 for name, param in self.models[self._model].named_parameters()
@@ -290,7 +290,7 @@ class Execution:
     def _raise(self, action: p.Raise) -> None:
         if not self._catches:
             return
-        if action.rank is not None:
+        if self.program.parts_ranks:
             # What the others still do in this forward, nobody shall: the values would part.
             self._moments.clear()
             if isinstance(self.runtime, Unsharded) and self._how == "train":
@@ -329,13 +329,23 @@ class Execution:
             # Autograd's hooks on gradients are swapped, Python's list of them is not: a plain
             # parameter has no hook then, and a sharded one, torch's too, still has it.
             return
+        if self._losses and isinstance(self.runtime, Unsharded):
+            # Torch refuses to swap plain parameters of a forward whose backward is to come, or to
+            # run that backward: a shard is no part of its graph.
+            raise UndefinedError
         for param in self._params(action.block):
             new = nn.Parameter(param.detach() * 0.5, requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, new)
 
     def _grads(self, action: p.Grads) -> None:
-        for param in self._params(action.block):
-            param.requires_grad_(action.to == "on")
+        live = dict(self.models[self._model].named_parameters())
+        for name, param in self.handles[self._model].items():
+            if not self._is_of(name, action.block):
+                continue
+            # While the backward of its group runs, a shard does not say whether a gradient came
+            # before it was frozen: docs/torch-compatibility.md has hooks freeze what modules hold.
+            held = live.get(name, param) if self._in_backward else param
+            (held if held.is_leaf else param).requires_grad_(action.to == "on")
 
     def _gather(self, action: p.Gather) -> None:
         model = self.models[self._model]

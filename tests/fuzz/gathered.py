@@ -41,12 +41,15 @@ class Clock:
         began: the models that it has reached.
         uncounted: parameters that were written to in a way that autograd does not count for a
             ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
+        missed: whether a backward computed with values from before a write in it:
+            docs/torch-compatibility.md has that under "Not detected".
     """
 
     is_running: bool = False
     syncs: bool = True
     began: list[Gathers] = field(default_factory=list)
     uncounted: set[torch.Tensor] = field(default_factory=set)
+    missed: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Clock:
         return self
@@ -118,7 +121,7 @@ class Group:
         self._clear()
 
     def _clear(self) -> None:
-        self._is_whole = self._is_left = self._is_for_forward = self._is_reduced = False
+        self._is_whole = self._is_left = self._is_kept = self._is_for_forward = False
         self._forward = 0
         self._phase = Phase.NOT_REACHED
         self._to_run: set[nn.Module] = set()
@@ -150,7 +153,7 @@ class Group:
             self._forward = self.gathers.forward
             if not self._is_for_forward:
                 self.free_left()
-            self._is_reduced = self._is_for_forward = False
+            self._is_for_forward = False
         if self._is_left:
             self._refuse_stale()
         self._gather()
@@ -190,7 +193,7 @@ class Group:
     def _end_forward(self) -> None:
         self._restore()
         if self.between is Between.KEPT:
-            self._is_left = True
+            self._leave_behind()
         else:
             self.free()
 
@@ -240,9 +243,8 @@ class Group:
         self._restore()
         self._phase = Phase.NOT_REACHED
         self._snapshot = None
-        self._is_reduced = self.gathers.clock.syncs
         if self.gathers.keeps_after_backward and self._is_whole:
-            self._is_left = True
+            self._leave_behind()
         else:
             self.free()
 
@@ -265,10 +267,17 @@ class Group:
         self._is_whole = self._is_left = self._is_for_forward = False
         self._snapshot = None
 
+    def _leave_behind(self) -> None:
+        """Leave what was gathered; without synchronization, the next forward uses it.
+
+        ``FSDPModule.set_reshard_after_backward`` says so.
+        """
+        self._is_left = True
+        self._is_kept = self.gathers.keeps_after_backward and not self.gathers.clock.syncs
+
     def free_left(self) -> None:
         """Forget what an earlier forward or backward has left, unless it is to be kept."""
-        accumulates = self.gathers.keeps_after_backward and not self.gathers.clock.syncs
-        if self._is_left and not (accumulates and not self._is_reduced):
+        if self._is_left and not self._is_kept:
             self.free()
 
     def gather_ahead(self) -> None:
@@ -281,13 +290,16 @@ class Group:
         self._snapshot = None
 
     def _gather(self) -> None:
-        if self._is_whole:
-            return
-        self._values = self._look() if self._snapshot is None else self._snapshot
-        self._snapshot = None
-        self._is_whole = True
-        for copied, place in self._copies:  # all have the same memory
-            copied.data.copy_(self._values[place])
+        now, clock = self._look(), self.gathers.clock
+        if not self._is_whole:
+            self._values = now if self._snapshot is None else self._snapshot
+            self._snapshot = None
+            self._is_whole = True
+            for copied, place in self._copies:  # all have the same memory
+                copied.data.copy_(self._values[place])
+        if clock.is_running and self.between is not Between.NOTHING:
+            values = self._values.items()
+            clock.missed |= any(not torch.equal(now[at], then) for at, then in values)
 
     def _refuse_stale(self) -> None:
         """Raise where a forward would go on with values that were written to since: it has none."""
@@ -297,8 +309,9 @@ class Group:
                 raise StaleError(f"{name} was written to since it was gathered")
 
     def _look(self) -> dict[_Place, torch.Tensor]:
+        held = {(each.owner, each.name): each.param for each in self._held}
         return {
-            (owner, name): param.detach().clone()
+            (owner, name): held.get((owner, name), param).detach().clone()
             for module in self.modules
             for owner in _owners(module)
             for name, param in owner._parameters.items()

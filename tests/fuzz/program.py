@@ -64,7 +64,10 @@ class Block(_Printed):
 
 @dataclass(frozen=True, repr=False)
 class Write(_Printed):
-    """Scale the parameters of a block, in a form; with a rank, only that rank its own rows."""
+    """Scale the parameters of a block, in a form; with a rank, only that rank its own rows.
+
+    Those are of shards, so there is no ``live`` write of them.
+    """
 
     block: int = 0
     form: str = "no_grad"
@@ -290,8 +293,10 @@ class Program(_Printed):
 
     @property
     def parts_ranks(self) -> bool:
-        """Whether one rank alone leaves a forward early."""
-        return any(isinstance(each, Raise) and each.rank is not None for each in walk(self))
+        """Whether one rank of several leaves a forward early."""
+        return self.world > 1 and any(
+            isinstance(each, Raise) and each.rank is not None for each in walk(self)
+        )
 
 
 ACTIONS = (Write, Ema, Read, Sleep, Raise, Keep, Load, Swap, Grads, Gather)

@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.programs")
     parser.add_argument("--programs", type=int, default=300, help="how many to generate")
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same programs")
-    parser.add_argument("--world", type=int, choices=(2, 3, 4), default=2, help="ranks")
+    parser.add_argument("--world", type=int, choices=(1, 2, 3, 4), default=2, help="ranks")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
     parser.add_argument("--pools", type=int, default=2, help="worlds of ranks at once")
     parser.add_argument("--shrink", type=int, default=10, help="how many finds to shrink")

@@ -28,8 +28,8 @@ from tests.fuzz.trace import cut
 TRANSPORTS = ("shm", "c10d", "collectives")
 
 
-class PartedError(Exception):
-    """The ranks have parted: no step of all of them together has a meaning any more."""
+class UndefinedError(Exception):
+    """From here on the unsharded program has no meaning: ranks have parted, say."""
 
 
 class Runtime(Protocol):
@@ -83,7 +83,7 @@ class Unsharded:
         self._columns = False
         self._syncs = True
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
-        self._clock = Clock()
+        self.clock = Clock()
         self.parted = False
 
     def shard(self, model: FuzzModel, program: Program) -> None:
@@ -91,22 +91,22 @@ class Unsharded:
         if program.precision:
             modules = [each for one, _ in groups_of(model, program) for each in one]
             groups = [Group([each], torch.bfloat16, Between.NOTHING) for each in modules]
-            compute_with_copies(groups, self._clock, (), model)
+            compute_with_copies(groups, self.clock, (), model)
 
     def backward(self, loss: torch.Tensor, models: list[list[nn.Parameter]], graph: str) -> None:
         params = list(dict.fromkeys(param for each in models for param in each))
         before = {param: param.grad for param in params}
         for param in params:
             param.grad = None
-        self._clock.begin()
+        self.clock.begin()
         try:
             loss.backward(retain_graph=graph == "retain")
         except BaseException:
             self._waiting.clear()
-            self._clock.free_all()
+            self.clock.free_all()
             raise
         finally:
-            self._clock.end()
+            self.clock.end()
         # A model that this backward did not come through keeps what waits for its own.
         ran = {p for each in models if any(p.grad is not None for p in each) for p in each}
         for param in params:
@@ -149,7 +149,7 @@ class Unsharded:
         pass
 
     def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
-        self._clock.uncounted.update(params)
+        self.clock.uncounted.update(params)
 
     def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         # An unsharded model has two parameters then, and a sharded one of ours has one: a
@@ -169,7 +169,7 @@ class Unsharded:
 
     def _average(self, grads: list[torch.Tensor]) -> list[torch.Tensor]:
         if self.parted:
-            raise PartedError
+            raise UndefinedError
         if not grads:
             return []
         flat = torch.cat([grad.detach().flatten() for grad in grads])
@@ -201,11 +201,11 @@ class Gathered(Unsharded):
                 one.ahead = [two]
             if "backward_prefetch" in program.traits:
                 two.ahead_in_backward = [one]
-        compute_with_copies(groups, self._clock, program.traits, model)
+        compute_with_copies(groups, self.clock, program.traits, model)
 
     def sync(self, model: nn.Module, to: str) -> None:
         super().sync(model, to)
-        self._clock.syncs = to == "on"
+        self.clock.syncs = to == "on"
 
     def gather(self, module: nn.Module, call: str) -> None:
         group: Any = getattr(module, "fuzz_group", None)
@@ -285,9 +285,9 @@ class Sharded:
 
 
 def _reshards(reshard: str, program: Program) -> bool | int | None:
-    """The argument ``reshard_after_forward`` that is meant; half of two ranks is to free all."""
-    how = {"none": None, "true": True, "false": False, "int": program.shards // 2}[reshard]
-    return True if how == 1 else how
+    """The argument ``reshard_after_forward`` that is meant; half of few ranks is to free all."""
+    half = program.shards // 2 if program.shards > 3 else True
+    return {"none": None, "true": True, "false": False, "int": half}[reshard]
 
 
 def _columns(param: nn.Parameter) -> Shard | None:
@@ -325,11 +325,9 @@ def forget_meshes() -> None:
 
 
 def runtime(name: str) -> Runtime:
-    """Make what is called ``unsharded``, ``torch``, ``gathered``, or as one of ``TRANSPORTS``."""
+    """Make what is called ``unsharded``, ``torch``, or as one of ``TRANSPORTS``."""
     if name == "unsharded":
         return Unsharded()
-    if name == "gathered":
-        return Gathered()
     if name == "torch":
         return Sharded(torch.distributed.fsdp.fully_shard, "by the user")
     ours = functools.partial(shardwise.fully_shard, transport=name)

@@ -21,6 +21,7 @@ _REFUSED_TIES = "was tied to it, but is another parameter now"
 _REFUSED_STALE = (
     "were written to while it was kept unsharded for another forward",
     "were replaced (by load_state_dict(assign=True), to() or swap_tensors) between a forward",
+    "load_state_dict() would have replaced values that its running forward or backward needs",
 )
 
 _Ranks = Mapping[int, Report]
@@ -53,7 +54,7 @@ def how_torch_ran(ranks: _Ranks | None) -> str:
         return "dies"
     if raised:
         return "raises"
-    if any(each.unsharded not in ("complete", "undefined") for each in reports):
+    if any(each.unsharded != "complete" for each in reports):
         return "completes"
     return "differs" if any(each.differs for each in reports) else "equal"
 
@@ -83,7 +84,7 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     if differs:
         if as_torch:
             return Verdict(AS_TORCH)
-        if as_gathered and torch_ran != "equal":
+        if as_gathered and (torch_ran != "equal" or any(each.missed for each in reports)):
             return Verdict(f"equal with values as gathered ({beside})")
         return Verdict(f"differs ({beside})", True, detail)
     if raised:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from tests.fuzz import sabotage
 from tests.fuzz.execution import Execution
 from tests.fuzz.program import Program
-from tests.fuzz.runtimes import forget_meshes, runtime
+from tests.fuzz.runtimes import Gathered, forget_meshes, runtime
 from tests.fuzz.trace import Trace, first_difference, tolerance_of
 
 #: A program that raises may leave what its world was made of: descriptors, of which there are 1024.
@@ -54,6 +54,7 @@ class Report:
         differs: where it differs first from the unsharded program, as far as that goes.
         differs_from_gathered: where from the unsharded program with values as they are gathered.
         differs_from_torch: where from torch's FSDP2; ``"?"`` where that did not come so far.
+        missed: whether values as gathered are documented to miss a write in backward.
         unsharded: how the unsharded program ended: ``complete``, ``undefined`` or what it raised.
         ends: the process is not fit to run another program.
         seconds: of the processor since the report before.
@@ -63,6 +64,7 @@ class Report:
     differs: str | None = None
     differs_from_gathered: str | None = None
     differs_from_torch: str | None = "?"
+    missed: bool = False
     unsharded: str = "complete"
     ends: bool = False
     seconds: float = 0.0
@@ -118,6 +120,7 @@ class _Rank:
         self._program: Program | None = None
         self._now = 0.0
         self._unsharded = self._gathered = Trace()
+        self._missed = False
         self._torch: Trace | None = None
 
     def connect(self) -> None:
@@ -176,7 +179,9 @@ class _Rank:
             self._program = unit.program
             # All ranks run both, whatever they have found: these exchange gradients.
             self._unsharded = Execution(unit.program, runtime("unsharded")).run()
-            self._gathered = Execution(unit.program, runtime("gathered")).run()
+            gathered = Gathered()
+            self._gathered = Execution(unit.program, gathered).run()
+            self._missed = gathered.clock.missed
             self._torch = None
             if unit.torch_ran:
                 self._torch = Execution(unit.program, runtime("torch")).run()
@@ -194,7 +199,7 @@ class _Rank:
         differs = first_difference(trace, self._unsharded, tolerance)
         from_gathered = first_difference(trace, self._gathered, tolerance)
         if from_gathered is None and _goes_further(trace, self._gathered):
-            from_gathered = self._gathered.raised or "what has no meaning"
+            from_gathered = self._gathered.raised
         # What raised before anything was sent leaves the ranks fit.
         raised = trace.raised is not None and not _raised_early(trace.raised)
         unsharded = "undefined" if self._unsharded.undefined else "complete"
@@ -203,6 +208,7 @@ class _Rank:
             differs=differs,
             differs_from_gathered=from_gathered,
             differs_from_torch=from_torch,
+            missed=self._missed,
             unsharded=self._unsharded.raised or unsharded,
             ends=raised or unit.program.parts_ranks,
         )
@@ -210,7 +216,7 @@ class _Rank:
 
 def _goes_further(trace: Trace, other: Trace) -> bool:
     """Whether ``trace`` shows something after what ended ``other`` early."""
-    if other.raised is None and not other.undefined:
+    if other.raised is None:  # where it has no meaning any more, nothing is promised
         return False
     return trace.raised is None or len(trace.entries) > len(other.entries)
 

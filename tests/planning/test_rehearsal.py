@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.base.observe import Memory
+from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
@@ -29,8 +30,6 @@ from shardwise.insight.planning.settings import (
     Stepping,
     UntraceableError,
 )
-from shardwise.optim.offloaded import entries
-from shardwise.sharding import policy
 from tests.planning.profiled import allocated
 
 
@@ -111,7 +110,7 @@ def test_states_of_eight_bits_are_counted_to_the_byte() -> None:
 
 
 def test_states_that_are_kept_elsewhere_are_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entries, "SMALLEST", 1024)
+    monkeypatch.setattr(scratch_file, "SMALLEST", 1024)
     after, inside = (
         _rehearse("dp=2", offload="disk:/nowhere", stepping=each, param_dtype="bf16")
         for each in Stepping
@@ -128,7 +127,7 @@ def test_states_that_are_kept_elsewhere_are_counted_there(monkeypatch: pytest.Mo
         "dp=2", offload="disk:/nowhere", shard_dtype="bf16", master_dtype="fp32"
     )
     assert with_masters.offloaded == 3 * 4 * matrices
-    monkeypatch.setattr(policy, "SMALLEST", 1024)
+    monkeypatch.setattr(scratch_file, "SMALLEST", 1024)
     everything = _rehearse("dp=2", offload="disk:/nowhere", offload_parameters="disk:/nowhere")
     assert everything.offloaded == (2 + 1) * 4 * matrices
     assert everything.before[Memory.PARAMETERS] == 4 * small

@@ -15,7 +15,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,19 +34,17 @@ from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
+from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.settings import Checkpointing, Stepping
-from shardwise.optim.offloaded import entries
-from shardwise.sharding import policy
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def train_until(
@@ -140,7 +138,7 @@ def test_bf16_learns_nearly_the_same_and_all_in_bf16_is_saved_and_resumed_in_bf1
 
 
 def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
-    entries.SMALLEST = policy.SMALLEST = 1  # keep everything elsewhere
+    scratch_file.SMALLEST = 1  # keep everything elsewhere
     return train(rank, world_size, *configs)
 
 

@@ -52,7 +52,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/param.py ShardedParam.empty_full: "
     "torch.empty(self.layout.shape, dtype=dtype, device=device)": "materialize",
     "sharding/param.py ShardedParam.copy_parameter: local.clone()": "copied",
-    "sharding/policy.py Offload.copy: shard.clone(memory_format=torch.contiguous_format)": "zero3",
+    "base/offload.py Offload.copy: shard.clone(memory_format=torch.contiguous_format)": "zero3",
     "sharding/hooks.py _enter_root: event.wait()": "post_optimizer_event",
     # Gradients.
     "sharding/group_param.py GroupParam.zeros_for_grad: torch.zeros(self.layout.shape, "
@@ -75,8 +75,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
     "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
-    "sharding/policy.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
-    "sharding/policy.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
+    "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
+    "base/offload.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
     "transport/base.py wait_for_all: work.wait()": "wires_of_scalars",
     "transport/all_to_all.py AllToAll._collect: work.wait()": "diloco",
@@ -123,7 +123,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "self._works.append(transport.all_gather(shards, buffers, label))": "zero3",
     "sharding/full_params.py FullParams.finish: way.finish()": "subclass",
     "sharding/group.py ParamGroup.wait_for_unshard: self.fulls.finish()": "zero3",
-    "sharding/group.py ParamGroup.reshard: self.wait_for_unshard()": "unshard_and_reshard",
+    "sharding/group.py ParamGroup._put_shards_back: self.wait_for_unshard()": "unshard_and_reshard",
     "sharding/group.py ParamGroup.use_now: self.wait_for_unshard()": "zero3",
     "frontends/module.py UnshardHandle.wait: self._groups[0].wait_for_unshard()": (
         "unshard_and_read"
@@ -150,7 +150,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     ),
     "sharding/hooks.py _to_device: tensor.to(state.device)": "inputs_on_host",
     "sharding/param.py ShardedParam.add_grad: local.to(into.device)": "offload_accumulate",
-    "sharding/policy.py Offload.place: shard.to(self.home)": "offload_and_read",
+    "base/offload.py Offload.place: shard.to(self.home)": "offload_and_read",
     "frontends/summon.py _full_for_user: full.cpu()": "summon_offloaded",
     "frontends/summon.py _write_back: _rows(param, full.grad).flatten().to(param.local.device)": (
         "summon_offloaded"
@@ -248,8 +248,8 @@ UNSEEN = {
     "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
     "sharding/param.py ShardedParam.allocate: "
     "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
-    "sharding/policy.py Offload.empty_like: torch.empty_like(shard, device=device)": _LOADED,
-    "sharding/policy.py Offload.copy: self.empty_like(shard, self.home, fqn)": (
+    "base/offload.py Offload.empty_like: torch.empty_like(shard, device=device)": _LOADED,
+    "base/offload.py Offload.copy: self.empty_like(shard, self.home, fqn)": (
         "memory of a file, which copies block the host for"
     ),
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,

@@ -35,11 +35,12 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import fully_shard
 from shardwise.base import devices
+from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
 from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
-from shardwise.optim.offloaded import entries, optimizer
+from shardwise.optim.offloaded import optimizer
 from shardwise.transport import select
 from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.collectives import NcclTransport
@@ -574,7 +575,10 @@ def _states_on_host(params: Any) -> Any:
 @scenario()
 def offload_states(run: Run) -> None:
     net = shard(run)
-    with mock.patch.object(entries, "SMALLEST", 1024), mock.patch.object(optimizer, "_TOGETHER", 1):
+    with (
+        mock.patch.object(scratch_file, "SMALLEST", 1024),
+        mock.patch.object(optimizer, "_TOGETHER", 1),
+    ):
         opt = _states_on_host(net.parameters())
         for step in range(3):
             run_backward(net)
@@ -589,7 +593,7 @@ def offload_states(run: Run) -> None:
 @scenario()
 def offload_states_in_backward(run: Run) -> None:
     net = shard(run)
-    with mock.patch.object(entries, "SMALLEST", 1024):
+    with mock.patch.object(scratch_file, "SMALLEST", 1024):
         in_backward(net, _states_on_host)
         for step in range(3):
             run_backward(net)
@@ -1057,7 +1061,7 @@ def separate_group_in_flight(run: Run) -> None:
 def wires(run: Run) -> None:
     """Both dimensions encode, and keep what they lost."""
     wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
-    net = shard(run, wire=wire, transport="c10d")
+    net = shard(run, make(run, depth=1), wire=wire, transport="c10d")
     train(run, net, backward=backward_with_gradients)
 
 
@@ -1084,7 +1088,8 @@ def wires_of_scalars(run: Run) -> None:
 @scenario(shape=(2, 2))
 def wires_offload(run: Run) -> None:
     wire = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
-    train(run, shard(run, wire=wire, transport="c10d", offload_policy=PINNED))
+    net = make(run, depth=1)
+    train(run, shard(run, net, wire=wire, transport="c10d", offload_policy=PINNED))
 
 
 class _Wide(nn.Module):

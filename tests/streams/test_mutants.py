@@ -22,7 +22,7 @@ _AT_A_TIME = 15
 
 def _all_places() -> dict[str, Place]:
     doors = [SOURCE / "frontends" / name for name in _DOORS]
-    paths = [SOURCE / "base" / "devices.py", *doors]
+    paths = [*(SOURCE / "base" / name for name in ("devices.py", "offload.py")), *doors]
     for folder in ("sharding", "transport", "checkpoint", "optim"):
         paths += sorted((SOURCE / folder).rglob("*.py"))
     files = (str(path.relative_to(SOURCE)) for path in paths)

@@ -17,17 +17,18 @@ from torch.nn.parameter import UninitializedParameter
 from shardwise._torch import dtensor, fsdp
 from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlacementResult
 from shardwise.base.errors import MisuseError
+from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
 from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
 from shardwise.sharding import hooks
-from shardwise.sharding.extension import check_extension, has_extension
-from shardwise.sharding.full_params import PostForwardShards, check_can_shard_post_forward
+from shardwise.sharding.extension import has_extension
+from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh, mark_separate
 from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
-from shardwise.sharding.policy import Offload, Precision
+from shardwise.sharding.policy import Precision
 from shardwise.sharding.state import FSDPState, state_of
 from shardwise.transport.wire import Wire, Wires
 
@@ -154,7 +155,7 @@ def fully_shard(
         if its_mesh not in sizes:
             sizes[its_mesh] = _check_reshard_after_forward(reshard_after_forward, its_mesh, fqn)
         if not isinstance(sizes[its_mesh], bool):
-            check_can_shard_post_forward(param, fqn)
+            _check_can_shard_post_forward(param, fqn)
     used = {places[param].mesh: None for param in found}
     smaller = {
         its_mesh: its_mesh.of_groups_of(sizes[its_mesh])
@@ -345,7 +346,32 @@ def _check_parameter(param: nn.Parameter, fqn: str, owners: list[ParamOwner]) ->
             f"{param.grad_dtype}; expected gradients in its own dtype. Use "
             "MixedPrecisionPolicy(reduce_dtype=...) for the dtype to accumulate and reduce in"
         )
-    check_extension(fqn, dtensor.plain(param))
+    local = dtensor.plain(param)
+    if hasattr(local, "fsdp_pre_all_gather") != hasattr(local, "fsdp_post_all_gather"):
+        raise MisuseError(
+            f"{fqn}: {type(local).__name__} has only one of fsdp_pre_all_gather and "
+            "fsdp_post_all_gather; define both"
+        )
+
+
+def _check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
+    """Check that an integer ``reshard_after_forward`` is possible for a parameter.
+
+    Raises:
+        NotImplementedError: it is a ``DTensor`` made by tensor parallelism, or a tensor subclass
+            with an all-gather of its own.
+    """
+    if isinstance(param, DTensor):
+        found = f"a DTensor with placements {param.placements}"
+    elif has_extension(param):
+        found = f"a {type(param).__name__} with fsdp_pre_all_gather"
+    else:
+        return
+    raise NotImplementedError(
+        f"{fqn} on rank {dist.get_rank()}: an integer reshard_after_forward is not available for "
+        f"DTensor parameters and for tensor subclasses with fsdp_pre_all_gather, found {found}; "
+        "pass True or False"
+    )
 
 
 def _check_wanted(wanted: Shard, param: nn.Parameter, fqn: str, mesh: DataMesh) -> None:
@@ -374,12 +400,11 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
     """Register hooks so that state dicts are made from, and loaded into, the sharded form."""
     for group in groups:
         for module in {owner.module for param in group.params for owner in param.owners}:
-            reshard, refresh = group.reshard_for_state_dict, group.refresh_from_state_dict
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
-            module.register_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_pre_hook(reshard)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(group.reshard_for_user)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_pre_hook(group.reshard_for_load)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
-            module.register_load_state_dict_post_hook(refresh)  # type: ignore[no-untyped-call]
+            module.register_load_state_dict_post_hook(group.refresh_from_state_dict)  # type: ignore[no-untyped-call]
 
 
 def _keep_out_other_parts(

@@ -101,11 +101,12 @@ class FSDPModule(_Sharded):
         """Free the full parameters of this module's group. It holds the shards again.
 
         During the module's own forward, this does nothing if they are to be kept after forward.
+        What is in use in a forward or backward stays in memory until that is over.
         """
         state = require_state(self)
         for group in state.groups:
             if state.phase is not Phase.FORWARD or group.options.reshard_after_forward:
-                group.reshard()
+                group.reshard_for_user()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also between forward and backward.

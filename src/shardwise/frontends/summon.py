@@ -77,7 +77,7 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
     try:
         yield
     finally:
-        group.end_summon()
+        group.use_shards()
         for param in own:
             param.form.summoned = None
         if options.writeback:

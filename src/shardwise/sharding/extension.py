@@ -24,29 +24,12 @@ from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.policy import Precision
 
-_PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-def is_extended(param: GroupParam) -> bool:
-    """Whether the shard is a tensor subclass with an all-gather of its own."""
-    return has_extension(param.local)
+_PRE = "fsdp_pre_all_gather"
 
 
 def has_extension(tensor: torch.Tensor) -> bool:
     """Whether the class of ``tensor`` has an all-gather of its own."""
     return hasattr(tensor, _PRE)
-
-
-def check_extension(fqn: str, tensor: torch.Tensor) -> None:
-    """Check that ``tensor`` has both methods of the protocol, or neither.
-
-    Raises:
-        MisuseError: it has only one of them.
-    """
-    if hasattr(tensor, _PRE) != hasattr(tensor, _POST):
-        raise MisuseError(
-            f"{fqn}: {type(tensor).__name__} has only one of {_PRE} and {_POST}; define both"
-        )
 
 
 class Extension:

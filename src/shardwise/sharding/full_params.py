@@ -33,12 +33,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory
-from shardwise.sharding.extension import Extension, has_extension, is_extended
+from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
@@ -123,6 +122,11 @@ class FilledParams:
     def is_current(self) -> bool:
         """Whether the shards have not been written to since they were gathered."""
         return self._shards == versions_of(self._forms)
+
+    @property
+    def holds_values(self) -> bool:
+        """Whether autograd may use the full parameters: they are not sealed."""
+        return self._found is not None
 
     def unseal(self) -> None:
         """Let autograd use the full parameters: they hold their values now."""
@@ -299,7 +303,7 @@ class FullParams:
         for param in params:
             alone = mesh.shard.world_size == 1
             same = precision.compute_dtype(param.dtype) == param.dtype
-            if is_extended(param):
+            if has_extension(param.local):
                 self._extended.append(Extension(param, mesh, precision))
             elif alone and same and param.local.device == mesh.device:
                 aliased.append(param)
@@ -443,26 +447,6 @@ def check_home(params: Sequence[GroupParam], home: torch.device) -> None:
             f"rank {dist.get_rank()}: expected shards on {home}, found {found}; move the model "
             "there, or shard it on a mesh of the device it is on"
         )
-
-
-def check_can_shard_post_forward(param: nn.Parameter, fqn: str) -> None:
-    """Check that an integer ``reshard_after_forward`` is possible for a parameter.
-
-    Raises:
-        NotImplementedError: it is a ``DTensor`` made by tensor parallelism, or a tensor subclass
-            with an all-gather of its own.
-    """
-    if isinstance(param, DTensor):
-        found = f"a DTensor with placements {param.placements}"
-    elif has_extension(param):
-        found = f"a {type(param).__name__} with fsdp_pre_all_gather"
-    else:
-        return
-    raise NotImplementedError(
-        f"{fqn} on rank {dist.get_rank()}: an integer reshard_after_forward is not available for "
-        f"DTensor parameters and for tensor subclasses with fsdp_pre_all_gather, found {found}; "
-        "pass True or False"
-    )
 
 
 class PostForwardShards:

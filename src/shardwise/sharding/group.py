@@ -22,13 +22,14 @@ from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
+from shardwise.base.offload import Offload
 from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
-from shardwise.sharding.policy import GroupOptions, Offload, Precision
+from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
@@ -123,8 +124,29 @@ class ParamGroup:
             param.install()
             param.form.groups.append(self)
 
-    def reshard_for_state_dict(self, *_: Any) -> None:
-        """Reshard before a state dict is made or loaded; a hook. It holds sharded parameters."""
+    def reshard_for_user(self, *_: Any) -> None:
+        """Reshard because the user asks for it, or makes a state dict; a hook.
+
+        During a forward or backward of the group its full parameters stay in memory until that is
+        over: the program may have taken them, or views of them, out of the modules.
+
+        Raises:
+            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
+        """
+        self._put_shards_back(self._deliver_all if self._is_in_use else self._free)
+
+    def reshard_for_load(self, *_: Any) -> None:
+        """Reshard before a state dict is loaded; a hook.
+
+        Raises:
+            MisuseError: a forward or backward of the group is under way, with the values of before.
+        """
+        if self._is_in_use:
+            raise MisuseError(
+                f"group {self.label.name!r} on rank {dist.get_rank()}: load_state_dict() would "
+                "have replaced values that its running forward or backward needs. Load between "
+                "steps"
+            )
         self.reshard()
 
     def check_for_state_dict(self, *_: Any) -> None:
@@ -177,6 +199,8 @@ class ParamGroup:
         """
         lease, source = self._lease, None
         if lease is None:
+            if self._is_left:
+                self._free()
             self._take_over_replaced()
         elif lease.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
@@ -215,7 +239,7 @@ class ParamGroup:
                 self.fulls.finish()
             except BaseException:
                 # The memory stays: messages in flight may still be written to it.
-                self._use_sharded()
+                self.use_shards()
                 raise
         if self.post_forward is not None:
             self.post_forward.release()
@@ -262,10 +286,13 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
+        self._put_shards_back(self._free)
+
+    def _put_shards_back(self, then: Callable[[], None]) -> None:
         lease = self._lease
         if lease is None:
-            if self.fulls is not None and self.fulls.is_allocated:
-                self._free()  # what a gather that failed has left
+            if self._is_left:
+                then()
             return
         if lease.state is GroupState.SUMMONED:
             return
@@ -277,8 +304,8 @@ class ParamGroup:
             ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
         ):
             replaced = [param for param in self.params if param.is_replaced]
-        self._use_sharded()
-        self._free()
+        self.use_shards()
+        then()
         for param in written:
             raise MisuseError(
                 f"{param.fqn} on rank {dist.get_rank()}: it was written to between forward and "
@@ -294,20 +321,24 @@ class ParamGroup:
             )
 
     def summon(self) -> None:
-        """Put the summoned full parameters into the modules, until :meth:`end_summon`."""
+        """Put the summoned full parameters into the modules, until :meth:`use_shards`."""
         self.reshard()
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
         self._move(GroupState.SUMMONED)
 
-    def end_summon(self) -> None:
-        """Put the shards back into the modules."""
-        self._use_sharded()
+    def use_shards(self) -> None:
+        """Put the shards into the modules, and leave the full parameters as they are."""
+        GroupParam.leave_all(self.params)
+        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
+        self._move(GroupState.SHARDED)
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
         if self.state is not GroupState.UNSHARDED:
+            if self._is_left:
+                self._free()
             return
         if not self.frees_after_forward:
             if any(param.form.is_tied for param in self.params):
@@ -327,7 +358,7 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return asked and self.state is GroupState.UNSHARDED
+        return (asked and self.state is GroupState.UNSHARDED) or self._is_left
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
@@ -378,11 +409,8 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
-        if lease is not None and lease.forward != number:
-            if lease.freshness is Freshness.AHEAD:
-                lease.freshness = self._left_behind
-            else:
-                self.reshard_if_stale()
+        if lease is not None and lease.forward != number and lease.freshness is not Freshness.AHEAD:
+            self.reshard_if_stale()
         lease, fulls = self._lease, self.fulls
         if lease is not None and fulls is not None:
             if lease.freshness is not Freshness.CURRENT and not fulls.filled.is_current:
@@ -395,7 +423,7 @@ class ParamGroup:
             self._deliver_ties()  # otherwise this is done before the gather
         self.use_now()
         assert self._lease is not None
-        self._lease.forward = number
+        self._lease.forward, self._lease.freshness = number, Freshness.CURRENT
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -585,7 +613,7 @@ class ParamGroup:
         if self.state is GroupState.UNSHARDING:
             assert self.fulls is not None
             self.fulls.abandon()  # a peer that raised never started this gather
-            self._use_sharded()
+            self.use_shards()
         else:
             if self.post_forward is not None:
                 self.post_forward.release()  # also if it was written to
@@ -679,10 +707,30 @@ class ParamGroup:
         for param, owner in zip(self._owned, self._owners, strict=True):
             param.form.take_over(owner)  # in the other modules that it is tied to
 
-    def _use_sharded(self) -> None:
-        GroupParam.leave_all(self.params)
-        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
-        self._move(GroupState.SHARDED)
+    @property
+    def _is_in_use(self) -> bool:
+        """Whether a forward or backward uses the full parameters, in its modules or beside them."""
+        lease = self._lease
+        if lease is None:
+            uses = self.fulls is not None and self.fulls.filled.holds_values
+        else:
+            uses = lease.state is GroupState.UNSHARDED and lease.freshness is Freshness.CURRENT
+        # Otherwise an exception has ended the backward.
+        return uses and (self.phase is not Phase.BACKWARD or autograd.in_backward())
+
+    @property
+    def _is_left(self) -> bool:
+        """Whether full parameters are in memory that modules do not hold any more.
+
+        A gather that failed has left them, or a user has resharded while they were in use.
+        """
+        return self._lease is None and self.fulls is not None and self.fulls.is_allocated
+
+    def _deliver_all(self) -> None:
+        """Give the shards what modules wrote, and leave the full parameters in memory."""
+        if self.fulls is not None:
+            self.fulls.aliased.take_back()
+        self.deliver_writes()
 
     def _free(self) -> None:
         """Free the full parameters and the post-forward shards."""

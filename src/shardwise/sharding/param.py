@@ -25,8 +25,8 @@ from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory
+from shardwise.base.offload import Offload
 from shardwise.sharding.placement import Place
-from shardwise.sharding.policy import Offload
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"

@@ -347,7 +347,7 @@ class Root:
         for state in self.states:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
-                if group.state is GroupState.SHARDED or (asked and not self._is_in_forward(state)):
+                if not self._is_in_forward(state) and (asked or group.state is GroupState.SHARDED):
                     # Frees parameters for a backward that did not come, and those that a forward
                     # in a hook of this backward left.
                     group.reshard()

@@ -27,6 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
+from shardwise.base.offload import Medium, OffloadPlace
+from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.activation import checkpoint_module, keep_products
@@ -50,9 +52,7 @@ from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
-from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.stores import PlannedStore
-from shardwise.sharding import policy
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
@@ -304,7 +304,7 @@ class _Optimizer:
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
         if self.inner is not None and settings.offload is not None:
             masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
-            place = StateHome.parse(settings.offload)
+            place = OffloadPlace.parse(settings.offload)
             stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
             self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
@@ -547,9 +547,9 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
     if settings.device_type != devices.CPU.type:
         expected = "None for an accelerator: plans do not count the memory of its host"
         raise SettingsError("offload_parameters", settings.offload_parameters, expected)
-    if StateHome.parse(settings.offload_parameters).medium is Medium.HOST:
+    if OffloadPlace.parse(settings.offload_parameters).medium is Medium.HOST:
         return frozenset()
-    every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= policy.SMALLEST}
+    every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= file.SMALLEST}
     return frozenset(every)
 
 

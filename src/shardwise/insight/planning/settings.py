@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import NotPossibleError
+from shardwise.base.offload import OffloadPlace
 from shardwise.frontends.strategies import (
     DATA,
     REPLICATE,
@@ -24,7 +25,6 @@ from shardwise.frontends.strategies import (
     WantedMesh,
     resolve,
 )
-from shardwise.optim.offloaded.place import StateHome
 from shardwise.transport.wire import PLAIN, WireFormat, Wires
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Settings:
             found = getattr(self, name)
             try:
                 if found is not None:
-                    StateHome.parse(found)
+                    OffloadPlace.parse(found)
             except ValueError:
                 raise SettingsError(name, found, "host, or disk:FOLDER") from None
         if self.master_dtype is not None and self.offload is None:

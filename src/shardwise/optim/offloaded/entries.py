@@ -12,9 +12,6 @@ from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base.scratch import file
 from shardwise.optim.offloaded.staging import aligned
 
-#: Tensors with fewer bytes on a rank stay in memory.
-SMALLEST = file.SMALLEST
-
 
 @dataclass(frozen=True)
 class EntryForm:
@@ -36,16 +33,16 @@ class EntryForm:
     def of(cls, value: object) -> EntryForm | None:
         """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
 
-        That is a tensor with at least ``SMALLEST`` bytes on this rank, which lie together. Tensors
-        of subclasses other than ``DTensor`` stay where they are, and so do those that require
-        gradients.
+        That is a tensor with at least ``file.SMALLEST`` bytes on this rank, which lie together.
+        Tensors of subclasses other than ``DTensor`` stay where they are, and so do those that
+        require gradients.
         """
         if not isinstance(value, torch.Tensor) or value.requires_grad:
             return None
         local = dtensor.plain(value)
         if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):
             return None
-        if local.ndim == 0 or local.nbytes < SMALLEST or not _is_dense(local):
+        if local.ndim == 0 or local.nbytes < file.SMALLEST or not _is_dense(local):
             return None
         spec = None if local is value else dtensor.spec_of(value)
         return cls(tuple(local.shape), local.stride(), local.dtype, spec)

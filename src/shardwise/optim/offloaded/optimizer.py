@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
+from shardwise.base.offload import Medium, OffloadPlace
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
 from shardwise.base.optim_states import MakesStates
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.masters import MASTER, Masters
-from shardwise.optim.offloaded.place import Medium, StateHome
 from shardwise.optim.offloaded.states import OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
@@ -87,7 +87,7 @@ def offload(
             f"offload: found masters={masters!r}, expected a floating-point dtype such as "
             "torch.float32, or None"
         )
-    place = StateHome.parse(to)
+    place = OffloadPlace.parse(to)
     return OffloadedOptimizer(
         optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
     )
@@ -115,7 +115,7 @@ class OffloadedOptimizer(AroundOptimizer):
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        place: StateHome,
+        place: OffloadPlace,
         masters: Masters,
         make_store: Callable[[torch.Tensor], Store | None],
         staging: int = STAGING,
@@ -414,7 +414,7 @@ class OffloadedOptimizer(AroundOptimizer):
             )
 
 
-def _store_for(place: StateHome, param: torch.Tensor) -> Store | None:
+def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:
     if place.folder is not None:
         return DiskStore(place.folder, param.device)
     assert place.medium is Medium.HOST

@@ -34,6 +34,7 @@ from shardwise.app.recipes.core.config import (
     rules_of,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
+from shardwise.base.offload import OffloadPlace
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
@@ -48,7 +49,6 @@ from shardwise.optim import (
     offload,
     param_groups,
 )
-from shardwise.optim.offloaded import place as places
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
@@ -100,7 +100,7 @@ def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
     """Return where a configuration has parameters kept."""
     if config.offload_parameters is None:
         return OffloadPolicy()
-    folder = places.StateHome.parse(config.offload_parameters).folder
+    folder = OffloadPlace.parse(config.offload_parameters).folder
     return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 

@@ -38,6 +38,7 @@ from shardwise.app.recipes.core.option import (
     option_name,
 )
 from shardwise.app.recipes.core.wire_option import parse_wires
+from shardwise.base.offload import OffloadPlace
 from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
@@ -61,7 +62,6 @@ from shardwise.frontends.strategies import (
 from shardwise.insight.planning import presets as planning
 from shardwise.insight.planning.presets import ModelError
 from shardwise.insight.planning.settings import Checkpointing, Stepping
-from shardwise.optim.offloaded.place import StateHome
 from shardwise.transport.wire import PLAIN, WireError, Wires
 
 
@@ -729,7 +729,7 @@ def check_folders(config: StrategyConfig) -> None:
     check_offload(config)
     places = {"--offload": config.offload, "--offload-parameters": config.offload_parameters}
     for name, place in places.items():
-        folder = None if place is None else StateHome.parse(place).folder
+        folder = None if place is None else OffloadPlace.parse(place).folder
         expected = "a folder that exists, where the local disk is mounted"
         require(folder is None or folder.is_dir(), name, f"{place}, no folder", expected)
 
@@ -798,7 +798,7 @@ def check_offload(config: StrategyConfig) -> None:
     for name, place in places.items():
         try:
             if place is not None:
-                StateHome.parse(place)
+                OffloadPlace.parse(place)
         except ValueError:
             expected = "host, or disk:FOLDER with a folder of a local disk"
             raise OptionError(name, place, expected) from None
