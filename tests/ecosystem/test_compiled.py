@@ -13,9 +13,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import FSDPModule, fully_shard
-from tests.sharding.nets import Net, average_backward, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.sharding.nets import Net, batches, run_backward, seeded
+from tests.worlds import on_processes
 
 # Dynamo and the compiler behind it warn of what they do themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,7 +54,11 @@ def _sharded(wrap: Callable[..., nn.Module], compiled: bool) -> Any:
     return fully_shard(net)
 
 
-def _trains(rank: int, world_size: int) -> None:
+@pytest.mark.long
+@on_processes(2)
+def test_compiled_and_checkpointed_blocks_train_as_on_one_process(
+    rank: int, world_size: int
+) -> None:
     for wrap in CHECKPOINTING:
         for compiled in (False, True):
             torch._dynamo.reset()
@@ -66,8 +69,7 @@ def _trains(rank: int, world_size: int) -> None:
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, twin)]
             for step in range(2):
                 x = batches(world_size, step)
-                loss_of(net, x[rank]).backward()
-                average_backward(twin, x)
+                run_backward(net, twin, x, rank)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
@@ -78,8 +80,3 @@ def _trains(rank: int, world_size: int) -> None:
                 )
             frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             assert bool(frames) == compiled, f"{what}: {frames} graphs"
-
-
-@pytest.mark.long
-def test_compiled_and_checkpointed_blocks_train_as_on_one_process(ranks: Ranks) -> None:
-    ranks(_trains, 2)

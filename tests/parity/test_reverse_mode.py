@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,15 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _vjp(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -67,9 +67,7 @@ def _first_order(rank: int, world_size: int, reshards: bool | int) -> None:
         for module in sharded_modules(net):
             assert group_of(module).state.value == "sharded", name
     net.set_requires_gradient_sync(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +80,13 @@ def test_gradients_with_respect_to_inputs(
     ranks(_first_order, world_size, reshards, env={"SHARDWISE_TRANSPORT": transport})
 
 
-def _second_order(rank: int, world_size: int, name: str, kept: bool) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["resharded", "kept"])
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_gradients_of_gradients_are_refused(
+    rank: int, world_size: int, name: str, kept: bool
+) -> None:
     x = batches(world_size)
     net, whole = sharded_net(), seeded(Net)
     net.set_reshard_after_backward(not kept)
@@ -91,23 +95,14 @@ def _second_order(rank: int, world_size: int, name: str, kept: bool) -> None:
     assert all(param.grad is None for param in net.parameters()), "nothing is left unreduced"
     for module in sharded_modules(net):
         module.reshard()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     for module in sharded_modules(net):
         module.reshard()
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["resharded", "kept"])
-@pytest.mark.parametrize("name", TWICE)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_of_gradients_are_refused(
-    threads: Ranks, world_size: int, name: str, kept: bool
-) -> None:
-    threads(_second_order, world_size, name, kept)
-
-
-def _inside_forward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_gradient_inside_a_training_step(rank: int, world_size: int) -> None:
     """A loss that the gradient is a constant in, as forces may be."""
     x = batches(world_size)
     net, whole = sharded_net(), seeded(Net)
@@ -120,7 +115,3 @@ def _inside_forward(rank: int, world_size: int) -> None:
     for batch in x:
         (loss(whole, batch) / world_size).backward()  # type: ignore[no-untyped-call]
     assert_same_gradients(net, whole)
-
-
-def test_a_gradient_inside_a_training_step(threads: Ranks) -> None:
-    threads(_inside_forward, 2)

@@ -6,9 +6,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,8 +31,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,8 +19,7 @@ from shardwise.app.recipes.core.sinks import Wandb, open_sink
 from shardwise.elastic.errors import UserError
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 class FakeWandb:

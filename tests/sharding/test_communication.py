@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,21 +20,28 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
-
+from tests.worlds import Ranks, on_processes, on_threads
 
 # -- a hook on gradients ------------------------------------------------------------------------
 
 
-def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> None:
+@pytest.mark.parametrize("force_sum", [False, True], ids=["average", "sum"])
+@pytest.mark.parametrize(
+    ("world_size", "replicates"), [(1, False), (2, False), (2, True), (4, True)]
+)
+@on_threads()
+def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
+    rank: int, world_size: int, replicates: bool, force_sum: bool
+) -> None:
     mesh = hybrid_mesh(world_size) if replicates else None
     net, whole = sharded_net(mesh=mesh), seeded(Net)
     x = batches(world_size)
@@ -47,9 +54,7 @@ def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> No
         assert not seen, "there is nothing to see before the all-reduce"
         average_backward(whole, x)
         net.set_requires_all_reduce(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
     (flat,) = seen
     params = group_of(net).params  # of its own group only
@@ -61,16 +66,6 @@ def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> No
         grad = param.sharded.grad.to_local().flatten() * scale
         torch.testing.assert_close(flat[offset : offset + grad.numel()], grad, msg=param.fqn)
         offset += param.layout.chunk_numel
-
-
-@pytest.mark.parametrize("force_sum", [False, True], ids=["average", "sum"])
-@pytest.mark.parametrize(
-    ("world_size", "replicates"), [(1, False), (2, False), (2, True), (4, True)]
-)
-def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
-    threads: Ranks, world_size: int, replicates: bool, force_sum: bool
-) -> None:
-    threads(_hooked, world_size, replicates, force_sum)
 
 
 class TwoDtypes(nn.Module):
@@ -86,7 +81,8 @@ class TwoDtypes(nn.Module):
         return x @ self.wide.T * widest
 
 
-def _changed_by_hook(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_hook_may_change_the_gradients(rank: int, world_size: int) -> None:
     net, whole = seeded(TwoDtypes), seeded(TwoDtypes)
     fully_shard(net)
     dtypes: list[torch.dtype] = []
@@ -97,19 +93,17 @@ def _changed_by_hook(rank: int, world_size: int) -> None:
 
     net.set_all_reduce_hook(double)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     average_backward(whole, x)
     assert set(dtypes) == {torch.bfloat16, torch.float32, torch.float64}, "one call per dtype"
     assert len(dtypes) == 3
     assert_same_gradients(net, whole)
 
 
-def test_a_hook_may_change_the_gradients(threads: Ranks) -> None:
-    threads(_changed_by_hook, 2)
-
-
-def _stream(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_stream_for_the_hook_is_for_devices_with_streams_and_1_d_meshes(
+    rank: int, world_size: int
+) -> None:
     stream = object()
     net, seen = fully_shard(nn.Linear(2, 2)), []
     net.set_all_reduce_hook(seen.append, stream=stream)
@@ -119,10 +113,6 @@ def _stream(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="a 2-D mesh takes no stream"):
         net.set_all_reduce_hook(print, stream=stream)
     assert group_of(net).options.all_reduce_hook is None, "what was refused does not stay"
-
-
-def test_a_stream_for_the_hook_is_for_devices_with_streams_and_1_d_meshes(threads: Ranks) -> None:
-    threads(_stream, 2)
 
 
 # -- collectives of the user's -----------------------------------------------------------------
@@ -189,9 +179,7 @@ def _train_custom(rank: int, world_size: int, make: Any, returns_work: bool, **k
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -211,7 +199,8 @@ def test_custom_collectives_carry_every_byte_of_their_group(
     threads(_train_custom, 2, make, returns_work)
 
 
-def _custom_combinations(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_custom_collectives_of_any_mesh(rank: int, world_size: int) -> None:
     mesh = hybrid_mesh(world_size)
     _train_custom(rank, world_size, Net, True, mesh=mesh)
 
@@ -221,8 +210,7 @@ def _custom_combinations(rank: int, world_size: int) -> None:
     net.set_custom_all_gather(gather)
     x = batches(world_size)
     for _ in range(2):
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
     assert_same_gradients(net, whole)
     assert [group.size() for group in gather.calls] == [4, 2, 4, 2]
 
@@ -237,11 +225,11 @@ def _custom_combinations(rank: int, world_size: int) -> None:
     assert not scatter.calls
 
 
-def test_custom_collectives_of_any_mesh(ranks: Ranks) -> None:
-    ranks(_custom_combinations, 4)
-
-
-def _separate_group(rank: int, world_size: int, custom: bool) -> None:
+@pytest.mark.parametrize("custom", [False, True], ids=["own transport", "custom collectives"])
+@on_threads(2)
+def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
+    rank: int, world_size: int, custom: bool
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     gather, scatter = Gather(returns_work=True), Scatter(returns_work=True)
     if custom:
@@ -252,9 +240,7 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
     x = batches(world_size)
 
     def step() -> None:
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
     def scatter_groups() -> set[dist.ProcessGroup]:
         if custom:
@@ -292,14 +278,10 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
     assert replicated.weight.grad is not None
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["own transport", "custom collectives"])
-def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
-    threads: Ranks, custom: bool
+@on_threads(2)
+def test_gradients_not_yet_reduced_survive_a_change_of_transport(
+    rank: int, world_size: int
 ) -> None:
-    threads(_separate_group, 2, custom)
-
-
-def _switched_while_accumulating(rank: int, world_size: int) -> None:
     net = sharded_net()
 
     def switch() -> None:
@@ -310,11 +292,8 @@ def _switched_while_accumulating(rank: int, world_size: int) -> None:
     assert_accumulates(net, rank, world_size, switch)
 
 
-def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:
-    threads(_switched_while_accumulating, 2)
-
-
-def _memory_elsewhere(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_memory_that_no_gpu_has_tried_is_refused(rank: int, world_size: int) -> None:
     net = fully_shard(nn.Linear(4, 4))
     net.set_allocate_memory_from_process_group_for_comm(False)
     refused = rf"on rank {rank}: not offered until it has run on a GPU"
@@ -322,7 +301,3 @@ def _memory_elsewhere(rank: int, world_size: int) -> None:
         net.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm " + refused):
         net.set_symm_mem_for_comm()
-
-
-def test_memory_that_no_gpu_has_tried_is_refused(threads: Ranks) -> None:
-    threads(_memory_elsewhere, 2)

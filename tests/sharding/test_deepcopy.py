@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,16 +12,14 @@ from torch.distributed.tensor import DTensor
 from shardwise import FSDPModule, fully_shard
 from tests.sharding.nets import (
     Net,
-    assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
+    check_backward,
     loss_of,
     seeded,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
@@ -48,9 +44,7 @@ def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
     reference = torch.optim.SGD(whole.parameters(), lr=0.1)
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(twin, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(twin, whole)
+        check_backward(twin, whole, x, rank)
         assert all(param.grad is None for param in net.parameters()), "the original is untouched"
         for each in (optimizer, reference):
             each.step()
@@ -69,7 +63,8 @@ def test_the_copy_trains_by_itself(threads: Ranks, when: str, k: bool | int) -> 
     threads(_independent, 4 if k == 2 and k is not True else 2, when, k)
 
 
-def _part(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_part_can_be_copied_alone(rank: int, world_size: int) -> None:
     net = sharded_net()
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
     net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
@@ -77,19 +72,14 @@ def _part(rank: int, world_size: int) -> None:
     twin = copy.deepcopy(net.blocks[0])
     whole = copy.deepcopy(seeded(Net).blocks[0])
     x = batches(world_size)
-    loss_of(twin, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(twin, whole)
+    check_backward(twin, whole, x, rank)
     every = copy.deepcopy(net)
     prefetched = fully_shard.state(every.blocks[0]).forward_prefetch
     assert prefetched == [fully_shard.state(every.blocks[1])], "to the copy, not the original"
 
 
-def test_a_part_can_be_copied_alone(threads: Ranks) -> None:
-    threads(_part, 2)
-
-
-def _tied(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_ties_stay_ties(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
     for layer in (model[0], model[2]):
@@ -101,7 +91,3 @@ def _tied(rank: int, world_size: int) -> None:
     loss_of(twin, batches(world_size)[rank]).backward()
     assert twin[0].weight.grad is not None
     assert model[0].weight.grad is None
-
-
-def test_ties_stay_ties(threads: Ranks) -> None:
-    threads(_tied, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,15 +15,16 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _manual(**kwargs: Any) -> tuple[Any, nn.Module]:
@@ -67,7 +67,11 @@ def test_the_program_completes_a_backward(threads: Ranks, way: str) -> None:
     threads(_finalized, 4 if way == "hybrid" else 2, way)
 
 
-def _accumulated(rank: int, world_size: int, unused: bool) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+@on_threads(2)
+def test_what_backwards_have_kept_is_reduced_by_finalization(
+    rank: int, world_size: int, unused: bool
+) -> None:
     net, whole = _manual()
     x = [batches(world_size, step) for step in range(3)]
     net.set_reduce_scatter_unused_params(unused)
@@ -75,8 +79,7 @@ def _accumulated(rank: int, world_size: int, unused: bool) -> None:
     for sync in ([False, False, True], [False, False, False]):
         for batch, last in zip(x, sync, strict=True):
             net.set_requires_gradient_sync(last)
-            loss_of(net, batch[rank]).backward()
-            average_backward(whole, batch)
+            run_backward(net, whole, batch, rank)
         net.set_requires_gradient_sync(True)
         net.finalize_backward()
         assert_same_gradients(net, whole)
@@ -88,28 +91,22 @@ def _accumulated(rank: int, world_size: int, unused: bool) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_what_backwards_have_kept_is_reduced_by_finalization(threads: Ranks, unused: bool) -> None:
-    threads(_accumulated, 2, unused)
-
-
-def _kept_for_all_reduce(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_finalization_without_the_all_reduce_keeps_gradients_for_it(
+    rank: int, world_size: int
+) -> None:
     net, whole = _manual(mesh=hybrid_mesh(world_size))
     x = batches(world_size)
     for reduces in (False, True):
         net.set_requires_all_reduce(reduces)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         net.finalize_backward()
         assert (net.head.weight.grad is not None) == reduces
     assert_same_gradients(net, whole)
 
 
-def test_finalization_without_the_all_reduce_keeps_gradients_for_it(threads: Ranks) -> None:
-    threads(_kept_for_all_reduce, 4)
-
-
-def _hooks(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_hooks_on_parameters_run_once(rank: int, world_size: int) -> None:
     net, whole = _manual()
     net.head.weight.requires_grad_(False)
     whole.head.weight.requires_grad_(False)
@@ -118,19 +115,15 @@ def _hooks(rank: int, world_size: int) -> None:
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(lambda _, name=name: stepped.append(name))
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     net.finalize_backward()
     expected = [name for name, param in net.named_parameters() if param.requires_grad]
     assert sorted(stepped) == sorted(expected), "each once"
     assert_same_gradients(net, whole)
 
 
-def test_hooks_on_parameters_run_once(threads: Ranks) -> None:
-    threads(_hooks, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_finalization_at_the_wrong_time_or_place_is_refused(rank: int, world_size: int) -> None:
     net, whole = _manual()
     x = batches(world_size)
     loss = loss_of(net, x[rank])
@@ -160,9 +153,7 @@ def _refused(rank: int, world_size: int) -> None:
     net.set_manual_backward_finalization(False)
     with pytest.raises(RuntimeError, match=r"call set_manual_backward_finalization\(True\)"):
         net.finalize_backward()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
     net = sharded_net()
     net.blocks[1].set_manual_backward_finalization(True)
@@ -170,11 +161,8 @@ def _refused(rank: int, world_size: int) -> None:
         net(x[rank])
 
 
-def test_finalization_at_the_wrong_time_or_place_is_refused(threads: Ranks) -> None:
-    threads(_refused, 2)
-
-
-def _raised(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_after_a_backward_that_raised_and_in_a_copy(rank: int, world_size: int) -> None:
     net, whole = _manual()
     x = batches(world_size)
 
@@ -189,8 +177,7 @@ def _raised(rank: int, world_size: int) -> None:
         loss_of(net, x[rank]).backward()
     hook.remove()
     net.zero_grad()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     net.finalize_backward()
     assert_same_gradients(net, whole)
 
@@ -198,15 +185,10 @@ def _raised(rank: int, world_size: int) -> None:
     first = twin.blocks[0].up.weight
     twin.zero_grad()
     whole.zero_grad()
-    loss_of(twin, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(twin, whole, x, rank)
     assert first.grad is None, "a copy is finalized by the program, too"
     twin.finalize_backward()
     assert_same_gradients(twin, whole)
-
-
-def test_after_a_backward_that_raised_and_in_a_copy(threads: Ranks) -> None:
-    threads(_raised, 2)
 
 
 class Chunks(nn.Module):
@@ -221,7 +203,8 @@ class Chunks(nn.Module):
         return out
 
 
-def _chunked(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_backwards_of_parts_of_a_group_are_finalized(rank: int, world_size: int) -> None:
     net, whole = seeded(Chunks), seeded(Chunks)
     fully_shard([net.norm, net.head])
     fully_shard(net)
@@ -238,10 +221,6 @@ def _chunked(rank: int, world_size: int) -> None:
     found = net.head.weight.grad
     assert found is not None
     torch.testing.assert_close(found.full_tensor(), whole.head.weight.grad)
-
-
-def test_backwards_of_parts_of_a_group_are_finalized(threads: Ranks) -> None:
-    threads(_chunked, 2)
 
 
 # -- memory that is kept --------------------------------------------------------------------------
@@ -266,9 +245,7 @@ def _kept(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for step in range(3):
         addresses.append([])
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         taken = [torch.empty(1 << 10) for _ in range(8)]  # what would get freed memory
         for optimizer in optimizers:
             optimizer.step()
@@ -296,7 +273,10 @@ def test_full_parameters_can_keep_their_addresses(ranks: Ranks, options: dict[st
     ranks(_kept, 4 if "reshard_after_forward" in options else 2, options)
 
 
-def _sealed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_kept_memory_is_not_used_by_a_backward_that_no_hook_sees(
+    rank: int, world_size: int
+) -> None:
     net = sharded_net()
     net.set_keep_unsharded_storage(True)
     x = batches(world_size)
@@ -308,7 +288,3 @@ def _sealed(rank: int, world_size: int) -> None:
         module.reshard()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         leaked[0].sum().backward()
-
-
-def test_kept_memory_is_not_used_by_a_backward_that_no_hook_sees(threads: Ranks) -> None:
-    threads(_sealed, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,18 @@ from shardwise import PeerLostError, RanksDivergedError, checkpoint, fully_shard
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
-    average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
 from tests.sharding.test_communication import Gather, Scatter
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 
 def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
@@ -46,8 +45,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
         for sync in (False, True):
             net.set_requires_gradient_sync(sync)
             x = batches(world_size, 2 * step + sync)
-            loss_of(net, x[rank]).backward()
-            average_backward(whole, x)
+            run_backward(net, whole, x, rank)
         assert_same_gradients(net, whole)
         for optimizer in optimizers:
             optimizer.step()
@@ -150,7 +148,11 @@ def test_a_rank_that_raises_ends_the_others_with_an_error(
             assert outcome.result in ("PeerLostError", "RanksDivergedError")
 
 
-def _all_raise(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_processes(4)
+def test_all_ranks_train_on_after_a_backward_that_raised(
+    rank: int, world_size: int, transport: str
+) -> None:
     """All ranks raise in backward, and train on."""
     net, whole = sharded_net(transport=transport), seeded(Net)
     net.set_separate_reduce_scatter_group()
@@ -170,15 +172,8 @@ def _all_raise(rank: int, world_size: int, transport: str) -> None:
         hook.remove()
         net.zero_grad()
         whole.zero_grad()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         net.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_all_ranks_train_on_after_a_backward_that_raised(ranks: Ranks, transport: str) -> None:
-    ranks(_all_raise, 4, transport)
 
 
 def _not_called_by_all(rank: int, world_size: int) -> str:

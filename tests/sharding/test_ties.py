@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,15 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
 from tests.sharding.nets import (
-    assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
-    loss_of,
+    check_backward,
     seeded,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 class Tied(nn.Module):
@@ -45,7 +41,10 @@ def _shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
-def _trains(rank: int, world_size: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_threads()
+def test_training_equals_unsharded_training(rank: int, world_size: int, zero: int) -> None:
     whole = seeded(Tied)
     sharded = _shard(seeded(Tied), reshard_after_forward=zero == 3)
     assert sharded.first.weight is sharded.last.weight
@@ -54,9 +53,7 @@ def _trains(rank: int, world_size: int, zero: int) -> None:
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (sharded, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(sharded, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(sharded, whole)
+        check_backward(sharded, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -64,13 +61,8 @@ def _trains(rank: int, world_size: int, zero: int) -> None:
     assert sharded.first.weight is sharded.last.weight
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_equals_unsharded_training(threads: Ranks, world_size: int, zero: int) -> None:
-    threads(_trains, world_size, zero)
-
-
-def _loads(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_replaced_parameter_is_replaced_everywhere(rank: int, world_size: int) -> None:
     sharded = _shard(seeded(Tied))
     other = _shard(seeded(Tied, seed=1))
     sharded.load_state_dict(other.state_dict(), assign=True)
@@ -79,11 +71,8 @@ def _loads(rank: int, world_size: int) -> None:
     assert torch.equal(sharded(x), other(x))
 
 
-def test_a_replaced_parameter_is_replaced_everywhere(threads: Ranks) -> None:
-    threads(_loads, 2)
-
-
-def _from_meta(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_materializing(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = Tied()
     sharded = _shard(model)
@@ -101,13 +90,7 @@ def _from_meta(rank: int, world_size: int) -> None:
     whole = seeded(Tied)
     whole.apply(init)
     x = batches(world_size)
-    loss_of(sharded, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(sharded, whole)
-
-
-def test_materializing(threads: Ranks) -> None:
-    threads(_from_meta, 2)
+    check_backward(sharded, whole, x, rank)
 
 
 def _meshes(rank: int, world_size: int) -> str:
