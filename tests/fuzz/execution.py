@@ -345,7 +345,9 @@ class Execution:
             # While the backward of its group runs, a shard does not say whether a gradient came
             # before it was frozen: docs/torch-compatibility.md has hooks freeze what modules hold.
             held = live.get(name, param) if self._in_backward else param
-            (held if held.is_leaf else param).requires_grad_(action.to == "on")
+            if not held.is_leaf:
+                raise UndefinedError  # a copy, whose gradient may be on its way to the parameter
+            held.requires_grad_(action.to == "on")
 
     def _gather(self, action: p.Gather) -> None:
         model = self.models[self._model]

@@ -211,6 +211,7 @@ def test_one_element_is_a_difference() -> None:
 def test_a_missing_gradient_and_a_missing_entry_are_differences() -> None:
     one = torch.ones(2)
     assert "nothing in place" in str(first_difference(_trace(None), _trace(one), 1e-5))
+    assert "an empty tensor" in str(first_difference(_trace(one[:0]), _trace(None), 1e-5))
     assert "nothing after 1" in str(first_difference(_trace(one), _trace(one, one), 1e-5))
     assert "not there" in str(first_difference(_trace(one, one), _trace(one), 1e-5))
 
