@@ -48,6 +48,8 @@ MESHES = {
     "adafactor": [*_MESHES, Mesh({"dp": 3}, dim=2)],
     "lion": [Mesh({"dp": 1}), Mesh({"dp": 3}), Mesh({"dp": 2, "tp": 2})],
 }
+#: Eight ranks of which smaller meshes show all pairs of dimensions.
+LONG = [("muon", _MESHES[2]), ("adafactor", _MESHES[2]), ("adafactor", _MESHES[-1])]
 
 
 def _check_steps(name: str, mesh: Mesh, **settings: Any) -> None:
@@ -63,7 +65,13 @@ def _check_steps(name: str, mesh: Mesh, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mesh"), [(name, mesh) for name, meshes in MESHES.items() for mesh in meshes], ids=str
+    ("name", "mesh"),
+    [
+        pytest.param(name, mesh, marks=pytest.mark.long if (name, mesh) in LONG else ())
+        for name, meshes in MESHES.items()
+        for mesh in meshes
+    ],
+    ids=str,
 )
 def test_update_and_state_are_those_of_one_process(threads: Ranks, name: str, mesh: Mesh) -> None:
     threads(lambda *_: _check_steps(name, mesh), mesh.size)
