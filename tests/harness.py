@@ -407,7 +407,7 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
     inbox = _watch_parent(pipe)
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = _Surroundings(dict(os.environ), Path.cwd(), handlers)
     then = _Then.STAY
     while then is _Then.STAY:
