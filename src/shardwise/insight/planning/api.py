@@ -25,9 +25,8 @@ from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
-from shardwise.insight.planning.heap import process_bytes, shared_bytes
 from shardwise.insight.planning.machine import Execution, Machine, MachineError, link_named
-from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.presets import longest_sequence
 from shardwise.insight.planning.rehearsal import rehearse
@@ -422,9 +421,9 @@ def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | No
     """Return what the allocator of a rank takes for its tensors; ``None`` if unknown."""
     if _allocates(machine):
         return reserved(log)
-    if settings.device_type != devices.CPU.type or len(log.events) > MOST_EVENTS:
+    if settings.device_type != devices.CPU.type:
         return None
-    return process_bytes(log) + shared_bytes(log)
+    return round(PROCESS_FACTOR * memory(log).peak)
 
 
 def _allocates(machine: Machine | None) -> bool:

@@ -35,10 +35,10 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    _replace_file(root / TIMELINE, _dumps(timeline.to_json()))
-    _replace_file(root / TRACE, _dumps(trace(timeline)))
+    replace_file(root / TIMELINE, _dumps(timeline.to_json()))
+    replace_file(root / TRACE, _dumps(trace(timeline)))
     # A name or an error may hold half a surrogate pair, which no encoding has.
-    _replace_file(root / PAGE, page(timeline).encode(errors="replace"))
+    replace_file(root / PAGE, page(timeline).encode(errors="replace"))
 
 
 def read(path: str | Path) -> Timeline:
@@ -94,7 +94,7 @@ def leave(mine: Timeline, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     [rank] = mine.ranks
-    _replace_file(_part_file(folder, rank.rank), _dumps(mine.to_json()))
+    replace_file(_part_file(folder, rank.rank), _dumps(mine.to_json()))
     with _one_at_a_time(folder):
         write(read_parts(folder), folder)
 
@@ -116,7 +116,7 @@ def _part_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:05}.json"
 
 
-def _replace_file(path: Path, content: bytes) -> None:
+def replace_file(path: Path, content: bytes) -> None:
     """Write a file that is complete as soon as it is there."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
