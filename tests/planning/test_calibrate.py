@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from shardwise.app.cli import calibrate as command
-from shardwise.insight.planning import calibrate
+from shardwise.insight.planning import calibrate, recorded
 from shardwise.insight.planning.calibrate import (
     Calibration,
     cache_file,
@@ -119,8 +119,10 @@ def test_a_machine_is_measured_alone_and_with_all_of_its_processors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(calibrate, "usable_cores", lambda: 2)
+    monkeypatch.setattr(recorded, "SHAPES", ((64, 16), (128, 32)))  # which measure nothing well
+    monkeypatch.setattr(recorded, "STEPS", 2)
     said: list[str] = []
-    found = measure_machine(said.append, shapes=((64, 16), (128, 32)), steps=2)
+    found = measure_machine(said.append)
     assert said == ["one process alone", "2 at once"]
     assert list(found.costs) == [1, 2]
     path = tmp_path / "machine.json"
@@ -174,7 +176,9 @@ def test_plans_find_what_was_measured_here_only(
     assert cache_file().is_relative_to(tmp_path)
     assert stored() is None
     FOUND.save(cache_file())
-    with pytest.raises(MachineError, match=r"a processor, 2 cores.*run `shardwise calibrate`"):
+    with pytest.raises(
+        MachineError, match=r"a processor, torch .*, cores: 2, expected .*run `shardwise calibrate`"
+    ):
         stored()
     monkeypatch.setattr(calibrate, "processor", lambda: "a processor")
     monkeypatch.setattr(calibrate, "usable_cores", lambda: 2)

@@ -452,8 +452,8 @@ def find_machine(
     """Return the machine to plan for; ``None`` if it is not known.
 
     Args:
-        device: name of a device; ``"cpu"``: this machine, as ``shardwise calibrate`` measured it;
-            ``None``: the same, if it was measured.
+        device: name of a device; ``"cpu"``, or the type of this host's accelerator: this machine,
+            as ``shardwise calibrate`` measured it; ``None``: the same, if it was measured.
         link: name of the link between hosts; ``None``: ``ib-400``, or that of the file.
         ranks_per_host: ranks that share a host; ``None``: 8, or that of the file.
         device_file: a file that describes a machine, in place of ``device``.
@@ -466,7 +466,7 @@ def find_machine(
         if device is not None:
             raise MachineError("--device", f"{device} with a --device-file", "one of the two")
         machine = Machine.from_file(Path(device_file))
-    elif device in (None, devices.CPU.type):
+    elif device in (None, devices.default_type()):
         return _this_machine(device, link, ranks_per_host or min(ranks, ONE_HOST))
     else:
         machine = Machine.named(str(device))

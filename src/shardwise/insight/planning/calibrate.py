@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -36,10 +36,9 @@ from shardwise.insight.planning.machine import (
     device_reported_as,
     link_named,
 )
-from shardwise.insight.planning.recorded import SHAPES, STEPS, costs_of_ranks
+from shardwise.insight.planning.recorded import costs_of_ranks
 from shardwise.insight.timeline.files import replace_file
 
-GLOO = devices.GLOO.name
 _VERSION = 3
 _MOST = 1 << 20  # bytes of the file
 _MOST_PROCESSES = 16  # at once
@@ -107,7 +106,7 @@ class Calibration:
         costs = {unit: slower * cost for unit, cost in self.costs[ranks].items()}
         links = links_of(costs)
         between = LINKS["ib-400"] if link is None else link_named(link)
-        messages = links_of(self.costs[max(self.costs)]).get(GLOO)
+        messages = links_of(self.costs[max(self.costs)]).get(devices.GLOO.name)
         if messages is not None:
             cost = slower * messages.host_cost
             through = replace(between, launch=messages.launch, host_cost=_THROUGH_A_NETWORK * cost)
@@ -122,24 +121,18 @@ class Calibration:
         )
 
     def _device(self, costs: Costs, ranks_per_host: int) -> Device:
-        device = Device(
-            name=self.device,
-            memory=devices.free_memory(devices.CPU) // ranks_per_host,
-            memory_bandwidth=rate(costs, "bytes.float32"),
-            flops={name: rate(costs, f"product.{name}") for name in ("float32", "bfloat16")},
-            execution=Execution.DIRECT,
-            costs=costs,
-        )
-        if self.device == devices.CPU.type:
-            return device
-        known = device_reported_as(self.processor)
-        return replace(
-            known or device,
-            memory=known.memory if known else devices.free_memory(devices.current(self.device)),
-            execution=Execution.QUEUED,
-            costs=costs,
-            op_overhead=costs["host"],
-        )
+        on_cpus = self.device == devices.CPU.type
+        known = None if on_cpus else device_reported_as(self.processor)
+        if known is None:
+            memory = devices.free_memory(devices.current(self.device))
+            known = Device(
+                name=self.device,
+                memory=memory // ranks_per_host if on_cpus else memory,
+                memory_bandwidth=rate(costs, "bytes.float32"),
+                flops={name: rate(costs, f"product.{name}") for name in ("float32", "bfloat16")},
+            )
+        execution = Execution.DIRECT if on_cpus else Execution.QUEUED
+        return replace(known, execution=execution, costs=costs, op_overhead=costs.get("host", 0.0))
 
     def save(self, path: Path) -> None:
         """Write the file.
@@ -181,9 +174,8 @@ class Calibration:
 
 
 def _costs(fields: Fields) -> Costs:
-    missing = sorted({*CALLS, *WORK} - fields.all().keys())
-    if missing:
-        refuse(fields.where, f"no cost of {missing[0]}", "all that plans need")
+    for missing in sorted({*CALLS, *WORK} - fields.all().keys()):
+        refuse(fields.where, f"no cost of {missing}", "all that plans need")
     return {unit: fields.real(unit) for unit in fields.all()}
 
 
@@ -228,14 +220,10 @@ def stored() -> Calibration | None:
     if not os.path.lexists(path):
         return None
     found = Calibration.load(path)
-    now = (processor(), usable_cores(), torch.__version__)
-    then = (found.processor, found.cores, found.torch)
-    if now != then:
-        was, is_now = (
-            f"{name}, {count} core{'' if count == 1 else 's'}, torch {v}"
-            for name, count, v in (then, now)
-        )
-        raise MachineError(str(path), was, f"{is_now}: run `shardwise calibrate` again")
+    was = f"{found.processor}, torch {found.torch}, cores: {found.cores}"
+    now = f"{processor()}, torch {torch.__version__}, cores: {usable_cores()}"
+    if was != now:
+        raise MachineError(str(path), was, f"{now}: run `shardwise calibrate` again")
     return found
 
 
@@ -243,28 +231,16 @@ def processor() -> str:
     """Return what the accelerator calls itself, or the processor if there is none."""
     if (device := devices.accelerator()) is not None:
         return devices.name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"^model name\s*: (.+)", known, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
-def measure_machine(
-    say: Callable[[str], None] = lambda _: None,
-    shapes: Sequence[tuple[int, int]] = SHAPES,
-    steps: int = STEPS,
-) -> Calibration:
-    """Measure this machine.
+def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
+    """Measure this machine, and call ``say`` with what is measured next.
 
     Takes about a minute if nothing else runs. Starts one process, and then one for each accelerator
     or processor (at most 16).
-
-    Args:
-        say: is called with what is measured next.
-        shapes: width and tokens of the trainings.
-        steps: of each that are recorded.
 
     Raises:
         RankFailedError: a process was killed.
@@ -272,7 +248,7 @@ def measure_machine(
     costs = {}
     for ranks in sorted({1, min(_MOST_PROCESSES, devices.count() or max(2, usable_cores()))}):
         say(f"{ranks} at once" if ranks > 1 else "one process alone")
-        costs[ranks] = costs_of_ranks(ranks, shapes, steps)
+        costs[ranks] = costs_of_ranks(ranks)
     return Calibration(
         device=devices.default_type(),
         processor=processor(),

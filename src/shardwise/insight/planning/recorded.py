@@ -96,13 +96,8 @@ class SmallTraining:
         )
 
 
-def costs_of_ranks(ranks: int, shapes: Sequence[tuple[int, int]], steps: int) -> dict[str, float]:
+def costs_of_ranks(ranks: int) -> dict[str, float]:
     """Return what work costs in n processes at once.
-
-    Args:
-        ranks: how many processes.
-        shapes: width and tokens of the trainings.
-        steps: of each that are recorded.
 
     Returns:
         Seconds by unit; see :mod:`shardwise.insight.planning.costs`. Collectives have units by
@@ -112,29 +107,25 @@ def costs_of_ranks(ranks: int, shapes: Sequence[tuple[int, int]], steps: int) ->
     Raises:
         RankFailedError: a process was killed.
     """
-    trainings = [SmallTraining(*shape, dtype) for shape in shapes for dtype in (None, "bf16")]
+    trainings = [SmallTraining(*shape, dtype) for shape in SHAPES for dtype in (None, "bf16")]
     if ranks > 1 and devices.accelerator() is None:  # those are over shared memory
-        trainings += [SmallTraining(*shape, transport="c10d") for shape in (shapes[0], shapes[-1])]
+        trainings += [SmallTraining(*shape, transport="c10d") for shape in (SHAPES[0], SHAPES[-1])]
     logs = [rehearse(each.blueprint(), each.settings(ranks)) for each in trainings]
-    timelines = launch(_record, (trainings, steps), nproc=ranks)[0]
-    pairs = list(zip(logs, timelines, strict=True))
+    pairs = list(zip(logs, launch(_record, (trainings, STEPS), nproc=ranks)[0], strict=True))
     costs = solve([each for log, timeline in pairs for each in equations(log, timeline)])
     if devices.accelerator() is not None:
         costs["host"] = statistics.median(host_seconds(log, timeline) for log, timeline in pairs)
     return costs
 
 
-# -- recording -------------------------------------------------------------------------------------
-
-
 def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[RankTimeline]]:
     """Record steps of each training on one rank; return what all ranks recorded, on rank 0."""
     devices.keep_freed_memory()
-    device = devices.CPU
+    device, now = devices.CPU, time.perf_counter_ns
     if (accelerator := devices.accelerator()) is not None:
         device = devices.take(accelerator.type, int(os.environ["LOCAL_RANK"]))
-    on_one_thread = accelerator is None and torch.get_num_threads() == 1
-    now = time.process_time_ns if on_one_thread else time.perf_counter_ns
+    elif torch.get_num_threads() == 1:
+        now = time.process_time_ns
     found: list[Sequence[RankTimeline]] = []
     dist.init_process_group(devices.backends_for(device))
     try:
@@ -147,8 +138,7 @@ def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[Ran
                     dist.barrier()
                     with recording.step(number):
                         step()
-            assert recording.timeline is not None
-            found.append(recording.timeline.ranks)
+            found.append(recording.timeline.ranks if recording.timeline else ())
     finally:
         dist.destroy_process_group()
     return found
@@ -181,15 +171,10 @@ def _stepper(training: SmallTraining, device: torch.device) -> Callable[[], None
     return step
 
 
-# -- parts of a step -------------------------------------------------------------------------------
-
-
 def equations(log: Log, ranks: Sequence[RankTimeline]) -> list[Equation]:
-    """Return an equation for each kind of part: the median of those that do the same work.
+    """Return an equation for each kind of part of a step, as ranks recorded it.
 
-    Args:
-        log: of the rehearsal.
-        ranks: what was recorded of it.
+    Parts that do the same work are of one kind. It takes the median of their seconds.
     """
     took: dict[tuple[tuple[str, float], ...], list[float]] = defaultdict(list)
     works = [tuple(sorted(work.items())) for work in work_of_parts(log)]
@@ -234,8 +219,8 @@ def _times_of_parts(rank: RankTimeline) -> Iterator[list[float]]:
 
 def host_seconds(log: Log, ranks: Sequence[RankTimeline]) -> float:
     """Return the seconds that the host took for each operation of a step of median length."""
-    took = (step.seconds for rank in ranks for step in rank.steps)
-    return statistics.median(took) / sum(isinstance(event, Op) for event in log.events)
+    took = statistics.median(step.seconds for rank in ranks for step in rank.steps)
+    return took / sum(isinstance(event, Op) for event in log.events)
 
 
 def solve(parts: Sequence[Equation]) -> dict[str, float]:
@@ -244,14 +229,12 @@ def solve(parts: Sequence[Equation]) -> dict[str, float]:
     seconds = torch.tensor([took for _, took in parts], dtype=torch.float64)
     rows = [[work.get(unit, 0.0) for unit in units] for work, _ in parts]
     work = torch.tensor(rows, dtype=torch.float64) * seconds.pow(_WEIGHT - 1)[:, None]
-    scale = work.amax(0).clamp_min(1.0)
+    scale = work.amax(0)
     left = [at for at in range(len(units)) if work[:, at].any()]
     while True:
         each = work[:, left] / scale[left]
         costs = torch.linalg.lstsq(each, seconds.pow(_WEIGHT), driver="gelsd").solution
         if costs.min() >= 0:
-            found = dict(
-                zip((units[at] for at in left), (costs / scale[left]).tolist(), strict=True)
-            )
-            return dict.fromkeys(units, 0.0) | found
+            found = zip(left, (costs / scale[left]).tolist(), strict=True)
+            return dict.fromkeys(units, 0.0) | {units[at]: cost for at, cost in found}
         left.pop(int(costs.argmin()))
