@@ -41,11 +41,12 @@ from _worlds import World, stop_server
 from shardwise.base.devices import keep_freed_memory
 from shardwise.elastic.world import usable_cores
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.insight.planning.calibrate import Calibration, measure_machine
+from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.timeline.recorded import measure_machine
 from shardwise.optim.norms import clip_grad_norm_
 
 _PORT = 29500

@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from shardwise.app.cli import calibrate as command
-from shardwise.insight.planning import calibrate, recorded
+from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.calibrate import (
     Calibration,
     cache_file,
     check_writable,
-    measure_machine,
     stored,
 )
 from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of, op_seconds
 from shardwise.insight.planning.events import Op, StepPhase
 from shardwise.insight.planning.machine import DEVICES, LINKS, Execution, MachineError, SharedBy
+from shardwise.insight.timeline import recorded
 
 ALONE = dict.fromkeys((*CALLS, *WORK), 1e-9) | {"product.float32": 1e-11, "launch.local": 1e-4}
 PAIR = {unit: 2 * cost for unit, cost in ALONE.items() if unit != "launch.local"} | {
@@ -112,27 +112,6 @@ def test_an_operation_is_work_of_one_unit(change: dict[str, Any], unit: str, amo
     assert unit in WORK
     assert calls_of(op)[0] in CALLS
     assert calls_of(op)[1] == max(1, len(op.shapes)) if op.phase is StepPhase.OPTIMIZER else 1
-
-
-@pytest.mark.long
-def test_a_machine_is_measured_alone_and_with_all_of_its_processors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibrate, "usable_cores", lambda: 2)
-    monkeypatch.setattr(recorded, "SHAPES", ((64, 16), (128, 32)))  # which measure nothing well
-    monkeypatch.setattr(recorded, "STEPS", 2)
-    said: list[str] = []
-    found = measure_machine(said.append)
-    assert said == ["one process alone", "2 at once"]
-    assert list(found.costs) == [1, 2]
-    path = tmp_path / "machine.json"
-    found.save(path)
-    assert Calibration.load(path) == found, "it has all that plans need"
-    assert found.machine(1).links.keys() == {"local"}
-    assert found.machine(2).links.keys() >= {"gloo"}
-    for costs in found.costs.values():
-        assert costs["product.float32"] > 0
-        assert all(cost >= 0 for cost in costs.values())
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -255,7 +234,7 @@ def test_a_busy_machine_is_said_to_be_one(
     warned: bool,
 ) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (others, 0.0, 0.0))
-    monkeypatch.setattr(calibrate, "measure_machine", lambda _: FOUND)
+    monkeypatch.setattr(recorded, "measure_machine", lambda _: FOUND)
     command.calibrate(tmp_path / "machine.json")
     out = capsys.readouterr().out
     assert ("other programs used" in out) is warned

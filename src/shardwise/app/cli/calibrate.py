@@ -58,8 +58,9 @@ def calibrate(out: Out = None) -> None:
 
     Records small trainings, which takes about a minute. Nothing else should run meanwhile.
     """
-    from shardwise.insight.planning.calibrate import cache_file, check_writable, measure_machine
+    from shardwise.insight.planning.calibrate import cache_file, check_writable
     from shardwise.insight.planning.machine import MachineError
+    from shardwise.insight.timeline.recorded import measure_machine
 
     check_extras(["transformers"])
     console, began = Console(), time.monotonic()
@@ -98,8 +99,8 @@ def _shown(found: Calibration) -> Iterator[tuple[str, list[str]]]:
     from shardwise.insight.planning.calibrate import links_of, rate
 
     every = list(found.costs.values())
-    for unit, (name, words) in _RATES.items():
-        yield name, [f"{rate(costs, unit) / 1e9:,.0f} {words}" for costs in every]
+    for unit, (name, per_second) in _RATES.items():
+        yield name, [f"{rate(costs, unit) / 1e9:,.0f} {per_second}" for costs in every]
     yield "each operation of forward", [f"{1e6 * c['call.forward']:.1f} µs" for c in every]
     links = [links_of(costs) for costs in every]
     for name in sorted({name for each in links for name in each}):

@@ -12,7 +12,7 @@ import os
 import platform
 import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -21,7 +21,7 @@ import torch
 
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import Links, read_small
+from shardwise.checkpoint.disk.files import Links, read_small, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.world import usable_cores
 from shardwise.insight.planning.costs import CALLS, WORK
@@ -36,18 +36,15 @@ from shardwise.insight.planning.machine import (
     device_reported_as,
     link_named,
 )
-from shardwise.insight.planning.recorded import costs_of_ranks
-from shardwise.insight.timeline.files import replace_file
 
 _VERSION = 3
 _MOST = 1 << 20  # bytes of the file
-_MOST_PROCESSES = 16  # at once
 #: How much more a byte costs the host through a network than on this machine, where packets are 40
 #: times as long. Fitted on one row of docs/benchmarks.md: two hosts, 10 Gbit/s.
 _THROUGH_A_NETWORK = 1.5
 _FREE = 1e15  # bytes a second, where bytes cost the processor's time and nothing else
 
-#: Seconds by unit, as :func:`~shardwise.insight.planning.recorded.costs_of_ranks` returns them.
+#: Seconds by unit; see :func:`shardwise.insight.timeline.recorded.costs_of_ranks`.
 Costs = Mapping[str, float]
 
 
@@ -234,25 +231,3 @@ def processor() -> str:
     known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     found = re.search(r"^model name\s*: (.+)", known, re.MULTILINE)
     return found[1].strip() if found else platform.machine()
-
-
-def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
-    """Measure this machine, and call ``say`` with what is measured next.
-
-    Takes about a minute if nothing else runs. Starts one process, and then one for each accelerator
-    or processor (at most 16).
-
-    Raises:
-        RankFailedError: a process was killed.
-    """
-    costs = {}
-    for ranks in sorted({1, min(_MOST_PROCESSES, devices.count() or max(2, usable_cores()))}):
-        say(f"{ranks} at once" if ranks > 1 else "one process alone")
-        costs[ranks] = costs_of_ranks(ranks)
-    return Calibration(
-        device=devices.default_type(),
-        processor=processor(),
-        cores=usable_cores(),
-        torch=torch.__version__,
-        costs=costs,
-    )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.files import read_small
+from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.insight.timeline.merged import Timeline, together
 from shardwise.insight.timeline.page import page
@@ -114,16 +114,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def _part_file(folder: Path, rank: int) -> Path:
     """Return where a rank keeps what it recorded, if the ranks cannot put it together."""
     return folder / f"rank-{rank:05}.json"
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete as soon as it is there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _dumps(value: Any) -> bytes:

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from shardwise.base.observe import Activity
+from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
-from shardwise.insight.planning.recorded import (
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.timeline import recorded as module
+from shardwise.insight.timeline.rank import RankTimeline, Span, Step
+from shardwise.insight.timeline.recorded import (
     SmallTraining,
     equations,
     host_seconds,
+    measure_machine,
     solve,
     work_of_parts,
 )
-from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.timeline.rank import RankTimeline, Span, Step
 
 OP = Op("aten.mul.Tensor", "", StepPhase.FORWARD, 0, 10, (), "float32", False)
 EVENTS: tuple[Event, ...] = (
@@ -127,3 +131,24 @@ def test_a_rehearsal_has_the_work_of_a_small_training(transport: str) -> None:
     # Three layers and the root, forward and backward, and the optimizer.
     assert len(parts) == 2 * 4 + 1
     assert sum("product.float32" in part for part in parts) == 3 + 4
+
+
+@pytest.mark.long
+def test_a_machine_is_measured_alone_and_with_all_of_its_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "usable_cores", lambda: 2)
+    monkeypatch.setattr(module, "SHAPES", ((64, 16), (128, 32)))  # which measure nothing well
+    monkeypatch.setattr(module, "STEPS", 2)
+    said: list[str] = []
+    found = measure_machine(said.append)
+    assert said == ["one process alone", "2 at once"]
+    assert list(found.costs) == [1, 2]
+    path = tmp_path / "machine.json"
+    found.save(path)
+    assert Calibration.load(path) == found, "it has all that plans need"
+    assert found.machine(1).links.keys() == {"local"}
+    assert found.machine(2).links.keys() >= {"gloo"}
+    for costs in found.costs.values():
+        assert costs["product.float32"] > 0
+        assert all(cost >= 0 for cost in costs.values())

@@ -27,10 +27,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity
 from shardwise.elastic.call import launch
+from shardwise.elastic.world import usable_cores
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.calibrate import Calibration, processor
 from shardwise.insight.planning.clock import sent
 from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase
@@ -44,6 +46,7 @@ from shardwise.optim.norms import clip_grad_norm_
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))
+_MOST_PROCESSES = 16  # at once
 STEPS = 8  # of each training that are recorded
 _WARMUP = 2  # and that are not
 _LAYERS, _VOCABULARY = 3, 2048
@@ -94,6 +97,28 @@ class SmallTraining:
             ranks_per_host=ranks,
             device_type=devices.default_type(),
         )
+
+
+def measure_machine(say: Callable[[str], None] = lambda _: None) -> Calibration:
+    """Measure this machine, and call ``say`` with what is measured next.
+
+    Takes about a minute if nothing else runs. Starts one process, and then one for each accelerator
+    or processor (at most 16).
+
+    Raises:
+        RankFailedError: a process was killed.
+    """
+    costs = {}
+    for ranks in sorted({1, min(_MOST_PROCESSES, devices.count() or max(2, usable_cores()))}):
+        say(f"{ranks} at once" if ranks > 1 else "one process alone")
+        costs[ranks] = costs_of_ranks(ranks)
+    return Calibration(
+        device=devices.default_type(),
+        processor=processor(),
+        cores=usable_cores(),
+        torch=torch.__version__,
+        costs=costs,
+    )
 
 
 def costs_of_ranks(ranks: int) -> dict[str, float]:
