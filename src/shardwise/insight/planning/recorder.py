@@ -116,16 +116,14 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
 
     Args:
-        mode: makes the fake tensors of the rehearsal; ``None`` for a step with values.
+        mode: makes the fake tensors of the rehearsal.
         dimensions: name and number of ranks of each process group of the mesh, by its name.
 
     Attributes:
         formulas: modules whose results depend on values, and why; see ``formulas.py``.
     """
 
-    def __init__(
-        self, mode: fake.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
-    ) -> None:
+    def __init__(self, mode: fake.ReplayMode, dimensions: Mapping[str, tuple[str, int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._dimensions = dimensions
@@ -330,9 +328,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         call: fake.ReplayedCall | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
-            known = None
-            if out is None and self._mode is not None:
-                known = self._mode.again(func, args, kwargs)
+            known = None if out is not None else self._mode.again(func, args, kwargs)
             if known is not None:
                 out, call = known
             elif out is None:
