@@ -647,3 +647,43 @@ class GuardedStore(Store):
             f"{self._at}: found no answer within {self._seconds:g} s, expected one; its host hangs "
             "or cannot be reached"
         )
+
+
+def connect(
+    address: str,
+    port: int,
+    token: bytes,
+    name: str,
+    seconds: float,
+    *,
+    patience: float,
+    pause: float,
+    look: Callable[[], object] = lambda: None,
+) -> GuardedStore:
+    """Connect to a store whose server may start later.
+
+    Args:
+        address: as for :class:`GuardedStore`, and so are the next four.
+        port: of the server.
+        token: the shared secret.
+        name: of this client.
+        seconds: limit for one attempt, and for each answer later.
+        patience: seconds to try.
+        pause: seconds between two attempts.
+        look: called after each attempt that fails; what it raises ends the wait.
+
+    Raises:
+        StoreRefusedError: another program is there, or it has another token: that will not change.
+        OSError: of the last attempt.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return GuardedStore(address, port, token, name, seconds)
+        except StoreRefusedError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        look()
+        time.sleep(pause)
