@@ -84,4 +84,5 @@ def _fields(kind: type) -> dict[str, Any]:
 
 
 def _unfit(found: object, expected: str) -> ValueError:
-    return ValueError(f"found {str(found)[:80]!r}, expected {expected}")
+    shown = found if isinstance(found, bytes) else str(found)
+    return ValueError(f"found {shown[:80]!r}, expected {expected}")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
+from shardwise.base import plain
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco.coordinator import (
     NUMBERS_PER_SERVER,
@@ -154,7 +155,7 @@ class ReplicaSession:
         store, report = self._store, self._report
         if self.rank == 0 and store is not None and report is not None:
             with contextlib.suppress(OSError, RuntimeError):  # it is sent again with a connection
-                store.set(f"{REPORT}{self.replica}", report.to_json())
+                store.set(f"{REPORT}{self.replica}", plain.written(report))
 
     def close(self) -> None:
         """Take no part any more: the others do not wait for this replica."""
@@ -173,7 +174,7 @@ class ReplicaSession:
         name = client_name(self.replica, self.incarnation, self.rank)
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
-        self._plan = RoundPlan.from_json(store.get(PLAN))
+        self._plan = plain.read(RoundPlan, store.get(PLAN))
         self._store, self._lost_at, self._lost_for = store, None, 0.0
         self._send_report()
 
@@ -185,7 +186,7 @@ class ReplicaSession:
                 if store is None:
                     self._connect()
                 else:
-                    plan = RoundPlan.from_json(store.get(PLAN))
+                    plan = plain.read(RoundPlan, store.get(PLAN))
                     if plan != self._plan:
                         with self._changed:
                             self._plan = plan

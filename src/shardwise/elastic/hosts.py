@@ -112,9 +112,6 @@ class Nodes:
             )
         if not timeout > 0:
             raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
-        if backend is not JobBackend.OURS and token_file is not None:
-            expected = "none with --rdzv-backend, which has its own protection"
-            raise UserError(f"{TOKEN_FILE}: found {token_file}, expected {expected}")
         token = b"" if launched_here() else read_token(token_file)
         return cls(count, rank, *where, timeout, least, token, backend, job or "shardwise")
 
