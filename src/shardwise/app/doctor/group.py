@@ -21,7 +21,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +112,8 @@ class HostGroup:
         self._steps += 1
         step = str(self._steps)  # of this exchange, the same on all hosts
         if self._nodes.rank == 0:
-            values = self._receive_all(step, value, seconds)
+            deadline, peers = time.monotonic() + seconds, range(len(self._names))
+            values = [_sanitized(value), *(self._receive(at, step, deadline) for at in peers)]
             self._publish(step, values)
             return values
         return self._ask_host_0(step, value, seconds)
@@ -196,21 +196,14 @@ class HostGroup:
         self.index, self.addresses = index, found
 
     def _ask_host_0(self, step: str, value: Any, seconds: float) -> list[Any]:
-        self._send(step, value)
         keys = [_public_key(step, at) for at in range(len(self.addresses))]
-        # Host 0 waits for the slowest host before it answers.
-        received = [_read(each) for each in self._wait_for(keys, 2 * seconds)]
-        received[self.index] = _sanitized(value)
-        return received
-
-    def _send(self, step: str, value: Any) -> None:
         with self._reached() as store:
             store.set(f"{self._name}/{step}", json.dumps(value))
-
-    def _wait_for(self, keys: list[str], seconds: float) -> list[bytes]:
-        with self._reached() as store:
-            store.set_timeout(timedelta(seconds=seconds + _SLACK))
-            return store.multi_get(keys)
+            # Host 0 waits for the slowest host before it answers.
+            store.set_timeout(timedelta(seconds=2 * seconds + _SLACK))
+            received = [_read(each) for each in store.multi_get(keys)]
+        received[self.index] = _sanitized(value)
+        return received
 
     # -- on host 0 ---------------------------------------------------------------------------------
 
@@ -218,11 +211,8 @@ class HostGroup:
         from shardwise.elastic.store import StoreServer
 
         nodes = self._nodes
-        listener = _listen(nodes)
-        address, port, *_ = listener.getsockname()
-        self._server = StoreServer(listener, nodes.token)
+        self._server = StoreServer(_listen(nodes), nodes.token)
         self._server.start()
-        self._store = _connect(replace(nodes, address=address, port=port), self._name)
         self._admit(self._server)
 
     def _admit(self, server: StoreServer) -> None:
@@ -231,11 +221,8 @@ class HostGroup:
         deadline, grace = time.monotonic() + self._nodes.timeout, math.inf
         while len(others) < _MOST_PEERS * count and time.monotonic() < min(deadline, grace):
             time.sleep(_POLL)
-            others = {
-                name: address
-                for name, address in server.clients().items()
-                if name != self._name and len(name) <= _LONGEST
-            }
+            found = server.clients().items()
+            others = {name: address for name, address in found if len(name) <= _LONGEST}
             if len(others) >= count - 1:
                 grace = min(grace, time.monotonic() + _GRACE)
         names = [*others][: _MOST_PEERS * count]
@@ -244,11 +231,6 @@ class HostGroup:
         for at, name in enumerate(names, 1):
             server.put(_index_key(name), json.dumps(at).encode())
         server.put(_ADDRESSES, json.dumps(self.addresses).encode())
-
-    def _receive_all(self, step: str, value: Any, seconds: float) -> list[Any]:
-        deadline = time.monotonic() + seconds
-        peers = range(len(self._names))
-        return [_sanitized(value), *(self._receive(at, step, deadline) for at in peers)]
 
     def _receive(self, at: int, step: str, deadline: float) -> Any:
         """Return what a host sends; None once it is gone, or silent for too long."""
@@ -259,11 +241,10 @@ class HostGroup:
         key = f"{name}/{step}"
         while True:
             is_there = name in server.clients()  # before the look: what it wrote last counts
-            with self._reached() as store:
-                if store.check([key]):
-                    value = _read(store.get(key))
-                    store.delete_key(key)
-                    return value
+            sent = server.values(key).get("")
+            if sent is not None:
+                server.forget(key)
+                return _read(sent)
             if not is_there or time.monotonic() > deadline:
                 server.drop(name, "it was silent for too long")
                 self._names[at] = None
