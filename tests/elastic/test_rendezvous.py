@@ -607,6 +607,23 @@ def test_a_backend_of_torchs_names_who_serves_once_the_first_is_gone(
         assert len(first.worlds) == 1
 
 
+def test_a_host_that_a_backend_of_torchs_no_longer_names_decides_nothing(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link to the others is cut, not the one to the backend."""
+    monkeypatch.setattr(rendezvous, "_CLAIMING", 0.1)
+    it = job("2", restarts=1, backend=JobBackend.C10D)
+    first, second = it.begin(2)
+    directory = second.rendezvous._directory
+    assert first.serves and directory is not None
+    found = directory.get_state()
+    assert found is not None
+    assert directory.set_state(second.rendezvous._here().encode(), found[1])
+    first.thread.join(WAIT)
+    assert "the others have gone on without it" in first.error
+    assert len(first.worlds) == 1
+
+
 def test_the_others_move_the_rendezvous_when_host_0_is_lost(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

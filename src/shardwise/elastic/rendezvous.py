@@ -33,7 +33,7 @@ from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -78,6 +78,7 @@ from shardwise.elastic.store import (
     StoreRefusedError,
     StoreServer,
     connect,
+    serve_ranks,
 )
 
 SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
@@ -88,7 +89,7 @@ _GLANCE = 0.02  # seconds between looks at what the thread has read
 _RETRY = 0.3  # seconds between attempts to connect
 _ATTEMPT = 2.0  # seconds for one attempt
 _GUIDING = 1.0  # seconds between looks for hosts that come to --rdzv after a move
-_CLAIMING = 60.0  # seconds between looks whether a backend of torch's still names this host
+_CLAIMING = 2.0  # seconds between looks whether a backend of torch's still names this host
 _MOVED = "moved"  # the key that shows newcomers where the hosts meet now: "ID ADDRESS:PORT"
 _VOTE = "vote/"  # before the id of a host: the last plan that it has read
 _REPORT = "report/"  # before the id of a host: what it does
@@ -201,13 +202,7 @@ class Rendezvous(RendezvousHandler):
             first = members[0]
             self._ranks_store = None  # closes that of the generation before
             if index == 0:
-                self._ranks_store = TCPStore(
-                    first.address,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
+                self._ranks_store = serve_ranks(first.address, listener)
         finally:
             listener.close()
         self.generation, self.hosts = seen.generation, len(members)
@@ -458,10 +453,11 @@ class Rendezvous(RendezvousHandler):
         """Check that the backend names this host, or nobody since it forgets after a while."""
         if self._directory is None:
             return
-        found = self._directory.get_state()
+        found: Any = self._directory.get_state()
+        if found is None or _named(found[0])[0] == self._id:
+            found = self._directory.set_state(self._here().encode(), found and found[1])
         if found is not None and _named(found[0])[0] != self._id:
             raise self._left_behind()
-        self._directory.set_state(self._here().encode(), found and found[1])
         self._claimed = time.monotonic()
 
     # -- taking part -------------------------------------------------------------------------------
@@ -541,7 +537,7 @@ class Rendezvous(RendezvousHandler):
     def _server_name(self) -> str:
         server = self._seen.host(self._seen.server)
         name = f"host 0 ({self.nodes.where})"
-        if server is not None and self._seen.moves:
+        if server is not None and (self._seen.moves or not self._ours):
             name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
         return name
 
@@ -734,7 +730,8 @@ class Rendezvous(RendezvousHandler):
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
-        A backend of torch's names one host for all, whoever asked it first; no other continues.
+        A backend of torch's names one host for all, whoever asked it first. One that is silent may
+        not have looked there since, so the next one gives it the time to.
         """
         seen = self._seen
         server = seen.host(seen.server)
@@ -799,13 +796,16 @@ class Rendezvous(RendezvousHandler):
         except (UserError, *_FAILURES):  # its own link is down
             raise LostError(self._lost(why)) from error
         others = [host.id for host in voters if host not in gone and host.id != self._id]
-        needed = 0 if self._directory is not None else len(voters) - len(dead)
+        needed, least = len(voters) - len(dead), 0.0
+        if self._directory is not None:
+            needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
         began = time.monotonic()
         while True:
             came = [id_ for id_ in others if self._votes_here(store, id_)]
             waited = time.monotonic() - began
             enough = 2 * (1 + len(came)) > needed
-            if len(came) == len(others) or (enough and waited > SILENCE / 2):
+            is_complete = len(came) == len(others) and waited >= least
+            if is_complete or (enough and waited > max(least, SILENCE / 2)):
                 break
             if waited > 1.5 * SILENCE:
                 break
