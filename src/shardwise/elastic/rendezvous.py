@@ -238,6 +238,10 @@ class Rendezvous(RendezvousHandler):
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * SILENCE)
+        if self._directory is not None and self._state is not None and self._state.is_over:
+            with contextlib.suppress(*_FAILURES):
+                found = self._directory.get_state()
+                self._directory.set_state(b"over", found and found[1])
         if isinstance(self._store, GuardedStore):
             self._store.close()
         if self._server is not None:
@@ -430,19 +434,23 @@ class Rendezvous(RendezvousHandler):
         return backend
 
     def _look_up(self) -> tuple[str, tuple[str, int]]:
-        """Return the host that serves, and its address. At first, and if that has ended, host 0."""
+        """Return the host that serves, and its address.
+
+        At first that is host 0. A job whose server cannot be reached may be about to move.
+        """
         assert self._directory is not None
-        deadline = time.monotonic() + self.nodes.timeout
+        began = time.monotonic()
         while True:
             found = self._directory.get_state()
             server, where = ("", None) if found is None else _named(found[0])
-            if where is not None and (server == self._id or not _refuses(*where)):
+            if where is not None and (server == self._id or _answers(*where)):
                 return server, where
-            if self.nodes.rank == 0:
+            waited = time.monotonic() - began
+            if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
                 self._directory.set_state(self._here().encode(), found and found[1])
                 continue
             self._look_for_stop()
-            if time.monotonic() > deadline:
+            if waited > self.nodes.timeout:
                 raise UserError(
                     f"--rdzv: host 0 did not come to {self.nodes.where} within "
                     f"{self.nodes.timeout:.0f} s; is the command running there?"
@@ -755,13 +763,17 @@ class Rendezvous(RendezvousHandler):
     def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
         """Yield the host that a backend of torch's names, and another one once that is gone too."""
         assert self._directory is not None
-        while True:
+        deadline = time.monotonic() + 2 * SILENCE
+        while time.monotonic() < deadline:
             lost = {self._seen.server, *(host.id for host in gone)}
             found: Any = self._directory.get_state()
             if found is None or _named(found[0])[0] in lost:
-                found = self._directory.set_state(self._here().encode(), found and found[1])
-            elected = [host for host in voters if found and host.id == _named(found[0])[0]]
-            if not elected or elected[0].id in lost:
+                if any(host.id == self._id for host in voters):
+                    self._directory.set_state(self._here().encode(), found and found[1])
+                self._closing.wait(_GLANCE)
+                continue
+            elected = [host for host in voters if host.id == _named(found[0])[0]]
+            if not elected:
                 return
             yield elected[0]
 
@@ -841,6 +853,15 @@ def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
     """Read ``ID ADDRESS:PORT``."""
     server, _, endpoint = place.decode(errors="replace").partition(" ")
     return server, parse_endpoint(endpoint)
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether something listens at an address and port."""
+    try:
+        socket.create_connection((address, port), timeout=_ATTEMPT).close()
+    except OSError:
+        return False
+    return True
 
 
 def _refuses(address: str, port: int) -> bool:

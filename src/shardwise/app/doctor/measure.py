@@ -95,7 +95,8 @@ def _ping(address: str, port: int) -> tuple[float, float]:
             took = time.perf_counter() - began
             if len(answer) < _TIME.size:
                 raise ConnectionResetError(None, "the connection was closed")
-            found.append((took, _ahead(*_TIME.unpack(answer), asked, took)))
+            (shown,) = _TIME.unpack(answer)
+            found.append((took, _ahead(shown, asked, took)))
     return min(found)
 
 
