@@ -348,13 +348,12 @@ class Rendezvous(RendezvousHandler):
         self._server_port = listener.getsockname()[1]
         self._server = StoreServer(listener, nodes.token)
         self._server.start()
-        server, where = "", (nodes.address, nodes.port)
-        if self._ours:
-            server = self._id if nodes.rank == 0 else ""
-        else:
+        decides, where = nodes.rank == 0, (nodes.address, nodes.port)
+        if not self._ours:
             self._directory = self._torchs()
             server, where = self._look_up()
-        if server == self._id:
+            decides = server == self._id
+        if decides:
             self._decide_from(self._first_state())
         try:
             return connect(
