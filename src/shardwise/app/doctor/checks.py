@@ -26,7 +26,7 @@ PORTS, LINKS, INSIDE = "ports", "links", "inside"
 _LONGEST = 2000  # characters of a line, however many hosts it is about
 MOST_SECONDS = 1.0  # beyond that, logs of several hosts are hard to compare
 # Under torchrun, hosts write the time of each heartbeat into the rendezvous, every 5 seconds, and
-# take a host for dead that has missed three by their own clock. Our own counts heartbeats instead.
+# take a host for dead that has missed three by their own clock. Our own compares no clocks.
 DEAD_SECONDS = 15.0
 MOST_MS = 5.0
 _OWN = 256  # files that a rank opens for itself, with room to spare
