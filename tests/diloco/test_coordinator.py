@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from shardwise.base import plain
 from shardwise.diloco.coordinator import (
     Attempt,
     Coordinator,
@@ -62,7 +63,7 @@ class World:
 
     @property
     def plan(self) -> RoundPlan:
-        return RoundPlan.from_json(self.coordinator.plan.to_json().encode())
+        return plain.read(RoundPlan, plain.written(self.coordinator.plan))
 
     @property
     def attempt(self) -> Attempt:
@@ -75,7 +76,7 @@ class World:
         while True:
             reports, silence = {}, {}
             for number, each in self.replicas.items():
-                reports[number] = each.report.to_json().encode()
+                reports[number] = plain.written(each.report)
                 since = each.silent_since
                 if each.is_connected:
                     name = client_name(number, each.report.incarnation, 0)
@@ -523,13 +524,13 @@ def test_a_suspended_server_takes_nobody_for_silent_when_it_wakes() -> None:
     ],
 )
 def test_garbage_is_no_report(text: bytes) -> None:
-    with pytest.raises(ValueError, match="expected a report"):
-        ReplicaReport.from_json(text)
+    with pytest.raises(ValueError, match="ReplicaReport"):
+        plain.read(ReplicaReport, text)
     world = three()
     silence = {
         client_name(r, each.report.incarnation, 0): 0.0 for r, each in world.replicas.items()
     }
-    reports = {r: each.report.to_json().encode() for r, each in world.replicas.items()}
+    reports = {r: plain.written(each.report) for r, each in world.replicas.items()}
     world.coordinator.look(world.now, {**reports, 7: text}, silence)
     assert list(world.round_of(0, 1, 2).members) == [0, 1, 2]
 
@@ -551,17 +552,17 @@ def test_garbage_is_no_report(text: bytes) -> None:
     ],
 )
 def test_a_report_with_impossible_values_is_refused(changes: dict[str, object]) -> None:
-    values = {**json.loads(Replica(0).report.to_json()), **changes}
-    with pytest.raises(ValueError, match="expected a report"):
-        ReplicaReport.from_json(json.dumps(values).encode())
+    values = {**json.loads(plain.written(Replica(0).report)), **changes}
+    with pytest.raises(ValueError, match="ReplicaReport"):
+        plain.read(ReplicaReport, json.dumps(values).encode())
 
 
 def test_each_rank_of_a_replica_has_to_be_heard() -> None:
     report = replace(Replica(0).report, ranks=2)
     coordinator = Coordinator(1, DEADLINE, START)
     silence = {client_name(0, report.incarnation, 0): 0.0}
-    coordinator.look(0.0, {0: report.to_json().encode()}, silence)
+    coordinator.look(0.0, {0: plain.written(report)}, silence)
     assert coordinator.plan.version == -1
     silence[client_name(0, report.incarnation, 1)] = 0.0
-    coordinator.look(0.1, {0: report.to_json().encode()}, silence)
+    coordinator.look(0.1, {0: plain.written(report)}, silence)
     assert coordinator.plan.version == 0

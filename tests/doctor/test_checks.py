@@ -125,6 +125,10 @@ def test_clocks_that_differ(ahead: float, text: str) -> None:
     assert f"host 1 (b) is {text} host 0" in found(check_clocks(PAIR, {1: ahead}), Level.WARN)
 
 
+def test_clocks_that_nothing_reaches_are_not_compared() -> None:
+    assert "not compared" in found(check_clocks(PAIR, {}), Level.OK)
+
+
 def test_clocks_that_differ_more_than_torchruns_rendezvous_allows() -> None:
     dead = "torchrun takes hosts for dead"
     assert dead not in found(check_clocks(PAIR, {1: -14.0}), Level.WARN)

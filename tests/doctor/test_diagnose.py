@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.cli.main import app
-from shardwise.app.doctor.diagnose import CHECKS, SECONDS
+from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
+from shardwise.app.doctor.measure import PairLink
 from shardwise.app.doctor.probe import START
 from shardwise.base.scratch import libc
 
@@ -27,7 +28,6 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
     text = " ".join(GUIDE.read_text().split())
     assert f"{START:.0f} s for a process that is started as a rank" in text
     assert f"{SECONDS['facts']:.0f} s for each host to describe itself" in text
-    assert f"{SECONDS['clocks']:.0f} s per host for clocks" in text
     assert f"{SECONDS['links']:.0f} s for each of the N rounds" in text
 
 
@@ -83,3 +83,11 @@ def test_a_host_alone_is_looked_at_without_any_other(
     figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
     shared = f"shared memory {figures}" if libc.has_futex() else "no shared memory"
     assert re.search(f"{shared}; messages {figures}", inside)
+
+
+def test_clocks_are_compared_over_the_connections_that_work() -> None:
+    fast, broken = PairLink(ahead=9.0), PairLink("timed out")
+    measured = {(0, 0): fast, (0, 1): PairLink(ahead=1.0), (1, 0): PairLink(ahead=-2.0)}
+    measured |= {(0, 2): broken, (2, 0): PairLink(ahead=-3.0), (0, 3): broken, (3, 1): fast}
+    assert _ahead(measured, [0, 1, 2, 3]) == {1: 1.0, 2: 3.0}, "host 0 is asked first"
+    assert _ahead(measured, [0, 2]) == {1: 3.0}, "by index of those that can be read"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.doctor import facts
-from shardwise.app.doctor.facts import Facts, collect_facts
+from shardwise.app.doctor.facts import Facts, collect_facts, received
 from shardwise.app.doctor.measure import PairLink
 from shardwise.app.doctor.probe import Accelerators, Probe
 from shardwise.elastic.hosts import Nodes
@@ -34,9 +34,9 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_facts_travel_as_json() -> None:
     found = collect_facts(ALONE, 2)
     sent = json.loads(json.dumps(found.to_json()))
-    assert Facts.from_json(sent) == found
+    assert received(Facts, sent) == found
     for other in ({**sent, "of another version": 1}, {"rank": 0}, "a peer", None):
-        assert Facts.from_json(other) is None
+        assert received(Facts, other) is None
 
 
 def test_a_host_knows_itself_and_what_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_host_without_a_route_has_no_address(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(facts, "address_towards", unreachable)
     found = collect_facts(Nodes(2, 1, "203.0.113.1", 1), 1)
     assert (found.address, found.towards) == ("", None)
-    assert Facts.from_json(found.to_json()) == found
+    assert received(Facts, found.to_json()) == found
 
 
 def test_a_name_that_does_not_resolve_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

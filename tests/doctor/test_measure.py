@@ -8,6 +8,7 @@ import resource
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +44,24 @@ def test_a_connection_has_a_bandwidth_and_a_round_trip(server: EchoServer) -> No
     assert link.error == ""
     assert link.gbit > 0
     assert 0 < link.ms < 1000
+    assert abs(link.ahead) < 0.5, "it is the same clock"
+
+
+def test_the_clock_of_the_other_end_is_compared(
+    server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, right = threading.current_thread(), time.time
+    monkeypatch.setattr(
+        time, "time", lambda: right() + 90 * (threading.current_thread() is not client)
+    )
+    assert 89 < measure_connection("127.0.0.1", server.port).ahead < 91
+
+
+@pytest.mark.parametrize(
+    ("answer", "ahead"), [(100.0, 0.0), (102.0, 0.0), (104.0, 0.0), (105.0, 3.0), (99.0, -3.0)]
+)
+def test_a_clock_is_wrong_if_no_moment_of_the_answer_fits(answer: float, ahead: float) -> None:
+    assert measure._ahead(answer, asked=100.0, took=4.0) == ahead
 
 
 def test_a_server_serves_again_and_again(server: EchoServer) -> None:
@@ -65,7 +84,7 @@ def test_more_clients_than_a_server_serves_are_turned_away(server: EchoServer) -
         for _ in range(measure._MOST_CLIENTS):
             one = socket.create_connection(("127.0.0.1", server.port), timeout=10)
             stack.enter_context(one)
-            one.sendall(b"p")
+            one.sendall(measure._CLOCK)
         last = socket.create_connection(("127.0.0.1", server.port), timeout=10)
         stack.enter_context(last)
         assert last.recv(1) == b"", "it was closed"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from shardwise.app.doctor import probe
+from shardwise.app.doctor.facts import received
 from shardwise.app.doctor.probe import Accelerators, Probe, probe_rank
 from shardwise.base import devices
 from shardwise.base.devices import Model
-from shardwise.base.errors import CheckpointError
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -59,12 +59,9 @@ def failing(monkeypatch: pytest.MonkeyPatch, code: str) -> str:
         ("raise SystemExit(3)", "exit code 3: it printed nothing"),
         ("raise SystemExit('\\x1b[2J')", "exit code 1: \N{REPLACEMENT CHARACTER}[2J"),
         ("import os; os.kill(os.getpid(), 9)", "exit code -9: it printed nothing"),
-        ("", "the report of a rank: is not valid JSON"),
-        (
-            "import sys; open(sys.argv[1], 'w').write('{')",
-            "the report of a rank: is not valid JSON",
-        ),
-        ("import sys; open(sys.argv[1], 'w').write('[]')", "accelerators: found list of 0"),
+        ("", "the report of a rank: found b'', expected Accelerators"),
+        ("import sys; open(sys.argv[1], 'w').write('{')", "the report of a rank: found b'{'"),
+        ("import sys; open(sys.argv[1], 'w').write('[]')", "the report of a rank: found '[]'"),
     ],
 )
 def test_a_rank_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, code: str, error: str) -> None:
@@ -102,6 +99,5 @@ def test_a_python_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyP
 )
 def test_accelerators_have_the_types_that_checks_rely_on(change: dict[str, Any]) -> None:
     sent = {"kind": "", "models": [["one", 1]], "versions": {}, "problem": ""}
-    assert Accelerators.from_json(sent) == Accelerators(models=[("one", 1)])
-    with pytest.raises(CheckpointError):
-        Accelerators.from_json({**sent, **change})
+    assert received(Accelerators, sent) == Accelerators(models=[("one", 1)])
+    assert received(Accelerators, {**sent, **change}) is None

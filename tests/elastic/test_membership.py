@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base import plain
 from shardwise.elastic import membership
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
+    HostReport,
     JobState,
     Next,
     Rules,
@@ -53,8 +55,11 @@ def make_host(number: int, address: str = "") -> Host:
     return Host(f"id{number}", number, address or f"10.0.0.{number}")
 
 
+Losses = dict[str, tuple[HostLoss, str]]
+
+
 class Job:
-    """A state, and one host's rules and timers for it."""
+    """A state, what hosts report, and the rules and timers of the host that decides."""
 
     def __init__(
         self,
@@ -69,16 +74,30 @@ class Job:
         self.rules = Rules(nodes, why_not, quorum)
         self.timers = Timers(clock.monotonic)
         self.state = JobState(restarts=restarts)
+        self.reports: dict[str, HostReport] = {}
+        self.losses: Losses = {}
 
     def admit(self, host: Host) -> str | None:
         """Let a host take part, and return why it may not."""
-        self.state.admit(host, self.nodes)
+        self.state._admit(host.id, HostReport(host.number, host.address), self.nodes)
         refused = self.state.parted.get(host.id)
+        if refused is None:
+            self.reports[host.id] = HostReport(host.number, host.address)
         return None if refused is None else refused.text
+
+    def of(self, host: Host) -> Host:
+        """Return what is known of a host now."""
+        found = self.state.host(host.id)
+        assert found is not None
+        return found
+
+    def tell(self, host: Host, **changes: object) -> None:
+        """Let a host report something; it is seen once others have reported as well."""
+        self.reports[host.id] = replace(self.reports[host.id], **changes)  # type: ignore[arg-type]
 
     def ready(self, *hosts: Host) -> None:
         for host in hosts:
-            self.state.note_ready(host.id, self.state.generation, 1)
+            self.tell(host, awaits=self.state.generation, store_port=1)
 
     def begin(self, count: int) -> list[Host]:
         """Start the first generation with ``count`` hosts."""
@@ -90,22 +109,23 @@ class Job:
         self.clock.now += membership.LAST_CALL + 1
         self.advance()
         assert self.state.is_running
-        return hosts
+        return [self.of(host) for host in hosts]
 
     def advance(self) -> Verdict | None:
-        self.state.advance(self.rules, self.timers)
+        self.state.look(self.reports, self.losses, self.rules, self.timers)
+        here = {host.id for host in self.state.hosts}
+        self.reports = {id_: each for id_, each in self.reports.items() if id_ in here}
         return self.state.verdict
 
     def step(self, *hosts: Host) -> None:
         for host in hosts:
-            self.state.note_step(host.id, self.state.generation)
+            self.tell(host, stepped=self.state.generation)
 
     def end(self, host: Host, result: Result, by: StoppedBy = StoppedBy.NOTHING) -> None:
-        outcome = Outcome(0, result, by)
-        self.state.note_end(host.id, self.state.generation, outcome, self.nodes)
+        self.tell(host, ended=self.state.generation, result=result, stopped_by=by)
 
     def lose(self, host: Host, loss: HostLoss = HostLoss.DEAD) -> None:
-        self.state.note_lost(host.id, loss, "no sign of life for 10 s")
+        self.losses[host.id] = loss, "no sign of life for 10 s"
 
     def join(self, number: int) -> Host:
         """Let a host join the generation that runs, and start another with it."""
@@ -122,7 +142,7 @@ class Job:
         assert self.advance() is not None
         self.ready(*before)
         assert self.advance() is None
-        return host
+        return self.of(host)
 
 
 # -- admission -------------------------------------------------------------------------------------
@@ -175,7 +195,7 @@ def test_hosts_without_a_number_get_the_first_that_is_free(clock: Clock) -> None
     for name, number in (("a", UNNUMBERED), ("b", 3), ("c", UNNUMBERED), ("d", UNNUMBERED)):
         host = Host(name, number, "b")
         assert job.admit(host) is None
-        numbers.append(host.number)
+        numbers.append(job.of(host).number)
     assert numbers == [1, 3, 2, 4], "0 is that of host 0, present or not"
 
 
@@ -291,7 +311,6 @@ def test_below_the_least_the_job_waits_for_another_and_gives_up_in_time(clock: C
 
 
 def test_ready_for_an_earlier_generation_is_not_ready(clock: Clock) -> None:
-    """A host repeats what it has reported where it meets the others after a move."""
     job = Job(FIXED, clock, restarts=1)
     hosts = job.begin(2)
     for host in hosts:
@@ -300,7 +319,7 @@ def test_ready_for_an_earlier_generation_is_not_ready(clock: Clock) -> None:
     assert verdict is not None
     assert verdict.next is Next.RESTART
     for host in hosts:
-        job.state.note_ready(host.id, -1, 7)
+        assert job.reports[host.id].awaits == -1
     job.advance()
     assert not job.state.is_running, "the stores for ranks that were at these ports are gone"
     job.ready(*hosts)
@@ -504,8 +523,10 @@ def test_probation_ends_when_every_host_has_completed_a_step(clock: Clock) -> No
     [first] = job.begin(1)
     joined = job.join(1)
     job.step(joined)
+    assert job.advance() is None
     assert joined.standing is Standing.PROBATION
     job.step(first)
+    assert job.advance() is None
     assert joined.standing is Standing.MEMBER
     job.end(joined, Result.CRASHED)
     verdict = job.advance()
@@ -573,11 +594,10 @@ def test_hosts_that_go_silent_one_after_the_other_are_counted_together(clock: Cl
 def test_reports_of_another_generation_do_not_count(clock: Clock) -> None:
     job = Job(FIXED, clock, restarts=1)
     hosts = job.begin(2)
-    job.state.note_step(hosts[0].id, 1)
-    job.state.note_end(hosts[0].id, -1, Outcome(1, Result.FAILED), FIXED)
+    job.tell(hosts[0], stepped=1, ended=-1, result=Result.FAILED)
+    assert job.advance() is None
     assert not hosts[0].stepped
     assert hosts[0].result is None
-    assert job.advance() is None
 
 
 @pytest.mark.parametrize("follows", list(Next))
@@ -609,6 +629,7 @@ _HOSTS = st.builds(
 _STATES = st.builds(
     JobState,
     job=_TEXTS,
+    terms=st.dictionaries(_TEXTS, st.none() | st.booleans() | _COUNTS | _TEXTS, max_size=3),
     restarts=_COUNTS,
     generation=_COUNTS,
     hosts=st.lists(_HOSTS, max_size=3),
@@ -628,8 +649,9 @@ _STATES = st.builds(
 @settings(max_examples=40, deadline=None)
 @given(_STATES)
 def test_what_is_written_is_read_the_same(state: JobState) -> None:
-    assert JobState.read(state.written()) == state
-    assert JobState.read(state.written()).written() == state.written(), "order counts, too"
+    written = plain.written(state)
+    assert plain.read(JobState, written) == state
+    assert plain.written(plain.read(JobState, written)) == written, "order counts, too"
 
 
 def test_the_value_does_not_grow_with_the_hosts_that_came_and_went(clock: Clock) -> None:
@@ -637,105 +659,146 @@ def test_the_value_does_not_grow_with_the_hosts_that_came_and_went(clock: Clock)
     job.begin(1)
     sizes = []
     for number in range(400):
-        job.state.admit(Host(f"twin {number:3}", 0, f"10.1.1.{number:3}"), ELASTIC)
+        job.state._admit(f"twin {number:3}", HostReport(0, f"10.1.1.{number:3}"), ELASTIC)
         host = Host(f"one {number:3}", 1, f"10.0.0.{number:3}")
         host.standing, host.result = Standing.PROBATION, Result.CRASHED
         job.state.hosts.append(host)
+        job.reports[host.id] = HostReport(1, host.address)
         assert job.advance() is not None
         job.ready(*job.state.hosts)
         assert job.advance() is None
-        sizes.append(len(job.state.written()))
+        sizes.append(len(plain.written(job.state)))
         assert host.id in job.state.parted, "it has to read this"
     assert max(sizes[100:]) < 1.1 * sizes[100]
     assert sizes[-1] < 2**15
 
 
-# -- any order of events ---------------------------------------------------------------------------
+# -- any order of facts ----------------------------------------------------------------------------
+
+_ENDS = {
+    "completed": Outcome(0),
+    "crashed": Outcome(1, Result.CRASHED),
+    "secondary": Outcome(1, Result.SECONDARY),
+    "saved": Outcome(143, stopped_by=StoppedBy.RANK),
+    "dead": HostLoss.DEAD,
+    "silent": HostLoss.SILENT,
+}
 
 
-class Backend:
-    """One value that changes by compare and set."""
+@pytest.mark.parametrize("quorum", [False, True])
+def test_all_orders_of_the_facts_of_three_hosts_lead_to_the_same(
+    clock: Clock, quorum: bool
+) -> None:
+    """One look may see any number of facts: they come one by one, and all at once."""
+    for ends in itertools.product(_ENDS.values(), repeat=3):
+        follows: set[object] = set()
+        for order in (*itertools.permutations(range(3)), ()):
+            job = Job(ELASTIC, clock, restarts=1, quorum=quorum)
+            hosts = job.begin(3)
+            job.step(*hosts)
+            for at in order or range(3):
+                end = ends[at]
+                if isinstance(end, HostLoss):
+                    job.lose(hosts[at], end)
+                elif hosts[at].id in job.reports:
+                    job.end(hosts[at], end.result, end.stopped_by)
+                if order:
+                    job.advance()
+                    job.advance()  # a second look at the same changes nothing
+            job.advance()
+            if not job.state.is_over:
+                job.ready(*job.state.hosts)
+                job.advance()
+                assert job.state.generation == bool(job.state.hosts)
+                assert not job.losses.keys() & {host.id for host in job.state.hosts}
+            verdict = job.state.verdict
+            if verdict is not None and job.state.is_over:
+                follows.add(verdict.next)
+            else:
+                world = tuple(host.id for host in job.state.members)
+                follows.add((world, job.state.restarts))
+        assert len(follows) == 1, f"{ends}: {follows}"
 
-    def __init__(self, restarts: int) -> None:
-        self.value = JobState(restarts=restarts).written()
-        self.history = [self.value]
 
-    def compare_set(self, expected: bytes, desired: bytes) -> bool:
-        if self.value != expected:
-            return False
-        if desired != expected:
-            self.value = desired
-            self.history.append(desired)
-        return True
+class Meeting:
+    """What hosts report, and what the host that serves publishes; it may be any of them."""
+
+    def __init__(self, rules: Rules, restarts: int, clock: Clock) -> None:
+        self.rules, self.clock = rules, clock
+        self.state = JobState(restarts=restarts)
+        self.timers = Timers(clock.monotonic)
+        self.reports: dict[str, HostReport] = {}
+        self.losses: Losses = {}
+        self.plan = plain.written(self.state)
+        self.history = [self.plan]
+
+    def look(self) -> None:
+        """Decide by what has been reported by now."""
+        here = {host.id for host in self.state.hosts}
+        losses = {id_: loss for id_, loss in self.losses.items() if id_ in here}
+        reports = {
+            id_: each for id_, each in self.reports.items() if id_ in here or id_ not in self.losses
+        }
+        self.state.look(reports, losses, self.rules, self.timers)
+        plan = plain.written(self.state)
+        if plan != self.plan:
+            self.plan = plan
+            self.history.append(plan)
+
+    def move(self, known: JobState, fast: float) -> None:
+        """Let another host decide, which knows what it has read, and by its own clock."""
+        self.state, self.timers = known, Timers(lambda: fast * self.clock.now)
+        self.reports = {}
 
 
 class Player:
     """A host that behaves as an agent with its rendezvous, one small move at a time."""
 
-    def __init__(self, backend: Backend, rules: Rules, me: Host, clock: Clock, fast: float) -> None:
-        self.backend, self.rules, self.id = backend, rules, me.id
-        self.timers = Timers(lambda: fast * clock.now)
+    def __init__(self, meeting: Meeting, me: Host) -> None:
+        self.meeting, self.id = meeting, me.id
         self.generation = -1
         self.worlds: dict[int, list[str]] = {}  # that it has seen, by generation
-        self.runs = self.is_gone = self.was_in = False
-        self.held = b""
+        self.runs = self.is_gone = self.has_read = False
         self.seen = JobState()
-        self.changes: list[Callable[[JobState], None]] = []
-        self.changes.append(lambda seen: seen.admit(replace(me), rules.nodes))
-        self._ready()
-
-    def _ready(self) -> None:
-        at = self.generation
-        self.changes.append(lambda seen: seen.note_ready(self.id, at, 1))
-
-    def read(self) -> None:
-        self.held = self.backend.value
+        self.report = HostReport(me.number, me.address, awaits=-1)
 
     def write(self) -> None:
-        """Write what follows from what was read, unless another host was faster."""
-        seen = JobState.read(self.held or self.backend.value)
-        for change in self.changes:
-            change(seen)
-        seen.advance(self.rules, self.timers)
-        if self.backend.compare_set(self.held or self.backend.value, seen.written()):
-            self.seen = seen
-            self.changes.clear()
-            self._follow()
-        self.held = b""
+        self.meeting.reports[self.id] = self.report
 
-    def _follow(self) -> None:
+    def read(self) -> None:
+        self.seen, self.has_read = plain.read(JobState, self.meeting.plan), True
         seen, me = self.seen, self.seen.host(self.id)
+        if me is None and self.id not in seen.parted and not self.runs and not seen.is_over:
+            return  # it has not been seen yet, or counts as lost
         overtaken = self.runs and seen.generation > self.generation
         if me is None or seen.is_over or overtaken:
             assert me is None or not overtaken, "it would not be ready"
             self.is_gone = True
         elif self.runs and not seen.is_running:
             self.runs = False
-            self._ready()
+            self.report = replace(self.report, awaits=self.generation)
         elif seen.generation > self.generation and me in seen.members and not seen.is_running:
             self.generation = seen.generation  # which it has missed
-            self._ready()
+            self.report = replace(self.report, awaits=self.generation)
         elif seen.generation > self.generation and me in seen.members:
             self.runs, self.generation = True, seen.generation
             self.worlds[seen.generation] = [host.id for host in seen.members]
 
     def end(self, outcome: Outcome) -> None:
-        if self.runs:
-            at = self.generation
-            self.changes.append(lambda seen: seen.note_end(self.id, at, outcome, self.rules.nodes))
+        if self.runs and self.report.ended != self.generation:
+            by = outcome.stopped_by
+            self.report = replace(
+                self.report, ended=self.generation, result=outcome.result, stopped_by=by
+            )
 
     def step(self) -> None:
-        at = self.generation
-        self.changes.append(lambda seen: seen.note_step(self.id, at))
-
-    def lose(self, other: str, loss: HostLoss) -> None:
-        self.changes.append(lambda seen: seen.note_lost(other, loss, "it is gone"))
+        self.report = replace(self.report, stepped=self.generation)
 
 
-def check_history(backend: Backend, rules: Rules, restarts: int) -> dict[int, list[str]]:
+def check_history(history: list[bytes], rules: Rules, restarts: int) -> dict[int, list[str]]:
     """Check each state against the one before; return the hosts of every generation."""
     worlds: dict[int, list[str]] = {}
-    states = [JobState.read(value) for value in backend.history]
+    states = [plain.read(JobState, value) for value in history]
     refused: set[str] = set()
     restarted = 0
     for before, after in itertools.pairwise(states):
@@ -791,14 +854,12 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
         chance = random.Random(seed)
         restarts = chance.randrange(4)
         rules = Rules(nodes, lambda hosts: "odd" if hosts == odd else None, seed % 2 == 0)
-        backend, players = Backend(restarts), list[Player]()
-        dead: list[str] = []
+        meeting, players = Meeting(rules, restarts, clock), list[Player]()
 
         def come(number: int) -> None:
             me = make_host(number)
             me.id = f"{len(players)}"  # noqa: B023
-            fast = chance.uniform(0.8, 1.2)  # noqa: B023
-            players.append(Player(backend, rules, me, clock, fast))  # noqa: B023
+            players.append(Player(meeting, me))  # noqa: B023
 
         for number in range(nodes.count):
             come(number)
@@ -808,14 +869,15 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
             if not here:
                 break
             player = chance.choice(here)
-            if chance.random() < 0.3:
-                player.read()
-            else:
-                player.write()
+            match chance.randrange(3):
+                case 0:
+                    player.write()
+                case 1:
+                    player.read()
+                case 2:
+                    meeting.look()
             if player.is_gone or move > 1000:
                 player.end(chance.choice(_OUTCOMES[:5]))
-                for other in dead:
-                    player.lose(other, HostLoss.DEAD)
                 continue
             if player.seen.regrouping and chance.random() < 0.2:
                 player.end(_OUTCOMES[4])
@@ -826,21 +888,25 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
                     player.end(chance.choice(_OUTCOMES))
                 case 3:
                     player.is_gone = True
-                    dead.append(player.id)
-                case 4 | 5 | 6 | 7 | 8 | 9 if dead:
-                    player.lose(chance.choice(dead), chance.choice(list(HostLoss)[1:]))
-                case 10:
-                    player.lose(chance.choice(here).id, HostLoss.SILENT)
+                    meeting.losses[player.id] = chance.choice(list(HostLoss)[1:]), "it is gone"
+                case 4:
+                    meeting.losses[player.id] = HostLoss.SILENT, "it is gone"
+                case 5 | 6:
+                    meeting.move(plain.read(JobState, meeting.plan), fast=chance.uniform(0.8, 1.2))
                 case 11 | 12 | 13 if nodes.is_elastic and len(players) < 12:
                     come(chance.choice([UNNUMBERED, UNNUMBERED, 0, 1]))
-        worlds = check_history(backend, rules, restarts)
+        worlds = check_history(meeting.history, rules, restarts)
         generations += len(worlds)
         for player in players:
             for generation, world in player.worlds.items():
                 assert world == worlds[generation], f"seed {seed}: hosts disagree"
-        state = JobState.read(backend.value)
-        known = {host.id for host in state.hosts} | set(state.parted)
+        state = meeting.state
+        known = {host.id for host in state.hosts} | set(state.parted) | set(meeting.losses)
         for player in players:
-            assert player.is_gone or player.changes or player.id in known, f"seed {seed}: forgotten"
-        assert state.is_over or all(player.is_gone for player in players), f"seed {seed}: no end"
+            forgotten = player.id in meeting.reports and player.id not in known
+            assert player.is_gone or not forgotten, f"seed {seed}: forgotten"
+        lost = set(meeting.losses)
+        assert state.is_over or all(player.is_gone or player.id in lost for player in players), (
+            f"seed {seed}: no end"
+        )
     assert generations > SEEDS, "nothing happened"

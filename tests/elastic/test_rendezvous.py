@@ -17,10 +17,10 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes, Terms
-from shardwise.elastic.membership import Next, Verdict
+from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
-from shardwise.elastic.rendezvous import LostError, Order, Rendezvous
+from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.store import GuardedStore
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
@@ -128,10 +128,10 @@ class Place:
         hangs = threading.Event()
         mine, method = self.rendezvous, getattr(self.rendezvous, before)
 
-        def hang() -> None:
+        def hang(*args: Any) -> None:
             hangs.set()
             self._go_on.wait(WAIT)
-            method()
+            method(*args)
 
         setattr(mine, before, hang)
         assert hangs.wait(WAIT)  # it may be in the middle of a request to its own server
@@ -210,7 +210,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     for module, name, seconds in (
         (membership, "LAST_CALL", 0.3),
         (membership, "SECONDARY", 0.3),
-        (rendezvous, "BEAT", 0.1),
+        (rendezvous, "_GUIDING", 0.1),
         (rendezvous, "_POLL", 0.02),
         (rendezvous, "_RETRY", 0.02),
         (rendezvous, "_LINGER", 1.0),
@@ -557,6 +557,7 @@ def test_a_silent_host_is_lost(
     job: Callable[..., Job], backend: JobBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
+    monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)  # all three are enough
     it = job("1:3", restarts=1, backend=backend, odd=0)
     first, second, third = it.begin(3)
     go_on = third.suspend()
@@ -574,6 +575,85 @@ def test_a_silent_host_is_lost(
 
 
 # -- losing the host that serves the rendezvous ----------------------------------------------------
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_backend_of_torchs_names_who_serves_once_the_first_is_gone(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)
+    it = job("1:3", restarts=1, backend=JobBackend.C10D, odd=0)
+    first, second, third = it.begin(3)
+    wait_for(lambda: have_stepped(first, second, third))
+    if silent:
+        monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
+        for each in (first, second, third):
+            assert isinstance(each.rendezvous._store, GuardedStore)
+            each.rendezvous._store._seconds = SILENCE
+        go_on = first.suspend()
+    else:
+        first.vanish()
+    wait_for(lambda: second.verdicts and third.verdicts)
+    wait_for(lambda: len(second.worlds) == len(third.worlds) == 2)
+    assert (second.worlds[1], third.worlds[1]) == ((0, 2), (1, 2))
+    assert second.serves != third.serves
+    assert "host 0 (127.0.0.1) was lost" in second.verdicts[0].text
+    wait_for(lambda: have_stepped(second, third))
+    assert_worlds(it.come(), (2, 3))
+    if silent:
+        go_on()
+        first.thread.join(WAIT)
+        assert "this host was suspended, and counts as lost" in first.error
+        assert len(first.worlds) == 1
+
+
+def test_a_new_host_0_does_not_take_a_job_that_moves_for_one_that_is_over(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(membership, "LAST_CALL", 0.0)
+    it = job("1:3", restarts=1, backend=JobBackend.C10D, odd=0)
+    [first] = it.begin(1)
+    second = it.come(1)
+    assert_worlds(second, (1, 2))
+    wait_for(lambda: have_stepped(first, second))
+    elected, may_elect = second.rendezvous._elected, threading.Event()
+
+    def late(*args: Any) -> Any:
+        may_elect.wait(WAIT)
+        return elected(*args)
+
+    second.rendezvous._elected = late  # type: ignore[method-assign]
+    first.vanish()
+    again = it.come(0)
+    wait_for(lambda: again.rendezvous._directory is not None)
+    may_elect.set()
+    wait_for(lambda: again.worlds or again.error)  # its place may still be taken
+    assert second.serves
+    assert not again.serves, "it has begun no job of its own"
+    wait_for(lambda: len(second.worlds) > 1)
+    it.end()
+    assert second.verdicts[-1] == OVER
+    began = time.monotonic()
+    following = it.come(0)
+    assert_worlds(following, (0, 1))
+    assert time.monotonic() - began < 2 * rendezvous.SILENCE, "the one before said that it is over"
+
+
+def test_a_host_that_a_backend_of_torchs_no_longer_names_decides_nothing(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its link to the others is cut, not the one to the backend."""
+    monkeypatch.setattr(rendezvous, "_CLAIMING", 0.1)
+    it = job("2", restarts=1, backend=JobBackend.C10D)
+    first, second = it.begin(2)
+    directory = second.rendezvous._directory
+    assert first.serves and directory is not None
+    found = directory.get_state()
+    assert found is not None
+    assert directory.set_state(second.rendezvous._here().encode(), found[1])
+    first.thread.join(WAIT)
+    assert "the others have gone on without it" in first.error
+    assert len(first.worlds) == 1
 
 
 def test_the_others_move_the_rendezvous_when_host_0_is_lost(
@@ -627,13 +707,13 @@ def test_a_newcomer_at_the_new_place_is_compared_with_the_job(
     first.vanish()
     assert_worlds(second, (1, 2), (0, 1))
     if shown == "before it has written anything":
-        update = Rendezvous._update
+        decide = Rendezvous._decide
 
-        def late(self: Rendezvous) -> None:
+        def late(self: Rendezvous, state: JobState) -> None:
             if self.nodes.rank != 0 or self._store.check([rendezvous._MOVED]):
-                update(self)
+                decide(self, state)
 
-        monkeypatch.setattr(Rendezvous, "_update", late)
+        monkeypatch.setattr(Rendezvous, "_decide", late)
     again = it.come(0, options={"--lr": 0.2})
     again.thread.join(WAIT)
     assert "--lr: found 0.2, expected 0.1" in again.error
@@ -691,15 +771,24 @@ def test_what_only_others_have_read_is_not_forgotten(job: Callable[..., Job]) ->
     wait_for(lambda: have_stepped(first, second, third))
     for each in (first, second, third):
         each.steps = False
-    update = second.rendezvous._update
-    second.rendezvous._update = lambda: None  # type: ignore[method-assign]
+    mine, taken = second.rendezvous, list[bool]()
+    read, decide_from = mine._read, mine._decide_from
+
+    def read_late(seen: JobState) -> None:
+        if taken:  # by then it decides
+            read(seen)
+
+    def take_over(state: JobState) -> None:
+        taken.append(state.regrouping)
+        decide_from(state)
+
+    mine._read, mine._decide_from = read_late, take_over  # type: ignore[method-assign]
     fourth = it.come()
-    wait_for(lambda: third.rendezvous._seen.regrouping)
+    wait_for(lambda: all(each.rendezvous._seen.regrouping for each in (third, fourth)))
     assert not second.rendezvous._seen.regrouping
     first.vanish()
-    wait_for(lambda: second.serves or second.error)
-    assert second.rendezvous._seen.regrouping, "it has learned that from host 2"
-    second.rendezvous._update = update  # type: ignore[method-assign]
+    wait_for(lambda: taken or second.error)
+    assert taken == [True], "it has learned that from host 2"
     assert_worlds(fourth, (2, 3))
 
 
@@ -729,7 +818,7 @@ def test_a_silent_host_0_needs_a_majority_of_the_others(
     go_on()
 
 
-@pytest.mark.parametrize("place", ["_turn", "_look_for_closed"])
+@pytest.mark.parametrize("place", ["_turn", "_decide"])
 def test_a_host_0_that_wakes_does_not_take_those_that_have_ended_for_dead(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -762,7 +851,7 @@ def test_a_host_that_was_suspended_does_not_take_over(
     time.sleep(1.0)
     go_on()
     second.thread.join(WAIT)
-    assert isinstance(second.rendezvous._failure, LostError)
+    assert "was lost" in second.error
     assert len(second.worlds) == 1
     assert not second.serves
 

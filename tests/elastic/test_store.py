@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.utils.store import barrier
 
 from shardwise.elastic import store as module
@@ -135,28 +133,6 @@ def test_numbers_are_added_to(stores: Stores) -> None:
     assert other.add("set", 2) == 42
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "found", "then"),
-    [
-        (None, "", b"new", b"new"),
-        (None, "other", b"other", None),
-        ("old", "old", b"new", b"new"),
-        ("old", "other", b"old", b"old"),
-        ("old", "", b"old", b"old"),
-    ],
-)
-def test_a_value_is_set_if_it_is_the_expected_one(
-    stores: Stores, value: str | None, expected: str, found: bytes, then: bytes | None
-) -> None:
-    one, other = stores(2)
-    if value is not None:
-        set_now(one, "key", value)
-    assert other.compare_set("key", expected, "new") == found
-    assert one.check(["key"]) == (then is not None)
-    if then is not None:
-        assert one.get("key") == then
-
-
 def test_keys_are_counted_and_deleted(stores: Stores) -> None:
     (store,) = stores(1)
     before = store.num_keys()
@@ -195,20 +171,6 @@ def test_a_key_that_is_not_set_is_waited_for_no_longer_than_asked(stores: Stores
         with pytest.raises(dist.DistStoreError):
             ask()
     assert store.get("there") == b"1"
-
-
-def test_torchs_rendezvous_keeps_its_state_in_it(stores: Stores) -> None:
-    one, other = (C10dRendezvousBackend(store, "job") for store in stores(2))
-    assert one.get_state() is None
-    made = one.set_state(b"first")
-    assert made is not None and made[0] == b"first" and made[2]
-    late = other.set_state(b"second")
-    assert late is not None and late[0] == b"first" and not late[2]
-    found = other.get_state()
-    assert found is not None and found == made[:2]
-    changed = other.set_state(b"second", found[1])
-    assert changed is not None and changed[0] == b"second" and changed[2]
-    assert one.get_state() == changed[:2]
 
 
 def test_torchs_barrier_waits_for_all_and_names_the_missing(stores: Stores) -> None:
@@ -270,7 +232,6 @@ def test_clients_read_what_only_the_server_may_set(served: Served) -> None:
         lambda: client.set("server/addresses", "mine"),
         lambda: client.multi_set(["key", "server/addresses"], ["1", "mine"]),
         lambda: client.add("server/number", 1),
-        lambda: client.compare_set("server/addresses", "[]", "mine"),
         lambda: client.delete_key("server/addresses"),
     ):
         with pytest.raises(ValueError, match="expected none that begins with server/"):
@@ -378,8 +339,6 @@ def test_the_end_of_the_server_ends_what_waits(served: Served) -> None:
     with pytest.raises(StoreClosedError, match="the store was closed"):
         store.get("key")
     closing.join()
-    with pytest.raises(RendezvousConnectionError):
-        C10dRendezvousBackend(store, "job")
 
 
 def test_a_connection_that_comes_as_the_server_ends_is_closed(served: Served) -> None:

@@ -51,7 +51,7 @@ from shardwise.elastic import membership, rendezvous, restarts
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import Nodes, Terms
 
-rendezvous.SILENCE, rendezvous.BEAT = float(sys.argv[1]), 0.2
+rendezvous.SILENCE, rendezvous._GUIDING = float(sys.argv[1]), 0.2
 membership.LAST_CALL, membership.STOP_GRACE = 0.2, 1.0
 script, folder, nnodes, rank, where, restarts_left, timeout = sys.argv[2:]
 

@@ -57,7 +57,7 @@ from shardwise.elastic import membership, rendezvous, restarts
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import Nodes, Terms
 
-rendezvous.BEAT, membership.LAST_CALL = 0.2, 0.2
+rendezvous._GUIDING, membership.LAST_CALL = 0.2, 0.2
 script, folder, rank, lr = sys.argv[1:]
 nodes = Nodes.of("1:2", None if rank == "none" else int(rank), "10.77.0.1:29413", 60.0)
 

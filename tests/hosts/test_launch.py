@@ -44,7 +44,7 @@ from shardwise.elastic import membership, rendezvous, restarts
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import Nodes
 
-rendezvous.SILENCE, rendezvous.BEAT, membership.STOP_GRACE = 4.0, 0.2, 1.0
+rendezvous.SILENCE, membership.STOP_GRACE = 4.0, 1.0
 script, folder, count, rank, timeout = sys.argv[1:]
 nodes = Nodes.of(int(count), int(rank), "10.77.0.1:29412", float(timeout))
 

@@ -9,7 +9,7 @@ from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from shardwise.diloco.api import DiLoCo
-    from shardwise.diloco.quorum import Quorum
+    from shardwise.diloco.membership import Quorum
     from shardwise.diloco.quorum_server import QuorumServer
     from shardwise.diloco.settings import OuterSGD, Overlapped, Streaming, WireFormat
 
@@ -27,7 +27,7 @@ _HOME = {
     "DiLoCo": "shardwise.diloco.api",
     "OuterSGD": "shardwise.diloco.settings",
     "Overlapped": "shardwise.diloco.settings",
-    "Quorum": "shardwise.diloco.quorum",
+    "Quorum": "shardwise.diloco.membership",
     "QuorumServer": "shardwise.diloco.quorum_server",
     "Streaming": "shardwise.diloco.settings",
     "WireFormat": "shardwise.diloco.settings",

@@ -29,8 +29,7 @@ from shardwise.base.optim_names import names_in_order
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
-from shardwise.diloco.membership import ReplicaSession
-from shardwise.diloco.quorum import Quorum
+from shardwise.diloco.membership import Quorum, ReplicaSession
 from shardwise.diloco.rounds import Rounds, check_alone
 from shardwise.diloco.settings import (
     OuterSGD,

@@ -20,10 +20,11 @@ No torch, no network, no clock here; see :mod:`shardwise.diloco.quorum_server` f
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+from shardwise.base import plain
 
 #: A clock that jumps by more seconds between two looks was suspended, and so was who is not heard.
 _SUSPENDED = 1.0
@@ -76,32 +77,13 @@ class ReplicaReport:
     fetched: int = 0
     refetch: int = 0
 
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps({**asdict(self), "state": self.state.value})
-
-    @classmethod
-    def from_json(cls, text: bytes) -> ReplicaReport:
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ValueError: it is something else.
-        """
-        try:
-            values = json.loads(text)
-            report = cls(**{**values, "state": State(values["state"])})
-        except (TypeError, KeyError, ValueError, RecursionError) as error:
-            raise ValueError(f"found {text[:80]!r}, expected a report of a replica") from error
-        texts = (report.incarnation, report.settings, report.digest)
-        numbers = [report.version, report.attempt, report.tokens, report.ranks]
-        numbers += [report.fetched, report.refetch]
-        if not all(isinstance(each, str) and len(each) <= _MAX_TEXT for each in texts):
-            raise ValueError("found texts that are too long or none, expected a report")
-        if not all(type(each) is int and 0 <= each < 2**62 for each in numbers):
-            raise ValueError("found numbers that are none or too large, expected a report")
-        if not (1 <= report.ranks <= _MAX_RANKS and report.incarnation.isalnum()):
-            raise ValueError("found no ranks or no incarnation, expected a report")
-        return report
+    def __post_init__(self) -> None:
+        texts = (self.incarnation, self.settings, self.digest)
+        numbers = (self.version, self.attempt, self.tokens, self.fetched, self.refetch)
+        if any(len(text) > _MAX_TEXT for text in texts) or min(numbers) < 0:
+            raise ValueError("found texts that are too long or negative numbers in a ReplicaReport")
+        if not (1 <= self.ranks <= _MAX_RANKS and self.incarnation.isalnum()):
+            raise ValueError("found no ranks or no incarnation in a ReplicaReport")
 
 
 def client_name(replica: int, incarnation: str, rank: int) -> str:
@@ -172,27 +154,6 @@ class RoundPlan:
     fetches: dict[int, Fetch] = field(default_factory=dict)
     welcome: tuple[str, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
-
-    def to_json(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: bytes) -> RoundPlan:
-        """Read what :meth:`to_json` wrote."""
-        values = json.loads(text)
-        attempt = values["attempt"]
-        for name in ("members", "tokens") if attempt else ():
-            attempt[name] = {int(replica): value for replica, value in attempt[name].items()}
-        return cls(
-            **{
-                **values,
-                "attempt": attempt and Attempt(**attempt),
-                "fetches": {int(r): Fetch(**each) for r, each in values["fetches"].items()},
-                "welcome": tuple(values["welcome"]),
-                "live": tuple(values["live"]),
-            }
-        )
 
 
 class EventKind(enum.Enum):
@@ -323,7 +284,7 @@ class Coordinator:
         seen: dict[int, _Seen] = {}
         for replica, text in sorted(reports.items()):
             try:
-                report = ReplicaReport.from_json(text)
+                report = plain.read(ReplicaReport, text)
             except ValueError:  # not by a replica of ours: what else it says counts as little
                 continue
             names = [client_name(replica, report.incarnation, r) for r in range(report.ranks)]

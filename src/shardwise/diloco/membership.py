@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from shardwise._torch import c10d
+from shardwise.base import plain
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.diloco.coordinator import (
     NUMBERS_PER_SERVER,
@@ -33,7 +34,6 @@ from shardwise.diloco.coordinator import (
     State,
     client_name,
 )
-from shardwise.diloco.quorum import Quorum
 from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
@@ -41,12 +41,38 @@ from shardwise.transport.peers import Peers
 
 T = TypeVar("T")
 
+TIMEOUT = 600.0  # seconds
 _POLL = 0.1  # seconds between two looks at the plan while training
 _EAGER_POLL = 0.01  # while this replica waits for others
 _RETRY = 0.5  # seconds between attempts to connect again
 _LEAST_ANSWER = 5.0  # seconds that the server may take to answer, at least
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quorum:
+    """Replicas that are independent worlds, which come and go on their own.
+
+    Pass one to :class:`~shardwise.diloco.DiLoCo` in place of a group, on every rank of the replica.
+    The replicas have no process group in common: each has a default process group over its ranks
+    alone, or none if it is a single process, and is started, stopped and restarted by itself. They
+    meet at a :class:`~shardwise.diloco.QuorumServer`.
+
+    Attributes:
+        server: address and port of the server, such as ``"10.0.0.1:29400"``.
+        replica: number of this replica, from 0; no two that run have the same.
+        group: the ranks of this replica, in the order of its shards; ``None``: all of the default
+            process group. If they are several, it needs a backend for tensors on the CPU.
+        token: that of the server.
+        timeout: seconds that an exchange may take, and that the server may be out of reach.
+    """
+
+    server: str
+    replica: int
+    group: dist.ProcessGroup | None = None
+    token: str = ""
+    timeout: float = TIMEOUT
 
 
 class Wish(enum.IntEnum):
@@ -154,7 +180,7 @@ class ReplicaSession:
         store, report = self._store, self._report
         if self.rank == 0 and store is not None and report is not None:
             with contextlib.suppress(OSError, RuntimeError):  # it is sent again with a connection
-                store.set(f"{REPORT}{self.replica}", report.to_json())
+                store.set(f"{REPORT}{self.replica}", plain.written(report))
 
     def close(self) -> None:
         """Take no part any more: the others do not wait for this replica."""
@@ -173,7 +199,7 @@ class ReplicaSession:
         name = client_name(self.replica, self.incarnation, self.rank)
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
-        self._plan = RoundPlan.from_json(store.get(PLAN))
+        self._plan = plain.read(RoundPlan, store.get(PLAN))
         self._store, self._lost_at, self._lost_for = store, None, 0.0
         self._send_report()
 
@@ -185,7 +211,7 @@ class ReplicaSession:
                 if store is None:
                     self._connect()
                 else:
-                    plan = RoundPlan.from_json(store.get(PLAN))
+                    plan = plain.read(RoundPlan, store.get(PLAN))
                     if plan != self._plan:
                         with self._changed:
                             self._plan = plan

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from shardwise.base import plain
 from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
@@ -79,7 +80,7 @@ class QuorumServer:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
         self._store.start()
-        self._store.put(PLAN, self._coordinator.plan.to_json().encode())
+        self._store.put(PLAN, plain.written(self._coordinator.plan))
         self._thread.start()
 
     def __enter__(self) -> QuorumServer:
@@ -114,7 +115,7 @@ class QuorumServer:
         for event in events:
             self._record(event)
         if self._coordinator.plan != before:
-            self._store.put(PLAN, self._coordinator.plan.to_json().encode())
+            self._store.put(PLAN, plain.written(self._coordinator.plan))
         for event in events:
             self._report(event)
 

@@ -5,7 +5,7 @@
                                     ▼
                                 rank.py (each child: runs, stops when asked, reports how it ended)
 
-``rendezvous.py`` is where the hosts of a job meet, in ``store.py`` or a store of torch's, and
+``rendezvous.py`` is where the hosts of a job meet, at the store of one of them (``store.py``), and
 ``membership.py`` has the rules: who takes part, and what follows when ranks end. ``program.py`` and
 ``call.py`` run a script or a function as ranks. Under ``torchrun`` and in workers of Ray the same
 ranks run without an agent of ours (``connect.py``, ``torchrun.py``, ``worker.py``).

@@ -29,9 +29,9 @@ _OVER_HOSTS = ("train", "run", "doctor")  # commands that take the options for s
 
 
 class JobBackend(enum.Enum):
-    """What holds what the hosts of a job share."""
+    """What names the host that serves what all hosts of a job share."""
 
-    OURS = "shardwise"  # a store behind a token, which host 0 serves
+    OURS = "shardwise"  # the address that users give: host 0
     C10D = "c10d"  # torch's store, at any host
     ETCD = "etcd-v2"  # an etcd server
 
@@ -50,7 +50,7 @@ class Nodes:
         least: the smallest number of hosts that the job runs on, in an elastic job, which hosts may
             join and leave. None if exactly ``count`` hosts take part from start to end.
         token: what all hosts must hold to take part. Empty if any that reaches the port may.
-        backend: what holds what the hosts share.
+        backend: what names the host that serves.
         job: tells the job from others in the same backend.
     """
 
@@ -112,9 +112,6 @@ class Nodes:
             )
         if not timeout > 0:
             raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
-        if backend is not JobBackend.OURS and token_file is not None:
-            expected = "none with --rdzv-backend, which has its own protection"
-            raise UserError(f"{TOKEN_FILE}: found {token_file}, expected {expected}")
         token = b"" if launched_here() else read_token(token_file)
         return cls(count, rank, *where, timeout, least, token, backend, job or "shardwise")
 

@@ -6,23 +6,23 @@ end or hosts are lost, and another one begins with the hosts that remain or have
     gathering ──> running ──> verdict ──┬─> gathering (regroup, expel, restart)
                                         └─> over (end, fail)
 
-The whole state is one value, :class:`JobState`, that all hosts share and any host may change: no
-host is special. ``rendezvous.py`` keeps it where all of them can reach it. Here are the decisions,
-without sockets and threads. They depend on the state and on how long this host has seen it.
+Every host reports what it does (:class:`HostReport`). From all reports, and from who is gone, one
+host derives what is to be done: the :class:`JobState`, which all of them read. Reports are facts,
+not requests: one may be read twice, late, or not at all, and the next one makes up for it. Here are
+the decisions, without sockets, threads and stores: see ``rendezvous.py`` for these.
 """
 
 from __future__ import annotations
 
 import enum
-import json
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
-from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
+from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
 
 LAST_CALL = 5.0  # seconds to wait for more hosts after one has come, before starting without them
 REST = 600.0  # seconds before a host that failed while it joined may try again
@@ -51,9 +51,40 @@ class HostLoss(enum.Enum):
     SILENT = "silent"  # it may be running where the others cannot reach it
 
 
+@dataclass(frozen=True)
+class HostReport:
+    """What a host reports of itself.
+
+    Attributes:
+        number: its place among the hosts; ``--node-rank``.
+        address: where the other hosts reach it.
+        port: where it would serve the rendezvous.
+        terms: what it expects to be the same on all hosts, by name.
+        awaits: the number of the generation after which it waits for another; None if it does not.
+        store_port: where it would serve the store of the ranks, if it is first in that one.
+        stepped: the number of the last generation in which all its ranks have completed a step.
+        ended: the number of the last generation whose ranks have ended there.
+        result: how they ended.
+        stopped_by: what asked them to stop.
+        leaves: whether its command ends.
+    """
+
+    number: int
+    address: str
+    port: int = 0
+    terms: dict[str, Any] = field(default_factory=dict)
+    awaits: int | None = None
+    store_port: int = 0
+    stepped: int = -1
+    ended: int = -1
+    result: Result = Result.COMPLETED
+    stopped_by: StoppedBy = StoppedBy.NOTHING
+    leaves: bool = False
+
+
 @dataclass
 class Host:
-    """A host that takes part, or wants to.
+    """A host that takes part, as it is known now.
 
     Attributes:
         id: tells it from every other one, also from an earlier one at the same address.
@@ -151,7 +182,7 @@ class Verdict:
 
 
 class Timers:
-    """How long this host has seen what it sees, by its own clock: clocks of hosts may differ."""
+    """How long this host has seen what it sees, by a clock of its own."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -200,10 +231,11 @@ class Rules:
 
 @dataclass
 class JobState:
-    """The hosts of a job, and how far it is.
+    """What is to be done: the hosts of a job, and how far it is.
 
     Attributes:
         job: tells the job from every other one; the same after a restart, and on all hosts.
+        terms: what hosts have to agree on, by name.
         restarts: how often it may still be restarted after a failure.
         generation: the number of the current or last one; -1 before the first.
         hosts: the hosts, in the order of their numbers while a generation runs.
@@ -221,6 +253,7 @@ class JobState:
     """
 
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
+    terms: dict[str, Any] = field(default_factory=dict)
     restarts: int = 0
     generation: int = -1
     hosts: list[Host] = field(default_factory=list)
@@ -234,31 +267,6 @@ class JobState:
     noticed: int = 0
     server: str = ""
     moves: int = 0
-
-    @staticmethod
-    def read(data: bytes) -> JobState:
-        """Read what :meth:`written` returned."""
-        found = json.loads(data)
-        found["hosts"] = [
-            Host(
-                **{
-                    **host,
-                    "standing": Standing(host["standing"]),
-                    "result": None if host["result"] is None else Result(host["result"]),
-                    "stopped_by": StoppedBy(host["stopped_by"]),
-                    "loss": HostLoss(host["loss"]),
-                }
-            )
-            for host in found["hosts"]
-        ]
-        if found["verdict"] is not None:
-            found["verdict"] = _verdict(found["verdict"])
-        found["parted"] = {id_: _verdict(parted) for id_, parted in found["parted"].items()}
-        return JobState(**found)
-
-    def written(self) -> bytes:
-        """Return the state as JSON."""
-        return json.dumps(asdict(self), default=lambda member: member.value).encode()
 
     # -- what hosts report -------------------------------------------------------------------------
 
@@ -285,14 +293,42 @@ class JobState:
         """Return the host with this id, or None if it does not take part."""
         return next((host for host in self.hosts if host.id == id_), None)
 
-    def admit(self, host: Host, nodes: Nodes) -> None:
+    def look(
+        self,
+        reports: Mapping[str, HostReport],
+        losses: Mapping[str, tuple[HostLoss, str]],
+        rules: Rules,
+        timers: Timers,
+    ) -> None:
+        """Take note of what hosts report and of those that are gone, and do what is due by now.
+
+        Args:
+            reports: by id of the host.
+            losses: hosts that are gone and how that showed, by id.
+            rules: the same on all hosts.
+            timers: of the host that looks.
+        """
+        for id_, report in reports.items():
+            is_known = self.host(id_) is not None or id_ in self.parted
+            if not is_known and id_ not in losses and not report.leaves:
+                self._admit(id_, report, rules.nodes)
+        for host in list(self.hosts):
+            own = reports.get(host.id)
+            if own is not None:
+                self._note(host, own, rules.nodes)
+            if host.id in losses:
+                self.note_lost(host.id, *losses[host.id])
+            elif own is not None and own.leaves and not self.is_over:
+                self.note_lost(host.id, HostLoss.DEAD, "its command has ended")
+        self._advance(rules, timers)
+
+    def _admit(self, id_: str, report: HostReport, nodes: Nodes) -> None:
         """Let a host take part, or note in ``parted`` why it may not."""
-        if self.host(host.id) or host.id in self.parted:
-            return
+        host = Host(id_, report.number, report.address, report.port)
         if host.number == UNNUMBERED:
             taken = {0, *(other.number for other in self.hosts)}
             host.number = next(n for n in range(len(taken) + 1) if n not in taken)
-        refusal = self._refusal(host, nodes)
+        refusal = self._difference(report) or self._refusal(host, nodes)
         if refusal is not None:
             self._note_parted(host, Verdict(Next.REFUSE, refusal))
             return
@@ -300,6 +336,14 @@ class JobState:
         self.hosts.append(host)
         if self.generation < 0 and nodes.is_elastic:
             self._notify(f"{host.name} is here")
+
+    def _difference(self, report: HostReport) -> str | None:
+        """Return what a host has that differs from what all have to agree on, if anything does."""
+        for name in {**report.terms, **self.terms}:
+            found, expected = report.terms.get(name), self.terms.get(name)
+            if found != expected:
+                return f"{name}: found {found}, expected {expected}, as host 0 has"
+        return None
 
     def _refusal(self, host: Host, nodes: Nodes) -> str | None:
         if self.is_over:
@@ -330,38 +374,27 @@ class JobState:
             f"find the reason in its output, and try again in {REST - since:.0f} s"
         )
 
-    def note_ready(self, id_: str, generation: int, store_port: int) -> None:
-        """Note that a host waits for the generation that follows ``generation``."""
-        host = self.host(id_)
-        if host is None:
+    def _note(self, host: Host, report: HostReport, nodes: Nodes) -> None:
+        """Note what a host reports, as far as it is about this generation."""
+        if host.standing is Standing.JOINING or not self.is_running:
+            joins = host.standing is Standing.JOINING and report.awaits is not None
+            if joins or report.awaits == self.generation:
+                host.ready, host.store_port = True, report.store_port
             return
-        waits = not self.is_running and self.generation == generation
-        if host.standing is Standing.JOINING or waits:
-            host.ready, host.store_port = True, store_port
-
-    def note_step(self, id_: str, generation: int) -> None:
-        """Note that all ranks of a host have completed a step."""
-        host = self.host(id_)
-        if host is None or not self.is_running or self.generation != generation:
-            return
-        host.stepped = True
-        if all(each.stepped for each in self.members):
-            for each in self.members:
-                each.standing = Standing.MEMBER
-
-    def note_end(self, id_: str, generation: int, outcome: Outcome, nodes: Nodes) -> None:
-        """Note that the ranks of a host have ended."""
-        host = self.host(id_)
-        if host is None or not self.is_running or self.generation != generation or host.result:
-            return
-        host.result, host.stopped_by = outcome.result, outcome.stopped_by
-        if nodes.is_elastic:
-            # Ctrl-C on host 0 stops the job. Any other signal to a host stops only that one.
-            stops_the_job = host.stopped_by is StoppedBy.INTERRUPT and host.number == 0
-        else:
-            stops_the_job = host.stopped_by is not StoppedBy.NOTHING
-        if stops_the_job:
-            self.stopped = self.stopped or host.name
+        if report.stepped == self.generation:
+            host.stepped = True
+            if all(each.stepped for each in self.members):
+                for each in self.members:
+                    each.standing = Standing.MEMBER
+        if report.ended == self.generation and host.result is None:
+            host.result, host.stopped_by = report.result, report.stopped_by
+            if nodes.is_elastic:
+                # Ctrl-C on host 0 stops the job. Any other signal to a host stops only that one.
+                stops_the_job = host.stopped_by is StoppedBy.INTERRUPT and host.number == 0
+            else:
+                stops_the_job = host.stopped_by is not StoppedBy.NOTHING
+            if stops_the_job:
+                self.stopped = self.stopped or host.name
 
     def note_lost(self, id_: str, loss: HostLoss, why: str) -> None:
         """Note that a host is gone. While a generation runs, its members stay the same."""
@@ -379,7 +412,7 @@ class JobState:
 
     # -- what follows ------------------------------------------------------------------------------
 
-    def advance(self, rules: Rules, timers: Timers) -> None:
+    def _advance(self, rules: Rules, timers: Timers) -> None:
         """Do what is due by now: end a generation, or start one."""
         if self.is_over:
             return
@@ -578,7 +611,3 @@ class JobState:
 def _farewells(leaving: list[Host]) -> dict[str, Verdict]:
     text = "this host leaves; the job continues without it"
     return {host.id: Verdict(Next.LEAVE, text) for host in leaving}
-
-
-def _verdict(found: dict[str, Any]) -> Verdict:
-    return Verdict(Next(found["next"]), found["text"], found["label"])

@@ -32,6 +32,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting, torchrun
 from shardwise.elastic.errors import Stopped, UserError, signal_name
@@ -322,8 +323,7 @@ class RankReport:
     @staticmethod
     def from_json(line: str | bytes) -> RankReport:
         """Read what :meth:`to_json` wrote."""
-        fields = json.loads(line)
-        return RankReport(**{**fields, "ending": Ending(fields["ending"])})
+        return plain.converted(RankReport, json.loads(line))
 
     def send(self, file: str) -> None:
         """Write to the launcher's file."""

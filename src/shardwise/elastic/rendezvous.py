@@ -1,20 +1,21 @@
 """Where the hosts of a job meet: a torch rendezvous handler for torch's elastic agent.
 
-The hosts share one value, the :class:`JobState`, in any of torch's rendezvous backends. Each of
-them, in a thread beside its agent, counts up a heartbeat once a second, reads the value, adds what
-has happened here, does what is due by the rules, and writes it back if no other host has meanwhile
-(compare and set). So every host comes to the same decisions, and none is special.
+One host serves a store behind a token (``store.py``), where each host writes what it does
+(:class:`HostReport`). The host that serves derives what is to be done (:class:`JobState`), and
+publishes it under a key that no other host can write. Every host, in a thread beside its agent,
+reads that ten times a second. So a host that asks for nothing any more is silent.
 
-Three things may hold the value:
+Which host serves:
 
-    --rdzv HOST:PORT                   a store behind a token, which host 0 serves (``store.py``)
-    --rdzv-backend c10d | etcd-v2      torch's own, wherever it runs
-    one host alone                     a store in this process
+    --rdzv HOST:PORT                   host 0, at that address
+    --rdzv-backend c10d | etcd-v2      the one that torch's backend names: whoever is written there
+                                       first, by compare and set
+    one host alone                     it, without a store
 
 torch's own handler (``DynamicRendezvousHandler``) is not used. It compares clocks of hosts, numbers
 hosts by their names, unpickles what it is sent, and does not tell the others who was lost.
 
-If the host that serves the store is lost, the others move it. See :meth:`Rendezvous._move`.
+If the host that serves is lost, another one does. See :meth:`Rendezvous._move`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from __future__ import annotations
 import contextlib
 import enum
 import json
+import math
 import socket
 import threading
 import time
 import uuid
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import metadata
 from typing import Any
 
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
@@ -42,17 +43,18 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
     RendezvousStoreInfo,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
     create_backend as create_c10d_backend,
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from shardwise.base import plain
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes, Terms
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
+    HostReport,
     JobState,
     Next,
     Rules,
@@ -70,27 +72,31 @@ from shardwise.elastic.network import (
 from shardwise.elastic.outcome import Outcome
 from shardwise.elastic.store import (
     CLOSED,
+    SERVER,
     GuardedStore,
     StoreDroppedError,
     StoreRefusedError,
     StoreServer,
+    connect,
+    serve_ranks,
 )
 
-SILENCE = 10.0  # seconds without a heartbeat after which a host counts as lost
-BEAT = 1.0  # seconds between heartbeats
-_POLL = 0.1  # seconds between looks at the membership
+SILENCE = 10.0  # seconds without a sign of life after which a host counts as lost
+_POLL = 0.1  # seconds between looks at what is to be done
 _POLL_PER_HOST = 0.005  # seconds for each host, if that is more
 _LINGER = 5.0  # seconds for hosts to read the last verdict
 _GLANCE = 0.02  # seconds between looks at what the thread has read
 _RETRY = 0.3  # seconds between attempts to connect
 _ATTEMPT = 2.0  # seconds for one attempt
+_GUIDING = 1.0  # seconds between looks for hosts that come to --rdzv after a move
+_CLAIMING = 2.0  # seconds between looks whether a backend of torch's still names this host
 _MOVED = "moved"  # the key that shows newcomers where the hosts meet now: "ID ADDRESS:PORT"
-_VOTE = "vote/"  # before the id of a host: the last membership that it has read
+_VOTE = "vote/"  # before the id of a host: the last plan that it has read
+_REPORT = "report/"  # before the id of a host: what it does
+_PLAN = f"{SERVER}plan"  # what is to be done
 
 # What a store and a backend raise, ours or torch's, that cannot be reached.
 _FAILURES = (OSError, RuntimeError, RendezvousConnectionError)
-
-_Change = Callable[[JobState], None]
 
 
 class Order(enum.Enum):
@@ -143,20 +149,23 @@ class Rendezvous(RendezvousHandler):
         self._rules = Rules(nodes, self._terms.why_not, quorum=self._ours)
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
-        self._backend: RendezvousBackend | None = None
+        self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
         self._server: StoreServer | None = None  # if this host serves the rendezvous, or may
         self._server_port = 0
         self._met_at = ""  # id of the host to which the meeting has moved
         self._ranks_store: Store | None = None  # which the ranks use, if this host is first
+        self._report: HostReport | None = None  # what this host does
+        self._reported: HostReport | None = None  # what the others can read of it
+        self._state: JobState | None = None  # what is to be done, if this host decides
+        self._plan = b""  # the same as it was read or published last
         self._seen = JobState()
-        self._changes: deque[_Change] = deque()  # that are not written yet
-        self._facts: list[_Change] = []  # what has happened here in this generation
         self._failure: BaseException | None = None
         self._said = True  # whether the verdict was taken
         self._noticed: int | None = None  # how many notices were said
-        self._has_stepped = False
         self._timers = Timers()
-        self._beaten = self._turned = 0.0  # when the thread did that last
+        self._turned = 0.0  # when the thread did that last
+        self._awake_since = 0.0  # when it was suspended last, or came to serve
+        self._claimed = 0.0  # when a backend of torch's was seen to name this host
         self._checked = self._resumed = 0.0
         self._woke: int | None = None  # the generation in which this host was suspended
         self._paused = 0.0  # seconds, the longest pause before or in the last turn
@@ -187,25 +196,17 @@ class Rendezvous(RendezvousHandler):
                 except _FAILURES as error:  # the other end has gone in the middle of it
                     reason = error.__cause__ or error
                     raise UserError(f"--rdzv: {reason}") from error
-            else:
-                self._facts.clear()
             seen = self._wait_for_generation(port)
             members = sorted(seen.members, key=lambda host: host.number)
             index = next(at for at, host in enumerate(members) if host.id == self._id)
             first = members[0]
             self._ranks_store = None  # closes that of the generation before
             if index == 0:
-                self._ranks_store = TCPStore(
-                    first.address,
-                    port,
-                    is_master=True,
-                    wait_for_workers=False,
-                    master_listen_fd=listener.detach(),
-                )
+                self._ranks_store = serve_ranks(first.address, listener)
         finally:
             listener.close()
         self.generation, self.hosts = seen.generation, len(members)
-        self.verdict, self._said, self._has_stepped = None, False, False
+        self.verdict, self._said = None, False
         if self.nodes.is_elastic:
             self._describe(index)
         assert self._store is not None
@@ -227,15 +228,20 @@ class Rendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """Leave, once the other hosts have had time to read what follows."""
         deadline = time.monotonic() + _LINGER
-        self._post(self._note_leaving)
-        while (self._changes or self._is_needed()) and time.monotonic() < deadline:
-            if not self._thread.is_alive():
+        if self._report is not None:
+            self._tell(leaves=True)
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            if self._reported is self._report and not self._is_needed():
                 break
             time.sleep(_GLANCE)
         self._closing.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(2 * SILENCE)
+        if self._directory is not None and self._state is not None and self._state.is_over:
+            with contextlib.suppress(*_FAILURES):
+                found = self._directory.get_state()
+                self._directory.set_state(b"over", found and found[1])
         if isinstance(self._store, GuardedStore):
             self._store.close()
         if self._server is not None:
@@ -245,7 +251,7 @@ class Rendezvous(RendezvousHandler):
 
     def get_backend(self) -> str:
         """Return the name of the backend."""
-        return "shardwise" if self._backend is None else self._backend.name
+        return "shardwise" if self._directory is None else self._directory.name
 
     def get_run_id(self) -> str:
         """Return the name of the job."""
@@ -279,16 +285,15 @@ class Rendezvous(RendezvousHandler):
         return Order.SAVE_AND_STOP if seen.regrouping else Order.CONTINUE
 
     def report_step(self) -> None:
-        """Report, once per generation, that all ranks of this host have completed a step."""
-        if not self._has_stepped:
-            self._has_stepped = True
-            at = self.generation
-            self._post(lambda seen: seen.note_step(self._id, at))
+        """Report that all ranks of this host have completed a step in this generation."""
+        assert self._report is not None
+        if self._report.stepped != self.generation:
+            self._tell(stepped=self.generation)
 
     def end(self, outcome: Outcome) -> None:
         """Report how this host's ranks ended; ``verdict`` is set when it is known what follows."""
-        at = self.generation
-        self._post(lambda seen: seen.note_end(self._id, at, outcome, self.nodes))
+        by = outcome.stopped_by
+        self._tell(ended=self.generation, result=outcome.result, stopped_by=by)
 
     @property
     def job_id(self) -> str:
@@ -317,37 +322,20 @@ class Rendezvous(RendezvousHandler):
     def _join(self) -> None:
         """Take part in the job, or be refused."""
         if self.is_alone:
-            store: Store = HashStore()
-            self._use(store, C10dRendezvousBackend(store, self.nodes.job))
-        elif self._ours:
-            self._join_ours()
+            self._store = HashStore()
+            self._decide_from(self._first_state())
         else:
-            self._use(*self._torchs())
-        assert self._store is not None
-        if self.nodes.rank != 0:
-            self._wait_for_host_0(self._store)
-        elif not self._has_begun():
-            self._store.set(self._terms_key, json.dumps(self._agreed()))
-        self._compare(self._store)
-        self._store.add(self._beat_key(self._id), 1)
-        me = Host(self._id, self.nodes.rank, self._own_address(), self._server_port)
-        self._post(lambda seen: seen.admit(replace(me), self.nodes))
+            self._store = self._meet()
+        self._report = HostReport(
+            self.nodes.rank, self._own_address(), self._server_port, self._agreed()
+        )
         self._turned = time.monotonic()
         self._thread.start()
 
-    def _meet_at(self, server: str, store: Store) -> None:
-        """Use the meeting that has moved to a host, which may have served another one before."""
-        if isinstance(self._store, GuardedStore):
-            self._store.close()
-        self._met_at = server
-        self._use(store, C10dRendezvousBackend(store, f"{self.nodes.job}/{server}"))
-
-    def _use(self, store: Store, backend: RendezvousBackend) -> None:
-        self._store, self._backend = store, backend
-
-    def _join_ours(self) -> None:
+    def _meet(self) -> Store:
+        """Connect to the host that serves the rendezvous; it may be this one."""
         nodes = self.nodes
-        if nodes.rank == 0:
+        if nodes.rank == 0 and self._ours:
             try:
                 listener = listening(nodes.address, nodes.port)
             except OSError as error:
@@ -356,27 +344,57 @@ class Rendezvous(RendezvousHandler):
                     "expected an address of this host, and a free port"
                 ) from None
         else:
-            listener = listening(self._own_address())  # in case that host 0 is lost
+            listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
         self._server = StoreServer(listener, nodes.token)
         self._server.start()
-        store = self._connect(nodes.address, nodes.port, nodes.timeout)
-        self._use(store, C10dRendezvousBackend(store, self.nodes.job))
+        decides, where = nodes.rank == 0, (nodes.address, nodes.port)
+        if not self._ours:
+            self._directory = self._torchs()
+            server, where = self._look_up()
+            decides = server == self._id
+        if decides:
+            self._decide_from(self._first_state())
+        try:
+            return connect(
+                *where,
+                nodes.token,
+                self._id,
+                SILENCE,
+                patience=nodes.timeout,
+                pause=_RETRY,
+                look=self._look_for_stop,
+            )
+        except StoreRefusedError as error:
+            raise UserError(f"--rdzv: {error}") from None
+        except OSError as error:
+            raise self._unreachable(error) from None
 
-    def _connect(self, address: str, port: int, seconds: float) -> GuardedStore:
-        """Connect to a host that serves the rendezvous; its command may start later."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                return GuardedStore(address, port, self.nodes.token, self._id, SILENCE)
-            except StoreRefusedError as error:
-                raise UserError(f"--rdzv: {error}") from None
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise self._unreachable(error) from None
-            if self._stopped():
-                raise RendezvousGracefulExitError("a signal asked to stop")
-            time.sleep(_RETRY)
+    def _first_state(self) -> JobState:
+        return JobState(terms=self._agreed(), restarts=self._restarts, server=self._id)
+
+    def _look_for_stop(self) -> None:
+        if self._stopped():
+            raise RendezvousGracefulExitError("a signal asked to stop")
+
+    def _decide_from(self, state: JobState) -> None:
+        """Decide from now on what is to be done, given what is known so far."""
+        self._state, self._awake_since, self._timers = state, time.monotonic(), Timers()
+        self._seen = self._publish(state)
+
+    def _publish(self, state: JobState) -> JobState:
+        self._plan = plain.written(state)
+        if self._server is not None:
+            self._server.put(_PLAN, self._plan)
+        return plain.read(JobState, self._plan)
+
+    def _meet_at(self, server: str, store: Store) -> None:
+        """Use the meeting that has moved to a host, which may have served another one before."""
+        if isinstance(self._store, GuardedStore):
+            self._store.close()
+        self._met_at, self._store = server, store
+        self._reported, self._plan = None, b""
+        self._turned = time.monotonic()
 
     def _unreachable(self, error: OSError) -> UserError:
         nodes = self.nodes
@@ -386,7 +404,9 @@ class Rendezvous(RendezvousHandler):
             "`shardwise doctor` checks further"
         )
 
-    def _torchs(self) -> tuple[Store, RendezvousBackend]:
+    # -- a backend of torch's, which names the host that serves ------------------------------------
+
+    def _torchs(self) -> RendezvousBackend:
         """Connect to one of torch's backends."""
         nodes = self.nodes
         parameters = RendezvousParameters(
@@ -403,14 +423,51 @@ class Rendezvous(RendezvousHandler):
 
             create = etcd_rendezvous_backend.create_backend
         try:
-            backend, store = create(parameters)
+            backend: RendezvousBackend = create(parameters)[0]
         except Exception as error:
             reason = " ".join(str(error.__cause__ or error).split())
             raise UserError(
                 f"--rdzv: the {nodes.backend.value} backend cannot be reached at {nodes.where} "
                 f"({reason})"
             ) from None
-        return store, backend
+        return backend
+
+    def _look_up(self) -> tuple[str, tuple[str, int]]:
+        """Return the host that serves, and its address.
+
+        At first that is host 0. A job whose server cannot be reached may be about to move.
+        """
+        assert self._directory is not None
+        began = time.monotonic()
+        while True:
+            found = self._directory.get_state()
+            server, where = ("", None) if found is None else _named(found[0])
+            if where is not None and (server == self._id or _answers(*where)):
+                return server, where
+            waited = time.monotonic() - began
+            if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
+                self._directory.set_state(self._here().encode(), found and found[1])
+                continue
+            self._look_for_stop()
+            if waited > self.nodes.timeout:
+                raise UserError(
+                    f"--rdzv: host 0 did not come to {self.nodes.where} within "
+                    f"{self.nodes.timeout:.0f} s; is the command running there?"
+                )
+            time.sleep(_POLL)
+
+    def _claim(self) -> None:
+        """Check that the backend names this host, or nobody since it forgets after a while."""
+        if self._directory is None:
+            return
+        found: Any = self._directory.get_state()
+        if found is None or _named(found[0])[0] == self._id:
+            found = self._directory.set_state(self._here().encode(), found and found[1])
+        if found is not None and _named(found[0])[0] != self._id:
+            raise self._left_behind()
+        self._claimed = time.monotonic()
+
+    # -- taking part -------------------------------------------------------------------------------
 
     def _agreed(self) -> dict[str, Any]:
         """Return what all hosts have to agree on."""
@@ -421,36 +478,9 @@ class Rendezvous(RendezvousHandler):
         agreed: dict[str, Any] = json.loads(json.dumps(facts))
         return agreed
 
-    def _compare(self, store: Store) -> None:
-        """Compare what all hosts have to agree on with what host 0 has."""
-        facts, expected = self._agreed(), json.loads(store.get(self._terms_key))
-        for name in {**facts, **expected}:
-            if facts.get(name) != expected.get(name):
-                raise UserError(
-                    f"{name}: found {facts.get(name)}, expected {expected.get(name)}, as host 0 has"
-                )
-
-    def _has_begun(self) -> bool:
-        """Whether the job has begun. A store of torch's may hold one of this name that is over."""
-        assert self._backend is not None
-        found = self._backend.get_state()
-        return found is not None and (self._ours or not JobState.read(found[0]).is_over)
-
-    def _wait_for_host_0(self, store: Store) -> None:
-        deadline = time.monotonic() + self.nodes.timeout
-        while not (store.check([self._terms_key]) and (self._ours or self._has_begun())):
-            if self._stopped():
-                raise RendezvousGracefulExitError("a signal asked to stop")
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"--rdzv: host 0 did not come to {self.nodes.where} within "
-                    f"{self.nodes.timeout:.0f} s; is the command running there?"
-                )
-            time.sleep(_POLL)
-
     def _wait_for_generation(self, store_port: int) -> JobState:
         after = self.generation
-        self._post_ready(after, store_port)
+        self._tell(awaits=after, store_port=store_port)
         while True:
             self._check()
             seen = self._seen
@@ -469,13 +499,9 @@ class Rendezvous(RendezvousHandler):
                     if seen.is_running:
                         return seen
                     after = seen.generation  # it ended before this host has seen it
-                    self._post_ready(after, store_port)
-            if self._stopped():
-                raise RendezvousGracefulExitError("a signal asked to stop")
+                    self._tell(awaits=after)
+            self._look_for_stop()
             time.sleep(_GLANCE)
-
-    def _post_ready(self, generation: int, store_port: int) -> None:
-        self._post(lambda seen: seen.note_ready(self._id, generation, store_port))
 
     def _say_news(self, seen: JobState) -> None:
         unread = seen.noticed - (self._noticed or 0)
@@ -492,10 +518,10 @@ class Rendezvous(RendezvousHandler):
 
     # -- staying in touch --------------------------------------------------------------------------
 
-    def _post(self, change: _Change) -> None:
-        """Change the membership, soon."""
-        self._facts.append(change)
-        self._changes.append(change)
+    def _tell(self, **changes: Any) -> None:
+        """Report what this host does, soon."""
+        assert self._report is not None
+        self._report = replace(self._report, **changes)
         self._wake.set()
 
     def _check(self) -> None:
@@ -518,13 +544,9 @@ class Rendezvous(RendezvousHandler):
     def _server_name(self) -> str:
         server = self._seen.host(self._seen.server)
         name = f"host 0 ({self.nodes.where})"
-        if server is not None and self._seen.moves:
+        if server is not None and (self._seen.moves or not self._ours):
             name = f"host {server.number} ({format_endpoint(server.address, server.port)})"
         return name
-
-    def _note_leaving(self, seen: JobState) -> None:
-        if not seen.is_over:
-            seen.note_lost(self._id, HostLoss.DEAD, "its command has ended")
 
     def _left_behind(self) -> LostError:
         follows = "Once they have ended, start the job again on all hosts with --auto-resume"
@@ -561,15 +583,87 @@ class Rendezvous(RendezvousHandler):
     def _turn(self) -> None:
         self._paused = 0.0
         self._look_for_pause()
-        if not self.is_alone and self._turned - self._beaten >= BEAT:
-            self._beaten = self._turned
-            self._beat()
-        if self._serves:
-            self._look_for_closed()
         if self._ours and self.generation < 0:
             self._go_where_they_meet()
-        self._update()
+        assert self._store is not None
+        report = self._report
+        if report is not self._reported:
+            self._store.set(f"{_REPORT}{self._id}", plain.written(report).decode())
+            self._reported = report
+        if self._state is not None:
+            self._decide(self._state)
+        elif (plan := self._store.get(_PLAN)) != self._plan:
+            self._plan = plan
+            self._read(plain.read(JobState, plan))
         self._turned = time.monotonic()
+
+    def _read(self, seen: JobState) -> None:
+        """Take note of what is to be done."""
+        before, self._seen = self._seen, seen
+        is_known = seen.host(self._id) is not None or self._id in seen.parted
+        leaves = seen.is_over or (self._report is not None and self._report.leaves)
+        if before.host(self._id) is not None and not is_known and not leaves:
+            raise self._left_behind()
+
+    def _decide(self, state: JobState) -> None:
+        """Derive what is to be done from what hosts report, and publish it."""
+        here = {host.id for host in state.hosts}
+        reports = self._reports(state)
+        losses = self._losses(state)
+        self._look_for_pause()
+        state.look(reports, losses, self._rules, self._timers)
+        is_new = plain.written(state) != self._plan
+        if is_new or time.monotonic() - self._claimed > _CLAIMING:
+            self._claim()
+        if is_new:
+            self._read(self._publish(state))
+        for id_ in here - {host.id for host in state.hosts} - state.parted.keys() - {self._id}:
+            # One that went silent and comes back finds out that the others have continued.
+            if self._server is not None:
+                self._server.drop(id_, "counts as lost")
+
+    def _reports(self, state: JobState) -> dict[str, HostReport]:
+        """Return what hosts report that are connected, or take part; forget the others."""
+        server = self._server
+        if server is None:
+            assert self._report is not None
+            return {self._id: self._report}
+        found = server.values(_REPORT)
+        connected = server.silence()
+        reports = {}
+        for id_, text in found.items():
+            if id_ in connected or state.host(id_) is not None:
+                with contextlib.suppress(ValueError):  # not by a host of ours
+                    reports[id_] = plain.read(HostReport, text)
+            else:
+                server.forget(f"{_REPORT}{id_}")
+        return reports
+
+    def _losses(self, state: JobState) -> dict[str, tuple[HostLoss, str]]:
+        """Return the hosts that are gone, and how that shows.
+
+        One that has said goodbye may have gone to meet others elsewhere: it is silent here.
+        """
+        losses: dict[str, tuple[HostLoss, str]] = {}
+        server = self._server
+        if server is None:
+            return losses
+        closed, silence = server.values(CLOSED), server.silence()
+        self._look_for_pause()
+        awake = time.monotonic() - self._awake_since
+        for host in state.hosts:
+            if host.id == self._id or host.loss is HostLoss.DEAD:
+                continue
+            if host.id in closed:
+                is_dead = _refuses(host.address, host.port)
+                # While this host was suspended, the others may have continued, and ended since.
+                self._look_for_pause()
+                is_dead = is_dead and self._woke != state.generation
+                why = closed[host.id].decode()
+                losses[host.id] = (HostLoss.DEAD if is_dead else HostLoss.SILENT), why
+            elif min(silence.get(host.id, math.inf), awake) > SILENCE:
+                losses[host.id] = HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s"
+        return losses
 
     def _look_for_pause(self) -> None:
         """Note that this host was suspended, if the last call is too long ago.
@@ -581,47 +675,12 @@ class Rendezvous(RendezvousHandler):
         self._paused = max(self._paused, pause)
         if pause > SILENCE / 2:
             self._timers = Timers()
-            self._woke = self.generation
-
-    def _beat(self) -> None:
-        """Count up this host's heartbeat, and look for those of the others."""
-        assert self._store is not None
-        self._store.add(self._beat_key(self._id), 1)
-        others = [host.id for host in self._seen.hosts if host.id != self._id]
-        if not self._store.check([self._beat_key(id_) for id_ in others]):
-            # After a move, hosts that have not come yet have none.
-            others = [id_ for id_ in others if self._store.check([self._beat_key(id_)])]
-        if not others:
-            return
-        beats = self._store.multi_get([self._beat_key(id_) for id_ in others])
-        self._look_for_pause()
-        for id_, beat in zip(others, beats, strict=True):
-            # One beat less: the last one may have come that long before it was read.
-            if self._timers.elapsed(f"beat of {id_}", beat) > SILENCE - BEAT:
-                self._note_lost(id_, HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s")
-
-    @property
-    def _terms_key(self) -> str:
-        return f"{self.nodes.job}/terms"
+            self._woke, self._awake_since = self.generation, now
 
     @property
     def _serves(self) -> bool:
         """Whether this host serves the rendezvous."""
-        return self._ours and self._seen.server == self._id
-
-    def _look_for_closed(self) -> None:
-        """Note the hosts whose connections have ended."""
-        assert self._store is not None
-        for host in self._seen.hosts:
-            if host.id == self._id or host.loss is HostLoss.DEAD:
-                continue
-            if self._store.check([CLOSED + host.id]):
-                why = self._store.get(CLOSED + host.id).decode()
-                is_dead = _refuses(host)
-                # While this host was suspended, the others may have continued, and ended since.
-                self._look_for_pause()
-                is_dead = is_dead and self._woke != self._seen.generation
-                self._note_lost(host.id, HostLoss.DEAD if is_dead else HostLoss.SILENT, why)
+        return self._state is not None and self._server is not None
 
     def _go_where_they_meet(self) -> None:
         """Go on from ``--rdzv`` to where the hosts meet now, if they have moved.
@@ -631,28 +690,21 @@ class Rendezvous(RendezvousHandler):
         assert self._store is not None
         if self._seen.generation >= 0 or not self._store.check([_MOVED]):
             return
-        server, _, endpoint = self._store.get(_MOVED).decode().partition(" ")
-        where = parse_endpoint(endpoint)
+        server, where = _named(self._store.get(_MOVED))
         if where is None or server == self._met_at:
             return
         try:
             store = GuardedStore(*where, self.nodes.token, self._id, SILENCE)
         except OSError:
             return  # lost as well; its follower will report that
-        try:
-            self._compare(store)
-        except BaseException:
-            store.close()
-            raise
         self._meet_at(server, store)
-        self._seen, self._noticed = JobState(), None
-        self._repeat()
+        self._state, self._seen, self._noticed = None, JobState(), None
 
     def _guide_newcomers(self) -> None:
         """Show hosts that come to ``--rdzv`` where the hosts meet now, which this host serves."""
         nodes = self.nodes
         name, here = f"guide {self._id}", self._here()
-        while self._serves and not self._closing.wait(BEAT):
+        while self._serves and not self._closing.wait(_GUIDING):
             with contextlib.suppress(OSError):
                 guide = GuardedStore(nodes.address, nodes.port, nodes.token, name, _ATTEMPT)
                 with contextlib.closing(guide):
@@ -661,52 +713,7 @@ class Rendezvous(RendezvousHandler):
     def _here(self) -> str:
         return f"{self._id} {format_endpoint(self._own_address(), self._server_port)}"
 
-    def _beat_key(self, id_: str) -> str:
-        return f"{self.nodes.job}/beat/{id_}"
-
-    def _note_lost(self, id_: str, loss: HostLoss, why: str) -> None:
-        self._changes.append(lambda seen: seen.note_lost(id_, loss, why))
-
-    def _update(self) -> None:
-        """Read the membership, add what has happened here, and write it back."""
-        assert self._backend is not None
-        while True:
-            posted = list(self._changes)
-            found = self._backend.get_state()
-            seen, token = (None, None) if found is None else (JobState.read(found[0]), found[1])
-            if seen is None or (seen.is_over and not self._ours and not self._is_known(seen)):
-                if self.nodes.rank != 0:
-                    return  # host 0 begins
-                seen = JobState(restarts=self._restarts, server=self._id)
-            self._look_for_pause()
-            for change in posted:
-                change(seen)
-            seen.advance(self._rules, self._timers)
-            data = seen.written()
-            if found is not None and data == found[0]:
-                break
-            answer = self._backend.set_state(data, token)
-            if answer is not None and answer[2]:
-                break
-        for _ in posted:
-            self._changes.popleft()
-        before, self._seen = self._seen, seen
-        is_known = seen.host(self._id) is not None or self._id in seen.parted
-        leaves = seen.is_over or self._note_leaving in posted
-        if before.host(self._id) is not None and not is_known and not leaves:
-            raise self._left_behind()
-        if self._serves and self._server is not None:
-            # One that went silent and comes back finds out that the others have continued.
-            for host in before.hosts:
-                gone = seen.host(host.id) is None and host.id not in seen.parted
-                if gone and host.id != self._id:
-                    self._server.drop(host.id, "counts as lost")
-
     # -- moving the rendezvous ---------------------------------------------------------------------
-
-    def _is_known(self, seen: JobState) -> bool:
-        """Whether this host has to do with what a store holds, and not with a job before."""
-        return seen.host(self._id) is not None or self._id in seen.parted or self.generation >= 0
 
     def _recover(self, error: BaseException) -> None:
         """Go on after the store failed: meet elsewhere if that is sound, or raise why not."""
@@ -718,9 +725,7 @@ class Rendezvous(RendezvousHandler):
         if suspended or isinstance(cause, StoreDroppedError):
             raise self._left_behind() from error
         me = seen.host(self._id)
-        if not self._ours or me is None or seen.server == self._id or seen.is_over:
-            raise LostError(self._lost(why)) from error
-        if seen.generation < 0:
+        if self._state is not None or me is None or seen.is_over or seen.generation < 0:
             raise LostError(self._lost(why)) from error
         is_loss = seen.host(seen.server) is not None  # or it has left in order
         if seen.is_running and is_loss and not seen.restarts:
@@ -732,13 +737,16 @@ class Rendezvous(RendezvousHandler):
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
+        A backend of torch's names one host for all, whoever asked it first. One that is silent may
+        not have looked there since, so the next one gives it the time to.
         """
         seen = self._seen
         server = seen.host(seen.server)
         gone = [] if server is None else [server]
-        dead = set() if silent else {host.id for host in gone if _refuses(host)}
+        dead = set() if silent else {each.id for each in gone if _refuses(each.address, each.port)}
         voters = [host for host in seen.members if host.loss is HostLoss.NONE]
-        for host in sorted(voters, key=lambda voter: voter.number):
+        voters.sort(key=lambda voter: voter.number)
+        for host in voters if self._directory is None else self._elected(voters, gone):
             if host.id == self._id:
                 self._serve(voters, gone, dead, why, error)
                 return
@@ -747,9 +755,26 @@ class Rendezvous(RendezvousHandler):
             if self._follow(host, time.monotonic() + 2 * SILENCE):
                 return
             gone.append(host)
-            if _refuses(host):
+            if _refuses(host.address, host.port):
                 dead.add(host.id)
         raise LostError(self._lost(why)) from error
+
+    def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
+        """Yield the host that a backend of torch's names, and another one once that is gone too."""
+        assert self._directory is not None
+        deadline = time.monotonic() + 2 * SILENCE
+        while time.monotonic() < deadline:
+            lost = {self._seen.server, *(host.id for host in gone)}
+            found: Any = self._directory.get_state()
+            if found is None or _named(found[0])[0] in lost:
+                if any(host.id == self._id for host in voters):
+                    self._directory.set_state(self._here().encode(), found and found[1])
+                self._closing.wait(_GLANCE)
+                continue
+            elected = [host for host in voters if host.id == _named(found[0])[0]]
+            if not elected:
+                return
+            yield elected[0]
 
     def _follow(self, host: Host, deadline: float) -> bool:
         """Meet at another host, once it serves the rendezvous; return whether it does."""
@@ -759,7 +784,7 @@ class Rendezvous(RendezvousHandler):
         except OSError:
             return False
         try:
-            store.set(vote, self._seen.written())
+            store.set(vote, plain.written(self._seen))
             while not store.check([_MOVED]) or not store.get(_MOVED).startswith(host.id.encode()):
                 if time.monotonic() > deadline or self._closing.is_set():
                     store.delete_key(vote)
@@ -770,7 +795,6 @@ class Rendezvous(RendezvousHandler):
         except _FAILURES:
             store.close()
             return False
-        self._repeat()
         return True
 
     def _serve(
@@ -783,13 +807,16 @@ class Rendezvous(RendezvousHandler):
         except (UserError, *_FAILURES):  # its own link is down
             raise LostError(self._lost(why)) from error
         others = [host.id for host in voters if host not in gone and host.id != self._id]
-        needed = len(voters) - len(dead)
+        needed, least = len(voters) - len(dead), 0.0
+        if self._directory is not None:
+            needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
         began = time.monotonic()
         while True:
             came = [id_ for id_ in others if self._votes_here(store, id_)]
             waited = time.monotonic() - began
             enough = 2 * (1 + len(came)) > needed
-            if len(came) == len(others) or (enough and waited > SILENCE / 2):
+            is_complete = len(came) == len(others) and waited >= least
+            if is_complete or (enough and waited > max(least, SILENCE / 2)):
                 break
             if waited > 1.5 * SILENCE:
                 break
@@ -798,33 +825,20 @@ class Rendezvous(RendezvousHandler):
             store.close()
             raise LostError(self._lost(why)) from error
         # Some may have read later changes than this host.
-        known = [self._seen, *(JobState.read(store.get(f"{_VOTE}{id_}")) for id_ in came)]
+        votes = [plain.read(JobState, store.get(f"{_VOTE}{id_}")) for id_ in came]
+        known = [self._seen, *votes]
         seen = max(known, key=lambda each: (each.generation, not each.is_running, each.noticed))
         for host in gone:
             seen.note_lost(host.id, HostLoss.DEAD if host.id in dead else HostLoss.SILENT, why)
         seen.server, seen.moves = self._id, seen.moves + 1
         self._meet_at(self._id, store)
-        assert self._backend is not None
-        for host in seen.hosts:  # one that does not come is silent
-            store.add(self._beat_key(host.id), 0)
-        store.set(self._terms_key, json.dumps(self._agreed()))
-        self._backend.set_state(seen.written())
+        self._decide_from(seen)
         store.set(_MOVED, self._here())
-        self._seen = seen
-        self._repeat()
-        if self.nodes.is_elastic:
+        if self.nodes.is_elastic and self._ours:
             threading.Thread(target=self._guide_newcomers, daemon=True).start()
 
     def _votes_here(self, store: Store, id_: str) -> bool:
         return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])
-
-    def _repeat(self) -> None:
-        """Report again what the hosts that meet now may not have read."""
-        assert self._store is not None
-        self._store.add(self._beat_key(self._id), 1)
-        self._changes = deque(self._facts)
-        self._timers = Timers()
-        self._turned = time.monotonic()
 
 
 def _version(package: str) -> str:
@@ -834,12 +848,27 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _refuses(host: Host) -> bool:
+def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
+    """Read ``ID ADDRESS:PORT``."""
+    server, _, endpoint = place.decode(errors="replace").partition(" ")
+    return server, parse_endpoint(endpoint)
+
+
+def _answers(address: str, port: int) -> bool:
+    """Whether something listens at an address and port."""
+    try:
+        socket.create_connection((address, port), timeout=_ATTEMPT).close()
+    except OSError:
+        return False
+    return True
+
+
+def _refuses(address: str, port: int) -> bool:
     """Whether the system of a host answers that nothing listens at its port: it has ended."""
     deadline = time.monotonic() + _ATTEMPT
     while time.monotonic() < deadline:  # a process that ends closes one socket after the other
         try:
-            socket.create_connection((host.address, host.port), timeout=_ATTEMPT).close()
+            socket.create_connection((address, port), timeout=_ATTEMPT).close()
         except ConnectionRefusedError:
             return True
         except ConnectionResetError:

@@ -16,10 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
-
-import torch.distributed as dist
 
 from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, how_failed
 from shardwise.elastic.errors import say, signal_name
@@ -27,6 +24,7 @@ from shardwise.elastic.hosts import Command
 from shardwise.elastic.network import interface_towards, listening
 from shardwise.elastic.outcome import STOP_GRACE
 from shardwise.elastic.rank import STOP_SIGNALS, Ending
+from shardwise.elastic.store import serve_ranks
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, ReplicaWorld, usable_cores
 
 _HERE = "127.0.0.1"
@@ -56,17 +54,8 @@ class _World:
         shown: bool,
     ) -> None:
         self.replica = replica
-        # The ranks find each other here; it serves this start alone. Given no socket, torch's would
-        # listen at all addresses of this host, for all that come.
-        listener = listening(_HERE)
-        self._store = dist.TCPStore(  # type: ignore[attr-defined]
-            _HERE,
-            listener.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(minutes=5),
-            master_listen_fd=listener.detach(),
-        )
+        # The ranks find each other here; it serves this start alone.
+        self._store = serve_ranks(_HERE, listening(_HERE))
         self._processes: list[subprocess.Popen[bytes]] = []
         self.ranks: list[LocalRank] = []
         for rank in range(ranks):

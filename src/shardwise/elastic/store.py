@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from shardwise.elastic.network import format_endpoint
@@ -130,7 +130,7 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
     Raises:
         ValueError: it makes no sense, or it changes a key of the server.
     """
-    if request in (b"set", b"add", b"compare_set", b"delete_key"):
+    if request in (b"set", b"add", b"delete_key"):
         for key in arguments[::2] if request == b"set" else arguments[:1]:
             if key.startswith(SERVER.encode()):
                 raise ValueError(f"found the key {key!r}, expected none that begins with {SERVER}")
@@ -147,10 +147,6 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
         case b"add", [key, amount]:
             values[key] = b"%d" % (int(values.get(key, b"0")) + int(amount))
             return [b"done", values[key]]
-        case b"compare_set", [key, expected, desired]:
-            if values.get(key, b"") == expected:
-                values[key] = desired
-            return [b"done", values.get(key, expected)]
         case b"delete_key", [key]:
             return [b"missing" if values.pop(key, None) is None else b"done"]
         case b"num_keys", []:
@@ -429,7 +425,8 @@ class _Limit:
 class GuardedStore(Store):
     """A client of a :class:`StoreServer`, with the methods of torch's ``TCPStore``.
 
-    Its queues and ``append`` are left out. Unlike there, a value is set when ``set`` returns.
+    Its queues, ``append`` and ``compare_set`` are left out. Unlike there, a value is set when
+    ``set`` returns.
 
     It makes one attempt to connect, and does not connect again: when the connection has ended, all
     methods raise. Several threads may use it at once; one that waits for a key does not hold up the
@@ -519,16 +516,6 @@ class GuardedStore(Store):
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 if there is none yet, and return the sum."""
         return int(self._ask(b"add", key, b"%d" % value)[1])
-
-    def compare_set(
-        self, key: str, expected_value: str | bytes, desired_value: str | bytes
-    ) -> bytes:
-        """Set a key if it has the expected value, or if that is empty and the key has none.
-
-        Returns:
-            The value that the key has then; the expected one if it has none.
-        """
-        return self._ask(b"compare_set", key, expected_value, desired_value)[1]
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys have values."""
@@ -647,3 +634,53 @@ class GuardedStore(Store):
             f"{self._at}: found no answer within {self._seconds:g} s, expected one; its host hangs "
             "or cannot be reached"
         )
+
+
+def serve_ranks(address: str, listener: socket.socket) -> TCPStore:
+    """Serve torch's store for ranks, at a listening socket, which this closes.
+
+    Given no socket, torch's would listen at all addresses of this host, for all that come.
+    """
+    port = listener.getsockname()[1]
+    handle = listener.detach()
+    return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+
+
+def connect(
+    address: str,
+    port: int,
+    token: bytes,
+    name: str,
+    seconds: float,
+    *,
+    patience: float,
+    pause: float,
+    look: Callable[[], object] = lambda: None,
+) -> GuardedStore:
+    """Connect to a store whose server may start later.
+
+    Args:
+        address: as for :class:`GuardedStore`, and so are the next four.
+        port: of the server.
+        token: the shared secret.
+        name: of this client.
+        seconds: limit for one attempt, and for each answer later.
+        patience: seconds to try.
+        pause: seconds between two attempts.
+        look: called after each attempt that fails; what it raises ends the wait.
+
+    Raises:
+        StoreRefusedError: another program is there, or it has another token: that will not change.
+        OSError: of the last attempt.
+    """
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            return GuardedStore(address, port, token, name, seconds)
+        except StoreRefusedError:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        look()
+        time.sleep(pause)

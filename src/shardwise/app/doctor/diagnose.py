@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from shardwise.app.doctor import checks, group
 from shardwise.app.doctor.checks import Finding, Level, fail, ok
-from shardwise.app.doctor.facts import Facts, collect_facts
+from shardwise.app.doctor.facts import Facts, collect_facts, received
 from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
 from shardwise.app.doctor.measure import (
     CONNECT,
@@ -28,17 +28,17 @@ CHECKS = (
     checks.VERSIONS,
     checks.START,
     checks.DEVICES,
-    checks.CLOCKS,
     checks.NAMES,
     checks.INTERFACES,
     checks.LIMITS,
+    checks.CLOCKS,
     checks.PORTS,
     checks.LINKS,
     checks.INSIDE,
 )
 
 #: The longest that each step takes, in seconds, in addition to ``--timeout`` for all to come.
-SECONDS = {"facts": 10.0, "clocks": 5.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
+SECONDS = {"facts": 10.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
 
 
 def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
@@ -95,7 +95,7 @@ def _check_all(
     report: Callable[[Iterable[Finding]], None],
 ) -> None:
     gathered = group_.all_gather(own.to_json(), SECONDS["facts"])
-    read = [Facts.from_json(each) for each in gathered]
+    read = [received(Facts, each) for each in gathered]
     read[group_.index] = read[group_.index] or own
     # Hosts whose facts cannot be read take no part in the checks; indices are of the others.
     places = [place for place, each in enumerate(read) if each is not None]
@@ -114,9 +114,6 @@ def _check_all(
     report(checks.check_versions(hosts))
     report(checks.check_start(hosts))
     report(checks.check_devices(hosts))
-    offsets = group_.clock_offsets(SECONDS["clocks"])
-    ahead = {places.index(place): seconds for place, seconds in offsets.items() if place in places}
-    report(checks.check_clocks(hosts, ahead))
     seen_at = {at: group_.addresses[place] for at, place in enumerate(places) if place}
     report(checks.check_names(hosts, seen_at))
     report(checks.check_interfaces(hosts))
@@ -127,9 +124,21 @@ def _check_all(
         for (a, b), link in measured.items()
         if a in places and b in places
     }
+    report(checks.check_clocks(hosts, _ahead(measured, places)))
     report(checks.check_ports(hosts, links))
     report(checks.check_links(hosts, links, least_gbit))
     report(checks.check_within_hosts(hosts, links))
+
+
+def _ahead(measured: Mapping[tuple[int, int], PairLink], places: Sequence[int]) -> dict[int, float]:
+    """Return how far clocks are ahead of that of host 0, by index in ``places``, where known."""
+    found: dict[int, float] = {}
+    for at, place in enumerate(places):
+        for pair, sign in (((place, 0), -1), ((0, place), 1)):  # what host 0 has seen comes first
+            link = measured.get(pair)
+            if place and link is not None and not link.error:
+                found[at] = sign * link.ahead
+    return found
 
 
 def _measure_all(
@@ -148,10 +157,10 @@ def _measure_all(
         for turn in range(count):
             other = (group_.index + turn) % count
             endpoint = endpoints[other] if readable[other] else None
-            link = PairLink(error="it left") if endpoint is None else measure_connection(*endpoint)
-            gathered = group_.all_gather(asdict(link), SECONDS["links"])
+            own_link = PairLink("it left") if endpoint is None else measure_connection(*endpoint)
+            gathered = group_.all_gather(asdict(own_link), SECONDS["links"])
             for place, each in enumerate(gathered):
-                received = PairLink.from_json(each)
-                if received is not None:
-                    found[place, (place + turn) % count] = received
+                link = received(PairLink, each)
+                if link is not None:
+                    found[place, (place + turn) % count] = link
     return found

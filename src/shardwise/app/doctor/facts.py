@@ -7,25 +7,48 @@ import platform
 import resource
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.app.doctor.measure import PairLink, measure_shared_memory
 from shardwise.app.doctor.probe import Probe, probe_rank
-from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.strict import Fields, check_text, refuse
+from shardwise.base import plain
 from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import address_towards, addresses, interface_of, listening
 
 _VERSIONS = ("python", "torch", "shardwise")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MOST = 10**6  # of hosts, and of ranks of one
-_MOST_ADDRESSES = 4096  # of an interface
+_LONGEST = 4096  # of a list that another host sends
 _REPORT = 2**16  # bytes that a report may have
 _CGROUPS = Path("/sys/fs/cgroup")
+T = TypeVar("T")
+
+
+def received(kind: type[T], values: Any) -> T | None:
+    """Read what another host has sent; None if it is something else, or cannot be shown.
+
+    A host with another version of Shardwise may send other facts, and anyone who can reach the port
+    may send anything.
+    """
+    try:
+        return plain.converted(kind, values) if _is_showable(values) else None
+    except ValueError:
+        return None
+
+
+def _is_showable(value: Any) -> bool:
+    match value:
+        case str():
+            return value.isprintable()
+        case dict():
+            return len(value) <= _LONGEST and all(map(_is_showable, [*value, *value.values()]))
+        case list() | tuple():
+            return len(value) <= _LONGEST and all(map(_is_showable, value))
+    return True
 
 
 @dataclass(frozen=True)
@@ -77,69 +100,18 @@ class Facts:
         """The host, for messages."""
         return f"host {self.rank} ({self.name})"
 
+    def __post_init__(self) -> None:
+        numbers = (self.rank, self.nnodes - 1, self.nproc - 1)
+        if not all(0 <= number <= _MOST for number in numbers):
+            raise ValueError("found an impossible number of hosts or ranks")
+        if min(self.files, self.tasks, self.shm_free) < -1 or self.temporary_free < 0:
+            raise ValueError("found a limit below -1, expected none or a number")
+        if not (self.versions.keys() <= {*_VERSIONS} and self.settings.keys() <= {*_SETTINGS}):
+            raise ValueError(f"found names other than {_VERSIONS} and {_SETTINGS}")
+
     def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
+        """Return plain values, which :func:`received` reads."""
         return asdict(self)
-
-    @staticmethod
-    def from_json(values: Any) -> Facts | None:
-        """Read what :meth:`to_json` returned; None if it is something else.
-
-        A host with another version of Shardwise may send other facts, and anyone who can reach the
-        port may send anything.
-        """
-        try:
-            return _read(Fields(values, "facts"))
-        except CheckpointError:
-            return None
-
-
-def _read(fields_: Fields) -> Facts:
-    if fields_.all().keys() != {field.name for field in fields(Facts)}:
-        refuse(fields_.where, list(fields_.all()), "the fields of this version")
-    memory = PairLink.from_json(fields_.any("memory"))
-    if memory is None:
-        refuse(fields_.where, fields_.any("memory"), "a measurement")
-    interfaces = Fields(fields_.any("interfaces"), "interfaces")
-    return Facts(
-        rank=fields_.number("rank", most=_MOST),
-        nnodes=fields_.number("nnodes", least=1, most=_MOST),
-        nproc=fields_.number("nproc", least=1, most=_MOST),
-        name=fields_.text("name"),
-        versions=_texts(fields_.any("versions"), _VERSIONS),
-        interfaces={
-            check_text(name, interfaces.where): [
-                _text(each, name) for each in interfaces.items(name, _MOST_ADDRESSES)
-            ]
-            for name in interfaces.all()
-        },
-        address=fields_.text("address"),
-        towards=None if fields_.any("towards") is None else fields_.text("towards"),
-        resolved=fields_.text("resolved"),
-        settings=_texts(fields_.any("settings"), _SETTINGS),
-        localhost=fields_.text("localhost"),
-        probe=Probe.from_json(fields_.any("probe")),
-        files=fields_.number("files", least=-1),
-        tasks=fields_.number("tasks", least=-1),
-        temporary=fields_.text("temporary"),
-        temporary_free=fields_.number("temporary_free"),
-        memory=memory,
-        shm_free=fields_.number("shm_free", least=-1),
-    )
-
-
-def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        refuse(where, value, "a string")
-    return check_text(value, where)
-
-
-def _texts(value: Any, known: Sequence[str]) -> dict[str, str]:
-    """Read strings by name, all names being known."""
-    texts = Fields(value, "texts")
-    if not texts.all().keys() <= set(known):
-        refuse(texts.where, list(texts.all()), f"only {', '.join(known)}")
-    return {name: texts.text(name) for name in texts.all()}
 
 
 def collect_facts(nodes: Nodes, nproc: int) -> Facts:

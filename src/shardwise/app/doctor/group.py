@@ -21,7 +21,6 @@ import secrets
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +44,6 @@ _DEEPEST = 8  # lists in lists
 _MOST_BYTES = 2**18  # of a value
 _PORTS = range(1024, 65536)  # that a kernel chooses from
 _GRACE = 1.0  # seconds to wait for surplus hosts, once as many came as were expected
-_PINGS = 3  # questions for the time of a host; the one answered first counts
 
 
 class RendezvousError(Exception):
@@ -111,9 +109,11 @@ class HostGroup:
         Raises:
             RendezvousError: host 0 is gone.
         """
-        step = self._next_step()
+        self._steps += 1
+        step = str(self._steps)  # of this exchange, the same on all hosts
         if self._nodes.rank == 0:
-            values = self._receive_all(step, value, seconds)
+            deadline, peers = time.monotonic() + seconds, range(len(self._names))
+            values = [_sanitized(value), *(self._receive(at, step, deadline) for at in peers)]
             self._publish(step, values)
             return values
         return self._ask_host_0(step, value, seconds)
@@ -143,39 +143,6 @@ class HostGroup:
         endpoints[self.index] = own, port
         return endpoints
 
-    def clock_offsets(self, seconds: float) -> dict[int, float]:
-        """Measure how far the clock of each other host is ahead of the clock of host 0.
-
-        Args:
-            seconds: the longest wait for one host; host 0 asks one after the other.
-
-        Returns:
-            Seconds by index, the same on all hosts; hosts that are gone are missing.
-
-        Raises:
-            RendezvousError: host 0 is gone.
-        """
-        steps = [self._next_step() for _ in range(_PINGS)]
-        if self._nodes.rank == 0:
-            offsets = {
-                at + 1: ahead
-                for at in range(len(self._names))
-                if (ahead := self._ask_time(at, steps, seconds)) is not None
-            }
-            self.all_gather(offsets, seconds)
-            return offsets
-        total = seconds * len(self.addresses)
-        for step in steps:
-            self._wait_for([_own_key(step, self.index)], total)
-            self._send(step, time.time())
-        reported = self.all_gather(None, total)[0]
-        reported = reported if isinstance(reported, dict) else {}
-        return {
-            int(index): ahead
-            for index, ahead in reported.items()
-            if index.isdecimal() and isinstance(ahead, float | int)
-        }
-
     def close(self) -> None:
         """Leave. Host 0 waits a little until the others have read what it has published."""
         if self._store is not None:
@@ -185,11 +152,6 @@ class HostGroup:
             while time.monotonic() < deadline and self._server.clients().keys() & {*self._names}:
                 time.sleep(_POLL)
             self._server.close()
-
-    def _next_step(self) -> str:
-        """Return the name of the next exchange, the same on all hosts."""
-        self._steps += 1
-        return str(self._steps)
 
     @contextlib.contextmanager
     def _reached(self) -> Iterator[GuardedStore]:
@@ -234,21 +196,14 @@ class HostGroup:
         self.index, self.addresses = index, found
 
     def _ask_host_0(self, step: str, value: Any, seconds: float) -> list[Any]:
-        self._send(step, value)
         keys = [_public_key(step, at) for at in range(len(self.addresses))]
-        # Host 0 waits for the slowest host before it answers.
-        received = [_read(each) for each in self._wait_for(keys, 2 * seconds)]
-        received[self.index] = _sanitized(value)
-        return received
-
-    def _send(self, step: str, value: Any) -> None:
         with self._reached() as store:
             store.set(f"{self._name}/{step}", json.dumps(value))
-
-    def _wait_for(self, keys: list[str], seconds: float) -> list[bytes]:
-        with self._reached() as store:
-            store.set_timeout(timedelta(seconds=seconds + _SLACK))
-            return store.multi_get(keys)
+            # Host 0 waits for the slowest host before it answers.
+            store.set_timeout(timedelta(seconds=2 * seconds + _SLACK))
+            received = [_read(each) for each in store.multi_get(keys)]
+        received[self.index] = _sanitized(value)
+        return received
 
     # -- on host 0 ---------------------------------------------------------------------------------
 
@@ -256,11 +211,8 @@ class HostGroup:
         from shardwise.elastic.store import StoreServer
 
         nodes = self._nodes
-        listener = _listen(nodes)
-        address, port, *_ = listener.getsockname()
-        self._server = StoreServer(listener, nodes.token)
+        self._server = StoreServer(_listen(nodes), nodes.token)
         self._server.start()
-        self._store = _connect(replace(nodes, address=address, port=port), self._name)
         self._admit(self._server)
 
     def _admit(self, server: StoreServer) -> None:
@@ -269,11 +221,8 @@ class HostGroup:
         deadline, grace = time.monotonic() + self._nodes.timeout, math.inf
         while len(others) < _MOST_PEERS * count and time.monotonic() < min(deadline, grace):
             time.sleep(_POLL)
-            others = {
-                name: address
-                for name, address in server.clients().items()
-                if name != self._name and len(name) <= _LONGEST
-            }
+            found = server.clients().items()
+            others = {name: address for name, address in found if len(name) <= _LONGEST}
             if len(others) >= count - 1:
                 grace = min(grace, time.monotonic() + _GRACE)
         names = [*others][: _MOST_PEERS * count]
@@ -282,11 +231,6 @@ class HostGroup:
         for at, name in enumerate(names, 1):
             server.put(_index_key(name), json.dumps(at).encode())
         server.put(_ADDRESSES, json.dumps(self.addresses).encode())
-
-    def _receive_all(self, step: str, value: Any, seconds: float) -> list[Any]:
-        deadline = time.monotonic() + seconds
-        peers = range(len(self._names))
-        return [_sanitized(value), *(self._receive(at, step, deadline) for at in peers)]
 
     def _receive(self, at: int, step: str, deadline: float) -> Any:
         """Return what a host sends; None once it is gone, or silent for too long."""
@@ -297,11 +241,10 @@ class HostGroup:
         key = f"{name}/{step}"
         while True:
             is_there = name in server.clients()  # before the look: what it wrote last counts
-            with self._reached() as store:
-                if store.check([key]):
-                    value = _read(store.get(key))
-                    store.delete_key(key)
-                    return value
+            sent = server.values(key).get("")
+            if sent is not None:
+                server.forget(key)
+                return _read(sent)
             if not is_there or time.monotonic() > deadline:
                 server.drop(name, "it was silent for too long")
                 self._names[at] = None
@@ -315,32 +258,6 @@ class HostGroup:
                 sent = sent if len(sent) <= _MOST_BYTES else b"null"
                 self._server.put(_public_key(step, at), sent)
 
-    def _ask_time(self, at: int, steps: list[str], seconds: float) -> float | None:
-        """Ask a host for its time; return how far it is ahead, None if it does not answer."""
-        assert self._server is not None
-        best = None
-        deadline = time.monotonic() + seconds
-        for step in steps:
-            before = time.time()
-            self._server.put(_own_key(step, at + 1), b"")
-            answer = self._receive(at, step, deadline)
-            took = time.time() - before
-            if isinstance(answer, float | int) and (best is None or took < best[0]):
-                best = took, _ahead(float(answer), before, took)
-        return None if best is None else best[1]
-
-
-def _ahead(answer: float, asked: float, took: float) -> float:
-    """Return how far a clock is ahead of this host's; 0 if it may have been right.
-
-    Args:
-        answer: the time that it showed.
-        asked: the time here, before the question.
-        took: seconds until the answer was here.
-    """
-    ahead = answer - (asked + took / 2)
-    return ahead if abs(ahead) > took / 2 else 0.0
-
 
 _ADDRESSES = "server/addresses"
 
@@ -351,10 +268,6 @@ def _index_key(name: str) -> str:
 
 def _public_key(step: str, index: int) -> str:
     return f"server/values/{step}/{index}"
-
-
-def _own_key(step: str, index: int) -> str:
-    return f"server/asked/{step}/{index}"
 
 
 def _read(sent: bytes) -> Any:
@@ -428,19 +341,16 @@ def _check_torch() -> None:
 
 def _connect(nodes: Nodes, name: str) -> GuardedStore:
     """Connect to host 0, and retry for ``--timeout``, since its command may start later."""
-    from shardwise.elastic.store import GuardedStore, StoreRefusedError
+    from shardwise.elastic.store import StoreRefusedError, connect
 
-    deadline = time.monotonic() + nodes.timeout
-    while True:
-        try:
-            return GuardedStore(nodes.address, nodes.port, nodes.token, name, _ANSWER)
-        except StoreRefusedError as error:  # what is there will not change
-            text, _, advice = printable(str(error)).partition("; ")
-            raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RendezvousError(_unreachable(nodes, error)) from None
-        time.sleep(_RETRY)
+    where = nodes.address, nodes.port, nodes.token, name, _ANSWER
+    try:
+        return connect(*where, patience=nodes.timeout, pause=_RETRY)
+    except StoreRefusedError as error:
+        text, _, advice = printable(str(error)).partition("; ")
+        raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
+    except OSError as error:
+        raise RendezvousError(_unreachable(nodes, error)) from None
 
 
 def check_backend(nodes: Nodes) -> Finding:

@@ -14,17 +14,15 @@ import os
 import resource
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-from shardwise.base.errors import CheckpointError
 from shardwise.base.scratch import libc
-from shardwise.checkpoint.disk.strict import Fields
 from shardwise.elastic.network import format_endpoint, listening_everywhere
 
 CONNECT = 3.0  # seconds for a connection
@@ -33,7 +31,8 @@ DRAIN = 5.0  # seconds for sent data to arrive
 _ROUND_TRIPS = 50
 _CHUNK = bytes(2**18)
 _MOST_CLIENTS = 16  # connections served at a time; hosts connect one after another
-_ECHO, _SINK = b"p", b"s"  # send the data back; answer its end only
+_CLOCK, _SINK = b"c", b"s"  # answer each message by the time; answer the end of data only
+_TIME = struct.Struct("!d")  # seconds since 1970
 COPYING = 0.3  # seconds of copying, for bandwidth
 START = 60.0  # seconds for the second process to start, and for a turn of it, on a busy host
 _NBYTES = 16 * 2**20
@@ -51,20 +50,17 @@ class PairLink:
         gbit: bandwidth in Gbit/s (10^9 bits per second).
         ms: round trip of a small message, in milliseconds: of the fastest between two hosts, which
             the link decides and not what else they do; the median between two processes.
+        ahead: seconds by which the clock of the other end is ahead; 0 if it may be right.
     """
 
     error: str = ""
     gbit: float = 0.0
     ms: float = 0.0
+    ahead: float = 0.0
 
-    @staticmethod
-    def from_json(values: Any) -> PairLink | None:
-        """Read what another host has measured; None if it is something else."""
-        try:
-            fields = Fields(values, "link")
-            return PairLink(fields.text("error"), fields.real("gbit"), fields.real("ms"))
-        except CheckpointError:
-            return None
+    def __post_init__(self) -> None:
+        if self.gbit < 0 or self.ms < 0:
+            raise ValueError(f"found {self.gbit} Gbit/s and {self.ms} ms, expected 0 or more")
 
     def __str__(self) -> str:
         return f"{self.gbit:.2f} Gbit/s, {self.ms:.2f} ms"
@@ -76,29 +72,44 @@ def measure_connection(address: str, port: int) -> PairLink:
     Takes at most ``CONNECT + STREAM + 2 * DRAIN`` seconds.
     """
     try:
-        return PairLink(gbit=_stream(address, port), ms=_ping(address, port))
+        gbit = _stream(address, port)
+        took, ahead = _ping(address, port)
+        return PairLink(gbit=gbit, ms=1e3 * took, ahead=ahead)
     except OSError as error:
         return PairLink(error=f"{format_endpoint(address, port)}: {error.strerror or error}")
 
 
-def _ping(address: str, port: int) -> float:
-    with socket.create_connection((address, port), timeout=CONNECT) as connection:
+def _ping(address: str, port: int) -> tuple[float, float]:
+    """Return the seconds of the fastest round trip, and how far the clock of the other is ahead."""
+    found: list[tuple[float, float]] = []
+    connection = socket.create_connection((address, port), timeout=CONNECT)
+    with connection, connection.makefile("rb") as answers:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(_ECHO)
-        took: list[float] = []
+        connection.sendall(_CLOCK)
         deadline = time.perf_counter() + DRAIN
-        while len(took) < _ROUND_TRIPS and time.perf_counter() < deadline:
-            began = time.perf_counter()
-            connection.sendall(b"x" * 8)
-            received = 0
-            while received < 8:
-                connection.settimeout(max(0.01, deadline - time.perf_counter()))
-                part = connection.recv(8 - received)
-                if not part:
-                    raise ConnectionResetError(None, "the connection was closed")
-                received += len(part)
-            took.append(time.perf_counter() - began)
-    return 1e3 * min(took)
+        while len(found) < _ROUND_TRIPS and time.perf_counter() < deadline:
+            asked, began = time.time(), time.perf_counter()
+            connection.sendall(bytes(_TIME.size))
+            connection.settimeout(max(0.01, deadline - time.perf_counter()))
+            answer = answers.read(_TIME.size)
+            took = time.perf_counter() - began
+            if len(answer) < _TIME.size:
+                raise ConnectionResetError(None, "the connection was closed")
+            (shown,) = _TIME.unpack(answer)
+            found.append((took, _ahead(shown, asked, took)))
+    return min(found)
+
+
+def _ahead(answer: float, asked: float, took: float) -> float:
+    """Return how far a clock is ahead of this host's; 0 if it may have been right.
+
+    Args:
+        answer: the time that it showed.
+        asked: the time here, before the question.
+        took: seconds until the answer was here.
+    """
+    ahead = answer - (asked + took / 2)
+    return ahead if abs(ahead) > took / 2 else 0.0
 
 
 def _stream(address: str, port: int) -> float:
@@ -150,13 +161,14 @@ class EchoServer:
 
 
 def _answer_connection(connection: socket.socket) -> None:
-    with connection, contextlib.suppress(OSError):
+    with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
         connection.settimeout(STREAM + DRAIN)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        kind = connection.recv(1)
-        while chunk := connection.recv(2**18):
-            if kind == _ECHO:
-                connection.sendall(chunk)
+        kind = received.read(1)
+        while kind == _CLOCK and len(received.read(_TIME.size)) == _TIME.size:
+            connection.sendall(_TIME.pack(time.time()))
+        while kind == _SINK and received.read1(2**18):
+            pass
         if kind == _SINK:
             connection.sendall(b"!")
 

@@ -17,11 +17,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from shardwise.base.errors import CheckpointError
+from shardwise.base import plain
 from shardwise.base.units import printable
-from shardwise.checkpoint.disk.strict import Fields, check_number, check_text, parse, refuse
 
 START = 60.0  # seconds; torch may have to come from storage far away
 _MOST_MODELS = 1024  # accelerators of a host
@@ -45,29 +44,11 @@ class Accelerators:
     versions: dict[str, str] = field(default_factory=dict)
     problem: str = ""
 
-    @staticmethod
-    def from_json(values: Any) -> Accelerators:
-        """Read what another process has sent.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        fields = Fields(values, "accelerators")
-        versions = Fields(fields.any("versions"), "versions")
-        if len(versions.all()) > _MOST_VERSIONS:
-            refuse(versions.where, versions.all(), f"at most {_MOST_VERSIONS}")
-        return Accelerators(
-            kind=fields.text("kind"),
-            models=[_model(each) for each in fields.items("models", _MOST_MODELS)],
-            versions={check_text(name, "versions"): versions.text(name) for name in versions.all()},
-            problem=fields.text("problem"),
-        )
-
-
-def _model(value: Any) -> tuple[str, int]:
-    if not isinstance(value, list | tuple) or len(value) != 2 or not isinstance(value[0], str):
-        refuse("models", value, "a name and bytes of memory")
-    return check_text(value[0], "models"), check_number(value[1], "models")
+    def __post_init__(self) -> None:
+        if len(self.versions) > _MOST_VERSIONS or len(self.models) > _MOST_MODELS:
+            raise ValueError("found more accelerators or libraries than a host has")
+        if any(memory < 0 for _, memory in self.models):
+            raise ValueError("found accelerators with less than no memory")
 
 
 @dataclass(frozen=True)
@@ -81,16 +62,6 @@ class Probe:
 
     error: str = ""
     accelerators: Accelerators = field(default_factory=Accelerators)
-
-    @staticmethod
-    def from_json(values: Any) -> Probe:
-        """Read what another host has sent.
-
-        Raises:
-            CheckpointError: it is something else.
-        """
-        fields = Fields(values, "probe")
-        return Probe(fields.text("error"), Accelerators.from_json(fields.any("accelerators")))
 
 
 def probe_rank() -> Probe:
@@ -118,10 +89,9 @@ def _run(report: IO[bytes], errors: IO[bytes]) -> Probe:
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return Probe(printable(f"exit code {code}: {last or 'it printed nothing'}"))
     try:
-        found = parse(report.read(_MOST_BYTES), "the report of a rank")
-        return Probe(accelerators=Accelerators.from_json(found))
-    except CheckpointError as error:
-        return Probe(str(error))
+        return Probe(accelerators=plain.read(Accelerators, report.read(_MOST_BYTES)))
+    except ValueError as error:
+        return Probe(printable(f"the report of a rank: {error}"))
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo, Quorum
-from shardwise.diloco.quorum import TIMEOUT
+from shardwise.diloco.membership import TIMEOUT
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.transport.peers import Peers
