@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
-from shardwise.base.offload import Medium, OffloadPlace
+from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import NotPossibleError
-from shardwise.base.offload import OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.frontends.strategies import (
     DATA,
     REPLICATE,

@@ -34,7 +34,7 @@ from shardwise.app.recipes.core.config import (
     rules_of,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
-from shardwise.base.offload import OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in

@@ -38,7 +38,7 @@ from shardwise.app.recipes.core.option import (
     option_name,
 )
 from shardwise.app.recipes.core.wire_option import parse_wires
-from shardwise.base.offload import OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
