@@ -11,6 +11,10 @@ The processes come from a fork server that has imported torch (and what else the
 has never computed anything, so it has a single thread and a rank starts in milliseconds. The
 rendezvous store lives in the parent on a port that the kernel chose: there is no port to race for.
 
+What takes longer is a rank's first step: DTensor works out each operation anew for each shape. So
+the ranks of one file of tests live on, with their process group, until the next file: see
+:func:`run_ranks`.
+
 A rank that raises ends the run at once: the others are killed and the parent raises
 :class:`RanksFailedError` with the rank's own traceback. A rank that hangs ends it after ``timeout``
 seconds, with the stacks of every rank that was still running.
@@ -19,11 +23,13 @@ seconds, with the stacks of every rank that was still running.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import faulthandler
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import pickle
+import queue
 import signal
 import sys
 import tempfile
@@ -32,6 +38,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -101,6 +108,20 @@ class Outcome:
         return text
 
 
+class Processes(enum.Enum):
+    """Which processes the ranks of a run are."""
+
+    KEPT = "kept"
+    NEW = "new"
+
+
+class _Then(enum.Enum):
+    """What a rank does after it has returned."""
+
+    STAY = "stay"
+    LEAVE = "leave"
+
+
 @dataclasses.dataclass(frozen=True)
 class _Job:
     """What a rank needs to know before it can unpickle anything of the test's."""
@@ -125,9 +146,13 @@ def run_ranks(
     pg_timeout: float = 30,
     env: Mapping[str, str | None] | None = None,
     expect_failures: bool = False,
+    processes: Processes = Processes.KEPT,
     **kwargs: Any,
 ) -> list[Any]:
-    """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank of a new world.
+    """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank of a world.
+
+    The world is that of the last run of the same file and size, if that run returned and both have
+    the usual backend and timeout. Else it is new.
 
     Args:
         fn: a function of a module (not a lambda, not nested): ranks import it.
@@ -141,6 +166,8 @@ def run_ranks(
             ``None`` unsets one. ``SHARDWISE_TRANSPORT`` is unset unless it is named here.
         expect_failures: return an :class:`Outcome` per rank instead of results, and let ranks that
             fail or die do so without ending the others. A hang is still an error.
+        processes: :attr:`Processes.NEW` for what depends on the past of a process, such as its
+            memory, or leaves something behind.
         kwargs: pickled, given to every rank alike.
 
     Returns:
@@ -149,15 +176,16 @@ def run_ranks(
     Raises:
         RanksFailedError: a rank raised, died or hung.
     """
-    store = _store(0, is_master=True)
     call = pickle.dumps((fn, args, kwargs))
-    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+    usual = (backend, pg_timeout, expect_failures, processes) == ("gloo", 30, False, Processes.KEPT)
+    world = _take_world(world_size) if usual else _World(world_size)
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory, world:
         jobs = [
             _Job(
                 rank=rank,
                 world_size=world_size,
                 backend=backend,
-                port=store.port,
+                port=world.store.port,
                 pg_timeout=pg_timeout,
                 env={"SHARDWISE_TRANSPORT": None, **(env or {})},
                 warning_filters=list(warnings.filters),
@@ -166,37 +194,63 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        with _World(jobs) as world:
-            outcomes = world.run(timeout, stop_at_failure=not expect_failures)
+        then = _Then.STAY if usual and world.runs < _RUNS_OF_A_WORLD else _Then.LEAVE
+        outcomes = world.run(jobs, then, timeout, stop_at_failure=not expect_failures)
+    if then is _Then.STAY:
+        _kept[world_size] = world
     for outcome in outcomes:
         if outcome.output:
             print(f"[rank {outcome.rank}] {outcome.output.rstrip()}")
     return outcomes if expect_failures else [outcome.result for outcome in outcomes]
 
 
+#: After so many runs a world has many process groups.
+_RUNS_OF_A_WORLD = 20
+#: Worlds whose ranks wait for their next function, by size: of one file of tests.
+_kept: dict[int, _World] = {}
+_file_of_kept = ""
+
+
+def _take_world(world_size: int) -> _World:
+    """Take a world that waits, or a new one; end those of another file."""
+    global _file_of_kept
+    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
+    if file != _file_of_kept:
+        for world in _kept.values():
+            world.end()
+        _kept.clear()
+        _file_of_kept = file
+    return _kept.pop(world_size, None) or _World(world_size)
+
+
 class _World:
     """The processes of one run, as the parent sees them."""
 
-    def __init__(self, jobs: Sequence[_Job]) -> None:
-        self.jobs = jobs
+    def __init__(self, world_size: int) -> None:
+        self.store = _store(0, is_master=True)
+        self.runs = 0
+        self.jobs: Sequence[_Job] = []
         self.processes: list[ForkServerProcess] = []
         self.pipes: list[Connection] = []
         self.outcomes: dict[int, Outcome] = {}
-        self.started = time.monotonic()
-
-    def __enter__(self) -> _World:
         context = start_server()
-        for job in self.jobs:
+        for _ in range(world_size):
             parent_end, child_end = context.Pipe()
-            process = context.Process(target=_rank_main, args=(job, child_end), daemon=True)
+            process = context.Process(target=_rank_main, args=(child_end,), daemon=True)
             process.start()
             child_end.close()
             self.processes.append(process)
             self.pipes.append(parent_end)
-        self.started = time.monotonic()  # the server was waited for, which may have to import torch
+
+    def __enter__(self) -> _World:
         return self
 
-    def __exit__(self, *exc_info: object) -> None:
+    def __exit__(self, exc_type: object, *exc_info: object) -> None:
+        if exc_type is not None or self.then is _Then.LEAVE:
+            self.end()
+
+    def end(self) -> None:
+        """End all processes."""
         for process in self.processes:
             process.kill()
         for process, pipe in zip(self.processes, self.pipes, strict=True):
@@ -204,8 +258,16 @@ class _World:
             process.close()
             pipe.close()
 
-    def run(self, timeout: float, *, stop_at_failure: bool) -> list[Outcome]:
-        """Wait for all ranks; return their outcomes or raise what went wrong."""
+    def run(
+        self, jobs: Sequence[_Job], then: _Then, timeout: float, *, stop_at_failure: bool
+    ) -> list[Outcome]:
+        """Give all ranks their jobs, and wait; return their outcomes or raise what went wrong."""
+        self.runs += 1
+        self.jobs, self.then, self.outcomes = jobs, then, {}
+        for job, pipe in zip(jobs, self.pipes, strict=True):
+            with suppress(BrokenPipeError):  # it is dead, which is noted below
+                pipe.send_bytes(pickle.dumps(job))
+        self.started = time.monotonic()  # the server was waited for, which may have to import torch
         deadline = self.started + timeout
         failed = False
         while len(self.outcomes) < len(self.jobs):
@@ -253,22 +315,29 @@ class _World:
 
     def _dismiss(self, deadline: float) -> list[Outcome]:
         """Let the ranks that returned leave, now that no peer needs them any more."""
-        leaving = [outcome for outcome in self.outcomes.values() if outcome.ok]
-        for outcome in leaving:
-            self.pipes[outcome.rank].send_bytes(b"leave")
-        for outcome in leaving:
-            process = self.processes[outcome.rank]
-            process.join(max(deadline - time.monotonic(), 5))
-            if process.exitcode != 0:
-                state = "did not end" if process.exitcode is None else "ended badly"
-                raise RanksFailedError(
-                    f"rank {outcome.rank} of {len(self.jobs)} returned, but {state} while "
-                    f"destroying its process groups (exit code {process.exitcode})\n"
-                    f"{_output(self.jobs[outcome.rank])}"
-                )
+        returned = [outcome.rank for outcome in self.outcomes.values() if outcome.ok]
+        for rank in returned:
+            self.pipes[rank].send_bytes(pickle.dumps(self.then))
+        for rank in returned:
+            self._dismiss_rank(rank, max(deadline - time.monotonic(), 5))
         return [
             dataclasses.replace(self.outcomes[job.rank], output=_output(job)) for job in self.jobs
         ]
+
+    def _dismiss_rank(self, rank: int, seconds: float) -> None:
+        process, doing = self.processes[rank], "destroying its process groups"
+        if self.then is _Then.STAY:
+            doing = "waiting for the next function"
+            with suppress(EOFError, ConnectionResetError):
+                if self.pipes[rank].poll(seconds) and self.pipes[rank].recv_bytes() == b"ready":
+                    return
+        process.join(seconds)
+        if process.exitcode != 0 or self.then is _Then.STAY:
+            state = "did not end" if process.exitcode is None else "ended badly"
+            raise RanksFailedError(
+                f"rank {rank} of {len(self.jobs)} returned, but {state} while {doing} "
+                f"(exit code {process.exitcode})\n{_output(self.jobs[rank])}"
+            )
 
     def _failure_report(self) -> str:
         failures = [outcome for outcome in self.outcomes.values() if not outcome.ok]
@@ -318,26 +387,54 @@ def start_server() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def _rank_main(job: _Job, pipe: Connection) -> None:
+def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
-    _redirect_output(job)
-    with _stacks_file(job).open("w") as stacks:
-        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-        faulthandler.enable(file=sys.stderr)
-        may_leave = _watch_parent(pipe)
-        try:
-            result, error = _call(job), None
-            report = packing.dumps((result, error))
-        except Exception:
-            error = traceback.format_exc()
-            _flush()  # first: who receives the error reads the output next
-            pipe.send_bytes(pickle.dumps((None, error)))
-            os._exit(1)  # no orderly end: a peer may be waiting for us in a collective
-        pipe.send_bytes(report)
-        may_leave.wait()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        _flush()
+    inbox = _watch_parent(pipe)
+    environment, folder, patched = dict(os.environ), Path.cwd(), _patchable()
+    then = _Then.STAY
+    while then is _Then.STAY:
+        job = inbox.get()
+        _redirect_output(job)
+        with _stacks_file(job).open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+            faulthandler.enable(file=sys.stderr)
+            try:
+                result, error = _call(job), None
+                report = packing.dumps((result, error))
+            except Exception:
+                error = traceback.format_exc()
+                _flush()  # first: who receives the error reads the output next
+                pipe.send_bytes(pickle.dumps((None, error)))
+                os._exit(1)  # no orderly end: a peer may be waiting for us in a collective
+            _flush()
+            pipe.send_bytes(report)
+            del result, report
+            then = inbox.get()
+            if then is _Then.STAY:
+                assert dist.is_initialized(), "ends its process group: it needs Processes.NEW"
+                os.environ.clear()
+                os.environ.update(environment)
+                os.chdir(folder)
+                for module, values in patched.items():
+                    vars(module).update(values)
+                pipe.send_bytes(b"ready")
+            faulthandler.unregister(signal.SIGUSR1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _flush()
+
+
+def _patchable() -> dict[Any, dict[str, Any]]:
+    """Functions and constants of modules that tests replace and do not put back."""
+    return {
+        module: {
+            name: value
+            for name, value in vars(module).items()
+            if name.lstrip("_").isupper() or (callable(value) and not name.startswith("__"))
+        }
+        for path, module in sys.modules.items()
+        if path.startswith("shardwise.") or path == "torch.distributed"
+    }
 
 
 def _call(job: _Job) -> Any:
@@ -360,7 +457,7 @@ def _call(job: _Job) -> Any:
     warnings._filters_mutated()  # type: ignore[attr-defined]
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    if job.backend is not None:
+    if job.backend is not None and not dist.is_initialized():
         if uses_gpu:
             take_gpu(job.rank, job.world_size)
         store = _store(job.port, is_master=False)
@@ -379,19 +476,19 @@ def _call(job: _Job) -> Any:
     return fn(job.rank, job.world_size, *args, **kwargs)
 
 
-def _watch_parent(pipe: Connection) -> threading.Event:
-    """Return an event that is set when the parent lets this rank go; die if the parent does."""
-    may_leave = threading.Event()
+def _watch_parent(pipe: Connection) -> queue.SimpleQueue[Any]:
+    """Return what the parent sends; die if the parent does."""
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     def watch() -> None:
         try:
-            pipe.recv_bytes()
+            while True:
+                inbox.put(pickle.loads(pipe.recv_bytes()))
         except (EOFError, OSError):
             os._exit(1)
-        may_leave.set()
 
     threading.Thread(target=watch, daemon=True, name="watch-parent").start()
-    return may_leave
+    return inbox
 
 
 def _redirect_output(job: _Job) -> None:

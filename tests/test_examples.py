@@ -23,6 +23,7 @@ from shardwise import MixedPrecisionPolicy, fully_shard
 from tests.harness import run_ranks
 from tests.parity.models import MODELS, make_batch, make_model
 from tests.programs import shell_environment, start_program
+from tests.worlds import on_processes
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -75,7 +76,11 @@ def test_the_runtime_from_scratch_runs_as_its_docstring_says(tmp_path: Path) -> 
     assert losses[-1] < 0.7 * losses[0]
 
 
-def _train_all_from_scratch_and_for_real(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["mlp", "conv", "frozen", "llama-tied"])
+@on_processes(2)
+def test_the_runtime_from_scratch_computes_the_bits_of_the_real_one(
+    rank: int, world_size: int, name: str
+) -> None:
     for zero, low, transport in ((3, False, "auto"), (2, False, "collectives"), (3, True, "c10d")):
         os.environ["SHARDWISE_TRANSPORT"] = transport
         _train_from_scratch_and_for_real(rank, name, zero, low)
@@ -105,11 +110,6 @@ def _train_from_scratch_and_for_real(rank: int, name: str, zero: int, low: bool)
     assert dict(scratch.named_parameters()).keys() == shards.keys()
     for key, param in scratch.named_parameters():
         assert torch.equal(param, shards[key]), key
-
-
-@pytest.mark.parametrize("name", ["mlp", "conv", "frozen", "llama-tied"])
-def test_the_runtime_from_scratch_computes_the_bits_of_the_real_one(name: str) -> None:
-    run_ranks(_train_all_from_scratch_and_for_real, 2, name)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,23 @@ def test_groups_report_their_forward_and_backward_in_order() -> None:
     assert not notes.open
 
 
+class _Two(nn.Linear):
+    """Has two outputs."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y.relu(), y.sigmoid()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_backward_begins_with_the_first_of_several_outputs() -> None:
+    model, notes = _Two(8, 8), Notes()
+    fully_shard(model, mesh=init_device_mesh("cpu", (4,)), transport="collectives")
+    with observe.observing(notes):
+        torch.cat(model(torch.ones(2, 8))).sum().backward()
+    assert notes.lines.count("backward of the root group") == 1
+
+
 @pytest.mark.usefixtures("alone")
 def test_memory_of_full_parameters_is_what_is_allocated() -> None:
     model, notes = _sharded(), Notes()

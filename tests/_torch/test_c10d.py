@@ -35,6 +35,17 @@ def test_a_group_has_a_store_and_a_timeout(group: dist.ProcessGroup) -> None:
     assert c10d.timeout_of(group) == 77.0
 
 
+def test_a_store_of_a_file_is_shared_under_any_prefix(
+    group: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    assert not c10d.has_shared_store(group)
+    shared = dist.PrefixStore("outer", dist.FileStore(str(tmp_path / "store"), 1))
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=shared, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    assert c10d.has_shared_store(dist.group.WORLD)
+
+
 def test_a_fake_world_is_there_inside_only() -> None:
     with c10d.fake_world(8):
         assert (dist.get_rank(), dist.get_world_size()) == (0, 8)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +12,8 @@ from torch import nn
 
 import shardwise
 from tests.frontends.training import assert_bits, train, trained_twin
-from tests.harness import run_ranks
 from tests.sharding.nets import Block, Net, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 LIBRARY = """
 from torch.distributed.fsdp import FSDPModule, fully_shard as shard
@@ -40,7 +36,8 @@ def _library(name: str, source: str = LIBRARY) -> types.ModuleType:
     return module
 
 
-def _lent(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_inside_torchs_names_are_ours_and_outside_torchs(rank: int, world_size: int) -> None:
     before = _library("imported_before")
     torchs = torch.distributed.fsdp.fully_shard
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -59,10 +56,6 @@ def _lent(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
     theirs = before.prepare(nn.Sequential(nn.Linear(4, 4)))
     assert not isinstance(theirs, shardwise.FSDPModule), "torch's own again"
-
-
-def test_inside_torchs_names_are_ours_and_outside_torchs(ranks: Ranks) -> None:
-    run_ranks(_lent, 2)
 
 
 def test_it_is_undone_after_an_exception_too() -> None:
@@ -107,7 +100,8 @@ def whole_state(model):
 """
 
 
-def _fsdp1(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_inside_fsdp1_is_ours_and_outside_torchs(rank: int, world_size: int) -> None:
     before = _library("fsdp1_before", FSDP1_LIBRARY)
     torchs = torch.distributed.fsdp.FullyShardedDataParallel
     from torch.distributed.checkpoint import state_dict as torchs_own
@@ -133,11 +127,8 @@ def _fsdp1(rank: int, world_size: int) -> None:
     assert isinstance(model, shardwise.FullyShardedDataParallel)
 
 
-def test_inside_fsdp1_is_ours_and_outside_torchs(ranks: Ranks) -> None:
-    run_ranks(_fsdp1, 2)
-
-
-def _stand_in(rank: int, world_size: int) -> None:
+@on_processes(1)
+def test_standing_in_for_torchs_module(rank: int, world_size: int) -> None:
     import shardwise.frontends.compat.fsdp2
 
     sys.modules["torch.distributed.fsdp"] = shardwise.frontends.compat.fsdp2
@@ -145,7 +136,3 @@ def _stand_in(rank: int, world_size: int) -> None:
     model = program.prepare(nn.Sequential(nn.Linear(4, 4)))
     assert isinstance(model, shardwise.FSDPModule)
     assert program.is_sharded(model)
-
-
-def test_standing_in_for_torchs_module() -> None:
-    run_ranks(_stand_in, 1)

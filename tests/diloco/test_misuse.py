@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.diloco import DiLoCo, OuterSGD, Overlapped, Streaming, WireFormat
 from tests.diloco.reference import make_inner
 from tests.diloco.replicas import Replica, sharded, two_replicas
-from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 
 def _made(**settings: Any) -> DiLoCo:
@@ -131,14 +131,11 @@ def test_schedules_take_it_for_an_optimizer() -> None:
     assert [group["lr"] for group in diloco.inner.param_groups] == [0.01]
 
 
-def _wrong_groups(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_a_group_that_shards_is_none_of_replicas(rank: int, world_size: int) -> None:
     mesh = two_replicas()
     replica = Replica(mesh, every=2)
     with pytest.raises(ValueError, match=r'over mesh\["shard"\] only, and pass group=mesh\["rep'):
         replica.diloco.change_group(mesh["shard"])
     with pytest.raises(ValueError, match="found a mesh of 2 dimensions"):
         replica.diloco.change_group(mesh)
-
-
-def test_a_group_that_shards_is_none_of_replicas() -> None:
-    run_ranks(_wrong_groups, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +11,12 @@ from torch import nn
 
 import shardwise
 from tests.ecosystem.llama import assert_equal, loss_of, tiny_llama, tokens, train
+from tests.worlds import on_processes
 
 pytest.importorskip("accelerate", reason="needs accelerate: install .[ecosystem]")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
-Ranks = Callable[..., list[Any]]
 
 STEPS = 2
 LARGEST = 0.5
@@ -90,7 +89,11 @@ def _trained(rank: int, world_size: int, folder: Path, tied: bool, plugin: dict[
     assert rank or whole.keys() == tiny_llama(tied).state_dict().keys()
 
 
-def _every_kind(rank: int, world_size: int, folder: Path) -> None:
+@pytest.mark.long
+@on_processes(2)
+def test_a_model_that_accelerate_prepared_trains_and_is_saved(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     kinds = {
         "freed": {"reshard_after_forward": True},
         "kept": {"reshard_after_forward": False},
@@ -98,9 +101,4 @@ def _every_kind(rank: int, world_size: int, folder: Path) -> None:
         "whole": {"state_dict_type": "FULL_STATE_DICT", "activation_checkpointing": True},
     }
     for name, plugin in kinds.items():
-        _trained(rank, world_size, folder / name, name == "freed", plugin)
-
-
-@pytest.mark.long
-def test_a_model_that_accelerate_prepared_trains_and_is_saved(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_every_kind, 2, tmp_path)
+        _trained(rank, world_size, tmp_path / name, name == "freed", plugin)

@@ -14,8 +14,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import FSDPModule, fully_shard
 from tests.sharding.nets import Net, average_backward, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 # Dynamo and the compiler behind it warn of what they do themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -55,7 +54,11 @@ def _sharded(wrap: Callable[..., nn.Module], compiled: bool) -> Any:
     return fully_shard(net)
 
 
-def _trains(rank: int, world_size: int) -> None:
+@pytest.mark.long
+@on_processes(2)
+def test_compiled_and_checkpointed_blocks_train_as_on_one_process(
+    rank: int, world_size: int
+) -> None:
     for wrap in CHECKPOINTING:
         for compiled in (False, True):
             torch._dynamo.reset()
@@ -78,8 +81,3 @@ def _trains(rank: int, world_size: int) -> None:
                 )
             frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             assert bool(frames) == compiled, f"{what}: {frames} graphs"
-
-
-@pytest.mark.long
-def test_compiled_and_checkpointed_blocks_train_as_on_one_process(ranks: Ranks) -> None:
-    ranks(_trains, 2)

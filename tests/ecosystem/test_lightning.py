@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import shardwise
 from tests.frontends.training import optimizer_of, trained_twin
 from tests.sharding.nets import WIDTH, Block, assert_same_values, batches, loss_of, seeded
+from tests.worlds import on_processes
 
 pytest.importorskip("lightning_fabric", reason="needs lightning-fabric: install .[ecosystem]")
 
 # What others warn of when they are imported is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Ranks = Callable[..., list[Any]]
 
 STEPS = 2
 
@@ -66,7 +65,8 @@ def _train(fabric: Any, model: Any, optimizer: Any, rank: int, step: int) -> Non
     optimizer.zero_grad()
 
 
-def _fabric(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2, backend=None)
+def test_fabric_trains_saves_and_loads(rank: int, world_size: int, tmp_path: Path) -> None:
     fabric = _launch()
     model, optimizer = _set_up(fabric, seed=0)
     assert isinstance(model.module, shardwise.FSDPModule)
@@ -77,12 +77,12 @@ def _fabric(rank: int, world_size: int, folder: Path) -> None:
 
     saving = {"shards": fabric, "whole": _launch(whole_files=True)}
     for name, each in saving.items():
-        each.save(folder / name, {"model": model, "optimizer": optimizer, "step": STEPS})
+        each.save(tmp_path / name, {"model": model, "optimizer": optimizer, "step": STEPS})
     _train(fabric, model, optimizer, rank, STEPS)
     for name, each in saving.items():
         other, its_optimizer = _set_up(each, seed=1)
         state = {"model": other, "optimizer": its_optimizer, "step": 0}
-        each.load(folder / name, state)
+        each.load(tmp_path / name, state)
         assert state["step"] == STEPS, name
         _train(each, other, its_optimizer, rank, STEPS)
         assert_same_values(other.module, trained_twin(world_size, STEPS + 1, _make)[0])
@@ -94,11 +94,10 @@ def _fabric(rank: int, world_size: int, folder: Path) -> None:
     loss_of(late, batches(world_size)[rank]).backward()
 
 
-def test_fabric_trains_saves_and_loads(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_fabric, 2, tmp_path, backend=None)
-
-
-def _fabric_fsdp1(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2, backend=None)
+def test_fabric_trains_saves_and_loads_with_the_strategy_for_fsdp1(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     from lightning_fabric import Fabric
     from lightning_fabric.strategies import FSDPStrategy
 
@@ -128,26 +127,26 @@ def _fabric_fsdp1(rank: int, world_size: int, folder: Path) -> None:
         assert norm == 0, "nothing is left to clip"
 
         state = {"model": model, "optimizer": optimizer, "step": STEPS}
-        fabric.save(folder / "shards", state)
-        launch("full").save(folder / "whole", state)
+        fabric.save(tmp_path / "shards", state)
+        launch("full").save(tmp_path / "whole", state)
         _train(fabric, model, optimizer, rank, STEPS)
         longer, _ = trained_twin(world_size, STEPS + 1, _make)
         other, its_optimizer = _set_up(fabric, seed=1)
         state = {"model": other, "optimizer": its_optimizer, "step": 0}
-        fabric.load(folder / "shards", state)
+        fabric.load(tmp_path / "shards", state)
         assert state["step"] == STEPS
         _train(fabric, other, its_optimizer, rank, STEPS)
         assert_same_values(other._forward_module, longer)
 
         # One file of weights, as litgpt loads it. Of a whole state, Fabric 2.6 cannot read what it
         # has saved into DTensors.
-        whole = torch.load(folder / "whole")
+        whole = torch.load(tmp_path / "whole")
         assert whole["step"] == STEPS and whole["optimizer"]["state"]
         if rank == 0:
-            torch.save(whole["model"], folder / "weights")
+            torch.save(whole["model"], tmp_path / "weights")
         fabric.barrier()
         late, _ = _set_up(fabric, seed=1)
-        fabric.load_raw(folder / "weights", late)
+        fabric.load_raw(tmp_path / "weights", late)
         assert_same_values(late._forward_module, trained_twin(world_size, STEPS, _make)[0])
 
         with fabric.init_module(empty_init=True):
@@ -155,9 +154,3 @@ def _fabric_fsdp1(rank: int, world_size: int, folder: Path) -> None:
         late = fabric.setup_module(late)
         assert all(not param.is_meta for param in late.parameters())
         fabric.backward(loss_of(late, batches(world_size)[rank]))
-
-
-def test_fabric_trains_saves_and_loads_with_the_strategy_for_fsdp1(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks(_fabric_fsdp1, 2, tmp_path, backend=None)

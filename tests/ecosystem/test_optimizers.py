@@ -15,6 +15,7 @@ import shardwise
 from shardwise import checkpoint
 from shardwise._torch import dtensor
 from tests.ecosystem.llama import full
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
@@ -96,16 +97,17 @@ def _matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.
     return [p for p in params if p.ndim == 2], [p for p in params if p.ndim != 2]
 
 
-def _torchs(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_torchs_optimizers(rank: int, world_size: int, tmp_path: Path) -> None:
     def adam(**how: Any) -> MakeOptimizer:
         return lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, **how)
 
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=1e-1, momentum=0.9, foreach=True)
 
-    _assert_trains_alike(rank, adam(foreach=True), "adamw-foreach", folder)
-    _assert_trains_alike(rank, adam(fused=True), "adamw-fused", folder)
-    _assert_trains_alike(rank, sgd, "sgd-foreach", folder)
+    _assert_trains_alike(rank, adam(foreach=True), "adamw-foreach", tmp_path)
+    _assert_trains_alike(rank, adam(fused=True), "adamw-fused", tmp_path)
+    _assert_trains_alike(rank, sgd, "sgd-foreach", tmp_path)
     # A DTensor does not know this operator, whoever sharded it: should it do so one day, compare.
     with pytest.raises(NotImplementedError, match="_fused_sgd_"):
         _train(model := _sharded(), torch.optim.SGD(model.parameters(), fused=True), [0], rank)
@@ -115,13 +117,9 @@ def _torchs(rank: int, world_size: int, folder: Path) -> None:
             rank,
             lambda model: torch.optim.Muon(_matrices_and_others(model)[0], lr=1e-2),
             "muon",
-            folder,
+            tmp_path,
             error=2e-2,
         )
-
-
-def test_torchs_optimizers(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_torchs, 2, tmp_path)
 
 
 def _torchaos(model: nn.Module, name: str) -> torch.optim.Optimizer:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import shardwise
 from shardwise import checkpoint
 from tests.ecosystem.llama import assert_equal, full, tiny_llama, tokens, train
-from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
 
@@ -67,7 +67,8 @@ def _reduced(model: nn.Module, batch: Callable[[int], torch.Tensor]) -> Counter[
     return sizes
 
 
-def _lora(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2, env={"SHARDWISE_TRANSPORT": "collectives"})
+def test_adapters_train_on_a_frozen_base(rank: int, world_size: int, tmp_path: Path) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     def mine(step: int) -> torch.Tensor:
@@ -94,10 +95,10 @@ def _lora(rank: int, world_size: int, folder: Path) -> None:
     numbers = world_size * sum(p.requires_grad for p in model.parameters())
     assert found == {(adapters + numbers) // 2: 2}, "one for each of two layers, of adapters alone"
 
-    checkpoint.save(folder / "lora", model, optimizer)
+    checkpoint.save(tmp_path / "lora", model, optimizer)
     other = _sharded(seed=2)
     its = _optimizer(other)
-    checkpoint.load(folder / "lora", other, its)
+    checkpoint.load(tmp_path / "lora", other, its)
     train(other, its, mine, STEPS)
     train(twin, its_optimizer, lambda step: tokens(world_size, step), STEPS)
     assert_equal(other, twin)
@@ -107,7 +108,3 @@ def _lora(rank: int, world_size: int, folder: Path) -> None:
     plain = _adapted(seed=3)
     set_peft_model_state_dict(plain, adapter)
     assert_equal(plain, twin)
-
-
-def test_adapters_train_on_a_frozen_base(tmp_path: Path) -> None:
-    run_ranks(_lora, 2, tmp_path, env={"SHARDWISE_TRANSPORT": "collectives"})

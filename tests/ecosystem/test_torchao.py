@@ -13,12 +13,12 @@ from torch import nn
 import shardwise
 from tests.ecosystem.llama import full
 from tests.sharding.nets import seeded
+from tests.worlds import on_processes
 
 pytest.importorskip("torchao", reason="needs torchao: install .[ecosystem]")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
-Ranks = Callable[..., list[Any]]
 
 WIDTH = 32
 
@@ -104,10 +104,7 @@ def _learns(rank: int, world_size: int) -> None:
         assert losses[-1] < losses[0] / 2, f"{kind}: {losses}"
 
 
-def _both(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_weights_of_eight_bits_travel_as_such_and_train(rank: int, world_size: int) -> None:
     _gradients(rank, world_size)
     _learns(rank, world_size)
-
-
-def test_weights_of_eight_bits_travel_as_such_and_train(ranks: Ranks) -> None:
-    ranks(_both, 2)

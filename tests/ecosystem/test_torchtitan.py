@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -15,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise
 from tests.sharding.nets import assert_same_values
+from tests.worlds import on_processes
 
 pytest.importorskip("torchtitan", reason="needs torchtitan: install .[ecosystem]")
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
-Ranks = Callable[..., list[Any]]
 
 # Its models import kernels for experts over several GPUs, in a language that torch for CPUs lacks.
 KERNELS = "torchtitan.distributed.minimal_async_ep.kernels"
@@ -59,7 +58,8 @@ def _train(model: nn.Module, batches: Callable[[int], torch.Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def _decoder(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_torchtitans_llama_trains_as_on_one_process(rank: int, world_size: int) -> None:
     sys.modules.setdefault(KERNELS, MagicMock())
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder, disable_fsdp_gradient_division
 
@@ -80,7 +80,3 @@ def _decoder(rank: int, world_size: int) -> None:
         _train(model, lambda step: _batch(world_size, step)[rank : rank + 1])
         _train(twin, lambda step: _batch(world_size, step))
         assert_same_values(model, twin)
-
-
-def test_torchtitans_llama_trains_as_on_one_process(ranks: Ranks) -> None:
-    ranks(_decoder, 2)

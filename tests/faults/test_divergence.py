@@ -13,6 +13,7 @@ from torch import nn
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from tests.harness import run_ranks
 from tests.sharding.nets import batches, loss_of, seeded
+from tests.worlds import on_processes
 
 SECONDS = 20  # of which torch takes some to start
 
@@ -119,16 +120,13 @@ def test_unused_parameters_count_as_zeros_where_asked_for() -> None:
             torch.testing.assert_close(grad, param.grad)
 
 
-def _slow(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_rank_that_is_only_late_is_waited_for(rank: int, world_size: int) -> None:
     model = _sharded()
     x = batches(world_size)[rank]
     if rank == 1:
         time.sleep(5)  # longer than until ranks compare
     model(x).sum().backward()
-
-
-def test_a_rank_that_is_only_late_is_waited_for() -> None:
-    run_ranks(_slow, 2)
 
 
 def _reset_after_a_peer_failed(rank: int, world_size: int) -> list[str]:

@@ -31,6 +31,7 @@ from tests.frontends.training import (
     wrapped,
 )
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 
@@ -76,7 +77,10 @@ def test_policies_and_enums_are_torchs() -> None:
 # -- strategies and meshes -------------------------------------------------------------------------
 
 
-def _every_strategy(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_every_strategy_is_the_training_on_one_process_bit_for_bit(
+    rank: int, world_size: int
+) -> None:
     expected, _ = trained_twin(world_size)
     for strategy in STRATEGIES:
         model = wrapped(sharding_strategy=strategy)
@@ -102,10 +106,6 @@ def _every_strategy(rank: int, world_size: int) -> None:
         model = wrapped(**arguments)
         train(model, rank, world_size)
         assert_bits(model, expected, str(arguments))
-
-
-def test_every_strategy_is_the_training_on_one_process_bit_for_bit(ranks: Ranks) -> None:
-    ranks(_every_strategy, 2)
 
 
 def _hybrid(rank: int, world_size: int) -> list[tuple[int, ...]]:
@@ -185,7 +185,8 @@ def test_what_does_not_fit_is_said_in_full(ranks: Ranks) -> None:
     ranks(_hosts_that_do_not_fit, 2, env={"LOCAL_WORLD_SIZE": "3"})
 
 
-def _what_has_no_meaning(rank: int, world_size: int) -> None:
+@on_processes(1)
+def test_what_has_no_meaning_here_says_so_once(rank: int, world_size: int) -> None:
     for message, arguments in (
         ("use_orig_params: parameters are never flattened", {"use_orig_params": False}),
         ("limit_all_gathers: at most two units", {"limit_all_gathers": False}),
@@ -201,14 +202,13 @@ def _what_has_no_meaning(rank: int, world_size: int) -> None:
     wrapped(device_id=torch.device("cpu"), limit_all_gathers=True, use_orig_params=True)
 
 
-def test_what_has_no_meaning_here_says_so_once(ranks: Ranks) -> None:
-    ranks(_what_has_no_meaning, 1)
-
-
 # -- the wrapper -----------------------------------------------------------------------------------
 
 
-def _a_wrapper(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_the_wrapper_has_the_names_and_attributes_of_what_it_wraps(
+    rank: int, world_size: int
+) -> None:
     plain = seeded(Net)
     model = wrapped()
     names = [name for name, _ in plain.named_parameters()]
@@ -241,7 +241,10 @@ def _a_wrapper(rank: int, world_size: int) -> None:
     assert model.compute_device == torch.device("cpu")
 
 
-def _accumulation(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_gradients_accumulate_in_no_sync_and_are_clipped_over_all_ranks(
+    rank: int, world_size: int
+) -> None:
     for strategy in STRATEGIES:
         model = wrapped(sharding_strategy=strategy)
         expected = seeded(Net)
@@ -266,7 +269,8 @@ def _accumulation(rank: int, world_size: int) -> None:
         inner.clip_grad_norm_(1.0)
 
 
-def _comm_hook(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_comm_hook_reduces_in_place_of_the_reduce_scatter(rank: int, world_size: int) -> None:
     calls = []
 
     def hook(state: list[int], grads: torch.Tensor, output: torch.Tensor) -> None:
@@ -289,7 +293,8 @@ def _comm_hook(rank: int, world_size: int) -> None:
         replicated.register_comm_hook(None, hook)
 
 
-def _ignored(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_what_is_ignored_stays_as_it_is(rank: int, world_size: int) -> None:
     for arguments in (
         lambda net: {"ignored_modules": [net.head]},
         lambda net: {"ignored_states": [net.head]},
@@ -305,19 +310,3 @@ def _ignored(rank: int, world_size: int) -> None:
         assert torch.equal(model.head.weight.grad, alone.head.weight.grad), "not reduced"
     with pytest.raises(ValueError, match="expected modules that are not wrapped yet"):
         FullyShardedDataParallel(nn.Sequential(model), ignored_modules=[model])
-
-
-def test_the_wrapper_has_the_names_and_attributes_of_what_it_wraps(ranks: Ranks) -> None:
-    ranks(_a_wrapper, 2)
-
-
-def test_gradients_accumulate_in_no_sync_and_are_clipped_over_all_ranks(ranks: Ranks) -> None:
-    ranks(_accumulation, 2)
-
-
-def test_a_comm_hook_reduces_in_place_of_the_reduce_scatter(ranks: Ranks) -> None:
-    ranks(_comm_hook, 2)
-
-
-def test_what_is_ignored_stays_as_it_is(ranks: Ranks) -> None:
-    ranks(_ignored, 2)

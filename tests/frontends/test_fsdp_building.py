@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -25,8 +24,7 @@ from shardwise import (
 from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.frontends.training import assert_bits, train, trained_twin, whole, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 
 class Tied(nn.Module):
@@ -64,7 +62,8 @@ class Normed(nn.Module):
 # -- values ----------------------------------------------------------------------------------------
 
 
-def _rank_0s_values(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_all_ranks_get_rank_0s_parameters_and_buffers(rank: int, world_size: int) -> None:
     expected = seeded(Net)
     replicas = [{}, {"sharding_strategy": ShardingStrategy.NO_SHARD}]
     for strategy in (ShardingStrategy.HYBRID_SHARD,):
@@ -88,7 +87,10 @@ def _rank_0s_values(rank: int, world_size: int) -> None:
         assert not torch.equal(row, expected.head.weight[3:]), "without it every rank has its own"
 
 
-def _from_meta(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_models_on_the_meta_device_are_materialized_unit_by_unit(
+    rank: int, world_size: int
+) -> None:
     with torch.device("meta"):
         plain, tied, alone = Net(), Tied(), nn.Sequential(nn.Linear(3, 3), Net())
     plain.gain = nn.Parameter(torch.tensor(1.5))
@@ -131,7 +133,8 @@ def _is_shard(param: torch.Tensor) -> bool:
     return isinstance(param, DTensor) or param.is_meta
 
 
-def _by_hand(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_units_wrapped_by_hand_and_with_arguments_of_their_own(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     net = seeded(Net)
     untouched = wrap(net.head)
@@ -154,7 +157,8 @@ def _by_hand(rank: int, world_size: int) -> None:
     assert_bits(model, expected)
 
 
-def _checkpointed(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_checkpointed_modules_compute_forward_again(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     runs = []
 
@@ -185,26 +189,11 @@ def _checkpointed(rank: int, world_size: int) -> None:
     assert_bits(outside, expected, "around the wrapper")
 
 
-def test_all_ranks_get_rank_0s_parameters_and_buffers(ranks: Ranks) -> None:
-    ranks(_rank_0s_values, 2)
-
-
-def test_models_on_the_meta_device_are_materialized_unit_by_unit(ranks: Ranks) -> None:
-    ranks(_from_meta, 2)
-
-
-def test_units_wrapped_by_hand_and_with_arguments_of_their_own(ranks: Ranks) -> None:
-    ranks(_by_hand, 2)
-
-
-def test_checkpointed_modules_compute_forward_again(ranks: Ranks) -> None:
-    ranks(_checkpointed, 2)
-
-
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
-def _mixed_precision(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_mixed_precision_says_what_is_computed_in_which_dtype(rank: int, world_size: int) -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(
         Normed(), mixed_precision=low, auto_wrap_policy=ModuleWrapPolicy({nn.Conv1d})
@@ -269,14 +258,11 @@ def _gradients_stay_low_where_asked_for(rank: int, world_size: int) -> None:
         assert {param.dtype for param in model.parameters()} == {torch.float32}
 
 
-def test_mixed_precision_says_what_is_computed_in_which_dtype(ranks: Ranks) -> None:
-    ranks(_mixed_precision, 2)
-
-
 # -- what torch's own cannot do on a CPU -----------------------------------------------------------
 
 
-def _on_a_cpu(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_everything_that_works_on_a_gpu_works_on_a_cpu(rank: int, world_size: int) -> None:
     """Together: rank 0's values, offloading, and a hybrid mesh that only replicates."""
     mesh = init_device_mesh("cpu", (world_size, 1))
     model = wrapped(
@@ -297,10 +283,6 @@ def _on_a_cpu(rank: int, world_size: int) -> None:
         state = model.state_dict()
     assert bool(state) == (rank == 0)
     dist.barrier()
-
-
-def test_everything_that_works_on_a_gpu_works_on_a_cpu(ranks: Ranks) -> None:
-    ranks(_on_a_cpu, 2)
 
 
 def test_batch_norms_in_checkpointed_modules_count_once_what_they_see_twice() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,8 +41,7 @@ from tests.frontends.training import (
     wrapped,
 )
 from tests.sharding.nets import Net, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -65,7 +63,8 @@ class Batched(nn.Module):
 # -- the model -------------------------------------------------------------------------------------
 
 
-def _every_kind(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_every_kind_of_state_dict_is_saved_and_loaded(rank: int, world_size: int) -> None:
     expected = seeded(Net)
     for strategy in STRATEGIES:
         model = wrapped(sharding_strategy=strategy)
@@ -103,7 +102,8 @@ def _perturb(model: nn.Module) -> None:
             param.add_(1)
 
 
-def _on_the_first_rank(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_what_is_whole_can_be_had_on_the_first_rank_alone(rank: int, world_size: int) -> None:
     first = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     model = seeded(Batched)
     names = list(model.state_dict())
@@ -128,7 +128,8 @@ def _on_the_first_rank(rank: int, world_size: int) -> None:
     assert state["0.weight"] is state["1.weight"], "gathered once"
 
 
-def _what_is_wrong(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_what_is_wrong_with_a_state_dict_is_said_by_name(rank: int, world_size: int) -> None:
     model = wrapped()
     state = model.state_dict()
     with pytest.raises(RuntimeError) as error:
@@ -167,7 +168,8 @@ def _what_is_wrong(rank: int, world_size: int) -> None:
     assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is FULL
 
 
-def _kinds_come_and_go(rank: int, world_size: int) -> None:
+@on_processes(1)
+def test_the_kind_of_state_dict_comes_and_goes(rank: int, world_size: int) -> None:
     model = wrapped()
     get = FullyShardedDataParallel.get_state_dict_type
     assert get(model).state_dict_type is FULL
@@ -181,26 +183,13 @@ def _kinds_come_and_go(rank: int, world_size: int) -> None:
     assert get(XlaFullyShardedDataParallel(nn.Linear(2, 2))).state_dict_type is LOCAL
 
 
-def test_every_kind_of_state_dict_is_saved_and_loaded(ranks: Ranks) -> None:
-    ranks(_every_kind, 2)
-
-
-def test_what_is_whole_can_be_had_on_the_first_rank_alone(ranks: Ranks) -> None:
-    ranks(_on_the_first_rank, 2)
-
-
-def test_what_is_wrong_with_a_state_dict_is_said_by_name(ranks: Ranks) -> None:
-    ranks(_what_is_wrong, 2)
-
-
-def test_the_kind_of_state_dict_comes_and_goes(ranks: Ranks) -> None:
-    ranks(_kinds_come_and_go, 1)
-
-
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-def _optimizer_state(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_optimizer_state_is_the_one_processes_and_goes_on_from_there(
+    rank: int, world_size: int
+) -> None:
     _, expected = trained_twin(world_size)
     twin_names = [name for name, _ in Net().named_parameters()]
     for strategy in STRATEGIES:
@@ -253,7 +242,8 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(value, other), f"{key} of {name} changed after it was saved"
 
 
-def _whole_state_on_the_first_rank(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_whole_optimizer_state_on_the_first_rank_alone(rank: int, world_size: int) -> None:
     first = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     names = [name for name, _ in Net().named_parameters()]
@@ -282,7 +272,8 @@ def _whole_state_on_the_first_rank(rank: int, world_size: int) -> None:
             assert_same(state, saved)  # what lies on the host is a copy, also on a CPU
 
 
-def _older_names(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_the_older_functions_for_optimizer_state(rank: int, world_size: int) -> None:
     fsdp = FullyShardedDataParallel
     model = wrapped()
     optimizer = train(model, rank, world_size)
@@ -321,7 +312,8 @@ def _older_names(rank: int, world_size: int) -> None:
         fsdp.optim_state_dict(model, strange)
 
 
-def _groups_in_another_order(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_state_finds_its_parameter_in_other_parameter_groups(rank: int, world_size: int) -> None:
     model = wrapped()
     saved = train(model, rank, world_size)
     state = FullyShardedDataParallel.optim_state_dict(model, saved)
@@ -339,26 +331,11 @@ def _groups_in_another_order(rank: int, world_size: int) -> None:
     assert [group["lr"] for group in split.param_groups] == [1e-2, 1e-2]
 
 
-def test_optimizer_state_is_the_one_processes_and_goes_on_from_there(ranks: Ranks) -> None:
-    ranks(_optimizer_state, 2)
-
-
-def test_whole_optimizer_state_on_the_first_rank_alone(ranks: Ranks) -> None:
-    ranks(_whole_state_on_the_first_rank, 2)
-
-
-def test_the_older_functions_for_optimizer_state(ranks: Ranks) -> None:
-    ranks(_older_names, 2)
-
-
-def test_state_finds_its_parameter_in_other_parameter_groups(ranks: Ranks) -> None:
-    ranks(_groups_in_another_order, 2)
-
-
 # -- torch.distributed.checkpoint ------------------------------------------------------------------
 
 
-def _torchs_functions(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_torchs_state_dict_functions_see_the_wrapped_model(rank: int, world_size: int) -> None:
     model = wrapped()
     optimizer = train(model, rank, world_size)
     expected, _ = trained_twin(world_size)
@@ -382,14 +359,11 @@ def _torchs_functions(rank: int, world_size: int) -> None:
     assert_bits(third, expected)
 
 
-def test_torchs_state_dict_functions_see_the_wrapped_model(ranks: Ranks) -> None:
-    ranks(_torchs_functions, 2)
-
-
 # -- whole parameters ------------------------------------------------------------------------------
 
 
-def _summoned(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_whole_parameters_are_lent_changed_and_written_back(rank: int, world_size: int) -> None:
     summon = FullyShardedDataParallel.summon_full_params
     expected = seeded(Net)
     for strategy in STRATEGIES:
@@ -433,7 +407,8 @@ def _summoned(rank: int, world_size: int) -> None:
         assert_bits(model, trained_twin(world_size)[0], "and trains on")
 
 
-def _summoned_wrongly(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_whole_parameters_are_lent_between_steps_only(rank: int, world_size: int) -> None:
     summon = FullyShardedDataParallel.summon_full_params
     model = wrapped()
     x = batches(world_size)[rank]
@@ -461,7 +436,8 @@ def _tries(summon: Any, model: nn.Module) -> str:
         return str(error)
 
 
-def _applied(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_apply_sees_whole_parameters(rank: int, world_size: int) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             assert type(module.weight) is nn.Parameter
@@ -473,7 +449,8 @@ def _applied(rank: int, world_size: int) -> None:
     assert_bits(model, seeded(Net).apply(init))
 
 
-def _tied(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_tied_parameter_is_lent_once(rank: int, world_size: int) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     net[1][0].weight = net[0].weight
     net[1] = FullyShardedDataParallel(net[1])
@@ -482,19 +459,3 @@ def _tied(rank: int, world_size: int) -> None:
         assert net[0].weight is net[1][0].weight, "one parameter, in two units"
         net[0].weight.fill_(3)
     assert (whole(net[1][0].weight) == 3).all()
-
-
-def test_whole_parameters_are_lent_changed_and_written_back(ranks: Ranks) -> None:
-    ranks(_summoned, 2)
-
-
-def test_whole_parameters_are_lent_between_steps_only(ranks: Ranks) -> None:
-    ranks(_summoned_wrongly, 2)
-
-
-def test_apply_sees_whole_parameters(ranks: Ranks) -> None:
-    ranks(_applied, 2)
-
-
-def test_a_tied_parameter_is_lent_once(ranks: Ranks) -> None:
-    ranks(_tied, 2)

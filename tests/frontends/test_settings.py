@@ -22,6 +22,7 @@ from shardwise.frontends.settings import (
     warn_without_effect,
 )
 from shardwise.frontends.strategies import Strategy
+from tests.worlds import on_threads
 
 Threads = Callable[..., list[Any]]
 
@@ -63,7 +64,8 @@ def test_strategies_say_what_is_freed(strategy: ShardingStrategy, reshard: bool 
     assert default_reshard(strategy) is reshard
 
 
-def _meshes(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_every_way_to_name_ranks_gives_a_mesh(rank: int, world_size: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     one = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -91,15 +93,8 @@ def _meshes(rank: int, world_size: int) -> None:
     assert settings.device == torch.device("cpu")
 
 
-def test_every_way_to_name_ranks_gives_a_mesh(threads: Threads) -> None:
-    threads(_meshes, 4)
-
-
-def _device_number(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_device_numbers_have_no_effect_on_cpus(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1,))
     with pytest.warns(UserWarning, match="device_id: 3 has no effect where ranks compute on the"):
         check_device(3, mesh, stacklevel=1)
-
-
-def test_device_numbers_have_no_effect_on_cpus(threads: Threads) -> None:
-    threads(_device_number, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,14 +20,14 @@ from shardwise import (
 from shardwise.frontends.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.frontends.training import assert_bits, train, trained_twin, whole
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
 by_class = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
 
-def _trains(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_it_trains_as_one_process_does(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     nested = seeded(Net)
     for index, block in enumerate(nested.blocks):
@@ -60,7 +59,8 @@ def _trains(rank: int, world_size: int) -> None:
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
 
 
-def _saves_this_ranks_shards(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_its_state_dict_is_this_ranks_shards(rank: int, world_size: int) -> None:
     model = XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_class)
     state = model.state_dict()
     assert list(state) == list(Net().state_dict())
@@ -74,7 +74,8 @@ def _saves_this_ranks_shards(rank: int, world_size: int) -> None:
     assert model.state_dict()["head.weight"].shape == (5, 6)
 
 
-def _dtypes(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_its_dtypes(rank: int, world_size: int) -> None:
     low = XlaFullyShardedDataParallel(seeded(Net), compute_dtype=torch.bfloat16)
     assert low(batches(world_size)[rank]).dtype == torch.bfloat16
     assert low.mixed_precision.buffer_dtype == torch.bfloat16
@@ -86,7 +87,8 @@ def _dtypes(rank: int, world_size: int) -> None:
     assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
 
 
-def _groups(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_it_shards_over_groups_of_ranks(rank: int, world_size: int) -> None:
     groups = [[0, 2], [1, 3]]
     model = XlaFullyShardedDataParallel(
         seeded(Net), sharding_groups=groups, sharding_rank=rank // 2, sharding_world_size=2
@@ -105,7 +107,8 @@ def _groups(rank: int, world_size: int) -> None:
         XlaFullyShardedDataParallel(Net(), sharding_groups=[[rank], [rank]])
 
 
-def _what_has_no_meaning(rank: int, world_size: int) -> None:
+@on_processes(1)
+def test_what_has_no_meaning_here_says_so_once(rank: int, world_size: int) -> None:
     for argument, value in (
         ("flatten_parameters", True),
         ("execute_sharding_on_init", False),
@@ -123,7 +126,8 @@ def _what_has_no_meaning(rank: int, world_size: int) -> None:
         assert caught[0].filename == __file__, "it points at the caller"
 
 
-def _metadata(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_it_tells_how_its_shards_are_cut(rank: int, world_size: int) -> None:
     model = XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_class)
     parts = model.get_shard_metadata()["shard_info"]
     assert list(parts) == list(Net().state_dict())
@@ -131,27 +135,3 @@ def _metadata(rank: int, world_size: int) -> None:
         assert parts[name]["shape"] == list(model.get_parameter(name).shape), name
         assert parts[name]["sizes"] == list(rows.shape), name
     assert parts["head.weight"]["offsets"] == [3 * rank, 0]
-
-
-def test_it_trains_as_one_process_does(ranks: Ranks) -> None:
-    ranks(_trains, 2)
-
-
-def test_its_state_dict_is_this_ranks_shards(ranks: Ranks) -> None:
-    ranks(_saves_this_ranks_shards, 2)
-
-
-def test_its_dtypes(ranks: Ranks) -> None:
-    ranks(_dtypes, 2)
-
-
-def test_it_shards_over_groups_of_ranks(ranks: Ranks) -> None:
-    ranks(_groups, 4)
-
-
-def test_what_has_no_meaning_here_says_so_once(ranks: Ranks) -> None:
-    ranks(_what_has_no_meaning, 1)
-
-
-def test_it_tells_how_its_shards_are_cut(ranks: Ranks) -> None:
-    ranks(_metadata, 2)

@@ -27,6 +27,34 @@ _TRAINS = parse(
     "Forward(), Backward(), Step(), Forward(), Backward(), Step(), ZeroGrad(), Forward()))"
 )
 
+#: Its recomputed block misses a write, which the docs say, and torch's does not.
+_MISSES = parse(
+    "Program(blocks=(Block(returns='object', traits=('checkpoint',)),), reshard='true', steps=("
+    "Forward(at=(At(when='backward', do=Write()),)), Backward(), Step(), Forward(), Forward()))"
+)
+
+#: Whose differences the docs tell, or which have no meaning without sharding.
+_TOLD = [
+    _MISSES,
+    *map(
+        parse,
+        (
+            "Program(blocks=(Block(),), traits=('keep_after_backward',), steps=(Sync(), Forward(at="
+            "(At(when='backward', do=Write(form='foreach')),)), Backward(), Sync(to='on'), "
+            "Forward(), Backward(), Step(), Forward()))",
+            "Program(steps=(Copy(), Forward(), Swap(), Backward()))",
+            "Program(blocks=(Block(returns='object'),), steps=(Forward(at=("
+            "At(when='backward', do=Write(form='live', rank=1)),)), Backward()))",
+            "Program(width=7, blocks=(Block(), Block(shard='root')), steps=(Forward(at=("
+            "At(when='backward', do=Grads(block=1)),)), Backward()))",
+            "Program(blocks=(Block(),), root=('scale',), steps=(Forward(), Load(), Forward(at=("
+            "At(do=Raise(rank=1)),)), Backward()))",
+            "Program(blocks=(Block(),), steps=(Forward(at=(At(when='backward', do=Load()),)), "
+            "Backward()))",
+        ),
+    ),
+]
+
 
 @pytest.mark.timeout(600)
 def test_programs_compute_what_they_do_without_sharding() -> None:
@@ -43,6 +71,7 @@ def test_programs_compute_what_they_do_without_sharding() -> None:
 @pytest.mark.parametrize(
     ("sabotage", "transport", "program", "kind"),
     [
+        ("stale values", "collectives", _MISSES, "differs (torch equal)"),
         ("skip gathers", "collectives", _TRAINS, "differs (torch equal)"),
         ("stale values", "collectives", _TRAINS, "differs (torch equal)"),
         (
@@ -75,6 +104,12 @@ def test_what_is_not_broken_is_no_find() -> None:
         [judged] = run_all(pool, [_TRAINS])
     assert not judged.finds
     assert judged.torch == "equal"
+
+
+def test_what_the_docs_tell_is_no_find() -> None:
+    with Pool(2, collective_seconds=WAIT) as pool:
+        judged = run_all(pool, _TOLD)
+    assert not [each for each in judged if each.finds]
 
 
 def test_ranks_run_on_after_a_program_that_killed_them() -> None:

@@ -14,13 +14,17 @@ from torch import nn
 from shardwise.transport import select
 from shardwise.transport.collectives import NcclTransport
 from tests.gpu import test_memory
-from tests.harness import run_ranks
 from tests.sharding.nets import shard_blocks
 from tests.streams.device import NAME, Device, modeled
 from tests.streams.process_group import world
+from tests.worlds import on_processes
 
 
-def _checked(rank: int, world_size: int, ranks: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_processes(1, backend=None)
+def test_the_memory_of_the_model_is_what_the_layouts_promise(
+    rank: int, world_size: int, ranks: int
+) -> None:
     """Run the checks as rank 0 of a world of ``ranks``, with the memory figures of the model."""
     wide = test_memory.Wide
 
@@ -56,8 +60,3 @@ def _figures(model: Device) -> dict[str, Callable[..., Any]]:
         "reset_peak_memory_stats": model.reset_peak,
         "synchronize": model.synchronize_all,
     }
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_memory_of_the_model_is_what_the_layouts_promise(ranks: int) -> None:
-    run_ranks(_checked, 1, ranks, backend=None)

@@ -22,6 +22,7 @@ from shardwise.insight.inspect.report import ParamKind, Report
 from shardwise.insight.inspect.text import as_text
 from shardwise.optim.part import take
 from tests.sharding.nets import Net
+from tests.worlds import on_threads
 
 Threads = Callable[..., list[Any]]
 
@@ -181,7 +182,8 @@ def values_of_ranks(rank: int, mesh: DeviceMesh) -> None:
     assert "rank 1: [4.0, 5.0]" in str(report)
 
 
-def _every_kind(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_reports_are_what_ranks_hold(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     one_dimension()
     data = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
@@ -194,10 +196,6 @@ def _every_kind(rank: int, world_size: int) -> None:
     tied()
     not_sharded()
     values_of_ranks(rank, mesh)
-
-
-def test_reports_are_what_ranks_hold(threads: Threads) -> None:
-    threads(_every_kind, 4)
 
 
 def _stage(rank: int, world_size: int) -> tuple[str, tuple[int, ...]]:

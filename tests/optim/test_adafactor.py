@@ -35,6 +35,7 @@ from tests.optim.nets import (
     set_gradients,
     train_on_microbatches,
 )
+from tests.worlds import on_threads
 
 Threads = Callable[..., list[Any]]
 
@@ -124,7 +125,8 @@ def test_settings_are_those_of_torch(threads: Threads, settings: dict[str, Any])
     threads(_trains_as_one_process, 2, Mesh({"dp": 2}), settings)
 
 
-def _trains_in_bfloat16(rank: int, world_size: int) -> None:
+@on_threads(3)
+def test_parameters_in_bfloat16_are_rounded_from_fp32(rank: int, world_size: int) -> None:
     net = Mesh({"dp": world_size}).build(torch.bfloat16)
     adafactor, reference = _make(net), Reference(torch.bfloat16)
     for step in range(1, STEPS + 1):
@@ -134,10 +136,6 @@ def _trains_in_bfloat16(rank: int, world_size: int) -> None:
         reference.assert_same(net, f"step {step}", tolerance=2**-7)  # one rounding of a tie
     state = adafactor.state[net.up.weight]
     assert {value.dtype for value in state.values()} == {torch.float32}
-
-
-def test_parameters_in_bfloat16_are_rounded_from_fp32(threads: Threads) -> None:
-    threads(_trains_in_bfloat16, 3)
 
 
 @pytest.mark.parametrize("at_once", [1, 10, 100])
@@ -170,7 +168,8 @@ def test_memory_that_is_no_stack_of_matrices_is_updated_too() -> None:
 # -- gradients that are missing, and ranks that fail -----------------------------------------------
 
 
-def _some_have_no_gradient(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_parameters_without_a_gradient_are_left_alone(rank: int, world_size: int) -> None:
     net = Mesh({"dp": world_size}).build()
     adafactor, reference = _make(net), Reference()
     every = ("embed.weight", "experts", "up.bias")
@@ -183,10 +182,6 @@ def _some_have_no_gradient(rank: int, world_size: int) -> None:
         adafactor.step()
         reference.step(step, has)
         reference.assert_same(net, f"without {missing}")
-
-
-def test_parameters_without_a_gradient_are_left_alone(threads: Threads) -> None:
-    threads(_some_have_no_gradient, 2)
 
 
 def _torchs(net: nn.Module) -> torch.optim.Optimizer:

@@ -26,6 +26,7 @@ from shardwise.optim import AdamW8bit, moments
 from shardwise.optim.blocks import BLOCK
 from shardwise.optim.codes import Range, values
 from tests.ecosystem.llama import full
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 Threads = Callable[..., list[Any]]
@@ -319,17 +320,14 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
     _fails(optimizer, {**optimizer.state_dict(), "param_groups": []}, "number of parameter groups")
 
 
-def _loads_what_another_mesh_had(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_state_of_another_mesh_is_refused(rank: int, world_size: int) -> None:
     by_rows, by_columns = (on_mesh((2,), [Shard(dim)]) for dim in (0, 1))
     optimizer, other = AdamW8bit(by_rows), AdamW8bit(by_columns)
     train(by_rows, optimizer, range(1))
     with pytest.raises(ValueError, match=f"on rank {rank}.*another mesh with shardwise.checkpoint"):
         other.load_state_dict(optimizer.state_dict())
     assert not other.state
-
-
-def test_a_state_of_another_mesh_is_refused(threads: Threads) -> None:
-    threads(_loads_what_another_mesh_had, 2)
 
 
 def test_wrong_arguments_are_named() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -12,11 +10,13 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
 from tests.sharding.nets import Net, average_backward, batches, loss_of, seeded, sharded_net
+from tests.worlds import on_processes
 
-Ranks = Callable[..., list[Any]]
 
-
-def _averages(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_averages_are_sharded_and_are_those_of_the_whole_model(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     mine, theirs = (
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for model in (net, whole)
@@ -37,13 +37,7 @@ def _averages(rank: int, world_size: int, folder: Path) -> None:
         assert average.to_local().shape == p.to_local().shape
     x = batches(1, 9)[0]
     torch.testing.assert_close(mine(x), theirs(x))
-    shardwise.checkpoint.save(folder / "averages", mine.module)
+    shardwise.checkpoint.save(tmp_path / "averages", mine.module)
     loaded = sharded_net()
-    shardwise.checkpoint.load(folder / "averages", loaded)
+    shardwise.checkpoint.load(tmp_path / "averages", loaded)
     torch.testing.assert_close(loaded(x), theirs(x))
-
-
-def test_averages_are_sharded_and_are_those_of_the_whole_model(
-    ranks: Ranks, tmp_path: Path
-) -> None:
-    ranks(_averages, 2, tmp_path)

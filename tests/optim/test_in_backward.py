@@ -46,6 +46,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -206,7 +207,9 @@ def _lion(model: nn.Module) -> torch.optim.Optimizer:
     return Lion(model.parameters(), lr=0.01, weight_decay=0.1)
 
 
-def _same_with(
+@pytest.mark.parametrize("make", [_muon, _adamw8bit, _adafactor, _lion])
+@on_threads(2)
+def test_optimizers_that_need_whole_matrices_or_blocks_step_too(
     rank: int, world_size: int, make: Callable[[nn.Module], torch.optim.Optimizer]
 ) -> None:
     mine, theirs = (sharded_net(transport="c10d") for _ in range(2))
@@ -219,13 +222,6 @@ def _same_with(
         ordinary.step()
         ordinary.zero_grad()
         assert_equal(values(mine), values(theirs))
-
-
-@pytest.mark.parametrize("make", [_muon, _adamw8bit, _adafactor, _lion])
-def test_optimizers_that_need_whole_matrices_or_blocks_step_too(
-    threads: Ranks, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> None:
-    threads(_same_with, 2, make)
 
 
 def _recomputed(**kwargs: Any) -> nn.Module:
@@ -246,7 +242,11 @@ def _names_with_gradients(model: nn.Module) -> set[str]:
     }
 
 
-def _apart(rank: int, world_size: int, hybrid: bool) -> None:
+@pytest.mark.parametrize("hybrid", [False, True])
+@on_threads(4)
+def test_the_gradients_of_two_groups_never_exist_together(
+    rank: int, world_size: int, hybrid: bool
+) -> None:
     net = sharded_net(mesh=hybrid_mesh(world_size) if hybrid else None, transport="c10d")
     seen: list[set[str]] = []
 
@@ -259,11 +259,6 @@ def _apart(rank: int, world_size: int, hybrid: bool) -> None:
     loss_of(net, batches(world_size)[rank]).backward()
     blocks = [{f"blocks.{i}.up", f"blocks.{i}.down"} for i in range(3)]
     assert seen == [blocks[2], blocks[1], {"head", ""}, blocks[0]]
-
-
-@pytest.mark.parametrize("hybrid", [False, True])
-def test_the_gradients_of_two_groups_never_exist_together(threads: Ranks, hybrid: bool) -> None:
-    threads(_apart, 4, hybrid)
 
 
 def _without_sync(model: FSDPModule, is_last: bool) -> None:
@@ -303,7 +298,8 @@ def test_the_last_of_several_backwards_steps(threads: Ranks, set_last: Callable[
     threads(_accumulates, 4 if set_last is _within_replicas else 2, set_last)
 
 
-def _only_before(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_groups_that_the_last_backward_does_not_reach_step_too(rank: int, world_size: int) -> None:
     """The last backward of a step does not reach every group."""
     mine, theirs = sharded_net(), sharded_net()
     in_backward(mine, adamw)
@@ -317,10 +313,6 @@ def _only_before(rank: int, world_size: int) -> None:
         model.blocks[0](x).sum().backward()
     ordinary.step()
     assert_equal(values(mine), values(theirs))
-
-
-def test_groups_that_the_last_backward_does_not_reach_step_too(threads: Ranks) -> None:
-    threads(_only_before, 2)
 
 
 class Skipping(Net):
@@ -338,7 +330,11 @@ class Skipping(Net):
         return out
 
 
-def _zeros_step(rank: int, world_size: int, max_norm: float | None) -> None:
+@pytest.mark.parametrize("max_norm", [None, math.inf])
+@on_threads(2)
+def test_what_zero_grad_fills_with_zeros_decays_alike(
+    rank: int, world_size: int, max_norm: float | None
+) -> None:
     mine, theirs = (fully_shard(seeded(Skipping)) for _ in range(2))
     optimizer = in_backward(mine, adamw, max_norm=max_norm)
     ordinary = adamw(theirs.parameters())
@@ -361,14 +357,8 @@ def _zeros_step(rank: int, world_size: int, max_norm: float | None) -> None:
     assert any(not torch.equal(each, before[name]) for name, each in values(mine).items())
 
 
-@pytest.mark.parametrize("max_norm", [None, math.inf])
-def test_what_zero_grad_fills_with_zeros_decays_alike(
-    threads: Ranks, max_norm: float | None
-) -> None:
-    threads(_zeros_step, 2, max_norm)
-
-
-def _step_steps_with_the_rest(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_step_steps_with_what_is_left_and_is_harmless_otherwise(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     optimizer, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
     x = batches(world_size)[rank]
@@ -393,11 +383,8 @@ def _step_steps_with_the_rest(rank: int, world_size: int) -> None:
     assert_equal(values(mine), values(theirs))
 
 
-def test_step_steps_with_what_is_left_and_is_harmless_otherwise(threads: Ranks) -> None:
-    threads(_step_steps_with_the_rest, 2)
-
-
-def _ignores(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_parameters_outside_of_groups_wait_for_step(rank: int, world_size: int) -> None:
     def make() -> nn.Module:
         net = seeded(Net)
         ignored = {net.gain}
@@ -418,11 +405,8 @@ def _ignores(rank: int, world_size: int) -> None:
         in_backward(make(), adamw, max_norm=1.0)
 
 
-def test_parameters_outside_of_groups_wait_for_step(threads: Ranks) -> None:
-    threads(_ignores, 2)
-
-
-def _finalizes(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_manual_finalization_steps(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     in_backward(mine, adamw)
     ordinary = adamw(theirs.parameters())
@@ -439,10 +423,6 @@ def _finalizes(rank: int, world_size: int) -> None:
     assert_equal(values(mine), values(theirs))
 
 
-def test_manual_finalization_steps(threads: Ranks) -> None:
-    threads(_finalizes, 2)
-
-
 # -- the face of an optimizer --------------------------------------------------------------------
 
 
@@ -453,7 +433,8 @@ def _decayed(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.05)
 
 
-def _schedules(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_schedules_set_the_learning_rate_and_do_not_warn(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     optimizer: torch.optim.Optimizer = in_backward(mine, _decayed)
     ordinary = _decayed(list(theirs.parameters()))
@@ -470,11 +451,8 @@ def _schedules(rank: int, world_size: int) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.05 / 4] * 2
 
 
-def test_schedules_set_the_learning_rate_and_do_not_warn(threads: Ranks) -> None:
-    threads(_schedules, 2)
-
-
-def _saves(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_state_dicts_are_those_of_one_ordinary_optimizer(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     optimizer, ordinary = in_backward(mine, _decayed), _decayed(list(theirs.parameters()))
     for model in (mine, theirs):
@@ -503,10 +481,6 @@ def _saves(rank: int, world_size: int) -> None:
             loss_of(model, batches(world_size, 1)[rank]).backward()
         other.step()
         assert_equal(values(fresh), values(again))
-
-
-def test_state_dicts_are_those_of_one_ordinary_optimizer(threads: Ranks) -> None:
-    threads(_saves, 2)
 
 
 def _saved(rank: int, world_size: int, folder: Path) -> None:
@@ -538,7 +512,8 @@ def test_a_checkpoint_goes_on_over_another_number_of_ranks(ranks: Ranks, tmp_pat
     ranks(_loaded, 3, tmp_path)
 
 
-def _apart_from_replicas(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_diloco_steps_around_it(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     inner, ordinary = in_backward(mine, adamw), adamw(theirs.parameters())
     optimizers = [
@@ -554,10 +529,6 @@ def _apart_from_replicas(rank: int, world_size: int) -> None:
         in_backward(sharded_net(), lambda _: optimizers[1])
 
 
-def test_diloco_steps_around_it(threads: Ranks) -> None:
-    threads(_apart_from_replicas, 2)
-
-
 class Counting(torch.optim.SGD):
     """Counts steps in its parameter groups, as some optimizers do."""
 
@@ -567,7 +538,8 @@ class Counting(torch.optim.SGD):
         return super().step(closure)
 
 
-def _counts(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_parameter_groups_count_counts_once_a_step(rank: int, world_size: int) -> None:
     net = sharded_net()
     optimizer = in_backward(net, lambda params: Counting(params, lr=0.1))
     for step in range(2):
@@ -578,11 +550,8 @@ def _counts(rank: int, world_size: int) -> None:
     assert len(optimizer.param_groups[0]["params"]) == len(list(net.parameters()))
 
 
-def test_what_parameter_groups_count_counts_once_a_step(threads: Ranks) -> None:
-    threads(_counts, 2)
-
-
-def _removed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_without_it_gradients_wait_for_a_step_after_backward(rank: int, world_size: int) -> None:
     net = sharded_net()
     optimizer = in_backward(net, adamw)
     with pytest.raises(ValueError, match="steps in backward already"):
@@ -595,10 +564,6 @@ def _removed(rank: int, world_size: int) -> None:
     in_backward(net, adamw)
 
 
-def test_without_it_gradients_wait_for_a_step_after_backward(threads: Ranks) -> None:
-    threads(_removed, 2)
-
-
 # -- clipping ----------------------------------------------------------------------------------
 
 
@@ -607,7 +572,11 @@ def _norm(grads: dict[str, torch.Tensor], prefix: str = "") -> float:
     return math.sqrt(sum(found))
 
 
-def _clips(rank: int, world_size: int, clip_by: ClipBy) -> None:
+@pytest.mark.parametrize("clip_by", list(ClipBy))
+@on_threads(2)
+def test_gradients_are_clipped_by_a_norm_that_is_known(
+    rank: int, world_size: int, clip_by: ClipBy
+) -> None:
     mine, theirs = sharded_net(), sharded_net()
     optimizer = in_backward(
         mine, lambda params: torch.optim.SGD(params, lr=0.1), max_norm=0.3, clip_by=clip_by
@@ -636,12 +605,8 @@ def _clips(rank: int, world_size: int, clip_by: ClipBy) -> None:
     assert saved == (None if clip_by is ClipBy.GROUP_NORM else optimizer.grad_norm.item())
 
 
-@pytest.mark.parametrize("clip_by", list(ClipBy))
-def test_gradients_are_clipped_by_a_norm_that_is_known(threads: Ranks, clip_by: ClipBy) -> None:
-    threads(_clips, 2, clip_by)
-
-
-def _resumes(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_the_norm_of_the_step_before_is_saved(rank: int, world_size: int) -> None:
     mine, fresh = sharded_net(), sharded_net()
     optimizer, loaded = (in_backward(net, adamw, max_norm=0.1) for net in (mine, fresh))
     x = batches(world_size)[rank]
@@ -653,11 +618,11 @@ def _resumes(rank: int, world_size: int) -> None:
     assert_equal(values(fresh), values(mine))
 
 
-def test_the_norm_of_the_step_before_is_saved(threads: Ranks) -> None:
-    threads(_resumes, 2)
-
-
-def _not_finite(rank: int, world_size: int, nonfinite: NonFinite) -> None:
+@pytest.mark.parametrize("nonfinite", list(NonFinite))
+@on_threads(2)
+def test_a_group_whose_gradients_are_not_finite_may_be_skipped_on_every_rank(
+    rank: int, world_size: int, nonfinite: NonFinite
+) -> None:
     net = sharded_net()
     optimizer = in_backward(net, adamw, max_norm=math.inf, nonfinite=nonfinite)
     before = values(net)
@@ -688,13 +653,6 @@ def _not_finite(rank: int, world_size: int, nonfinite: NonFinite) -> None:
     assert optimizer.skipped == ()
 
 
-@pytest.mark.parametrize("nonfinite", list(NonFinite))
-def test_a_group_whose_gradients_are_not_finite_may_be_skipped_on_every_rank(
-    threads: Ranks, nonfinite: NonFinite
-) -> None:
-    threads(_not_finite, 2, nonfinite)
-
-
 # -- what can go wrong -----------------------------------------------------------------------------
 
 
@@ -706,7 +664,10 @@ def _raises(*_: object) -> None:
     raise _CaughtError
 
 
-def _interrupted(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_exception_in_the_middle_leaves_a_state_that_is_named_and_refused(
+    rank: int, world_size: int
+) -> None:
     net = sharded_net()
     optimizer = in_backward(net, adamw)
     x = batches(world_size)[rank].requires_grad_()
@@ -732,13 +693,8 @@ def _interrupted(rank: int, world_size: int) -> None:
     loss_of(net, x).backward()
 
 
-def test_an_exception_in_the_middle_leaves_a_state_that_is_named_and_refused(
-    threads: Ranks,
-) -> None:
-    threads(_interrupted, 2)
-
-
-def _accepted(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_interrupted_step_may_be_accepted(rank: int, world_size: int) -> None:
     net = sharded_net()
     optimizer = in_backward(net, adamw)
     x = batches(world_size)[rank].requires_grad_()
@@ -756,11 +712,10 @@ def _accepted(rank: int, world_size: int) -> None:
     assert optimizer.state[net.head.weight]["step"] == 1
 
 
-def test_an_interrupted_step_may_be_accepted(threads: Ranks) -> None:
-    threads(_accepted, 2)
-
-
-def _not_at_all(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_exception_before_any_group_has_stepped_makes_no_step(
+    rank: int, world_size: int
+) -> None:
     """The exception comes before any group has stepped."""
     net = sharded_net()
     optimizer = in_backward(net, adamw)
@@ -776,15 +731,12 @@ def _not_at_all(rank: int, world_size: int) -> None:
     assert {state["step"].item() for state in optimizer.state.values()} == {1.0}
 
 
-def test_an_exception_before_any_group_has_stepped_makes_no_step(threads: Ranks) -> None:
-    threads(_not_at_all, 2)
-
-
 class _FailingError(Exception):
     pass
 
 
-def _optimizer_fails(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_optimizer_that_raises_interrupts_the_step(rank: int, world_size: int) -> None:
     net = sharded_net()
 
     class Failing(torch.optim.SGD):
@@ -801,11 +753,8 @@ def _optimizer_fails(rank: int, world_size: int) -> None:
         optimizer.state_dict()
 
 
-def test_an_optimizer_that_raises_interrupts_the_step(threads: Ranks) -> None:
-    threads(_optimizer_fails, 2)
-
-
-def _second_backward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_second_backward_needs_the_values_of_its_forward(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     in_backward(mine, adamw)
     ordinary = adamw(theirs.parameters())
@@ -822,11 +771,9 @@ def _second_backward(rank: int, world_size: int) -> None:
         losses[0].backward()
 
 
-def test_a_second_backward_needs_the_values_of_its_forward(threads: Ranks) -> None:
-    threads(_second_backward, 2)
-
-
-def _kept(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_kept_parameters_are_gathered_again_after_a_step(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     in_backward(mine, adamw)
     ordinary = adamw(theirs.parameters())
@@ -841,12 +788,8 @@ def _kept(rank: int, world_size: int) -> None:
     assert_equal(values(mine), values(theirs))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_kept_parameters_are_gathered_again_after_a_step(threads: Ranks, world_size: int) -> None:
-    threads(_kept, world_size)
-
-
-def _prefetches(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_prefetched_and_kept_parameters_are_never_stale(rank: int, world_size: int) -> None:
     mine, theirs = sharded_net(), sharded_net()
     for before, after in zip(mine.blocks, mine.blocks[1:], strict=False):
         before.set_modules_to_forward_prefetch([after])
@@ -863,10 +806,6 @@ def _prefetches(rank: int, world_size: int) -> None:
         assert_equal(values(mine), values(theirs))
 
 
-def test_prefetched_and_kept_parameters_are_never_stale(threads: Ranks) -> None:
-    threads(_prefetches, 2)
-
-
 class Twice(Net):
     """A block that runs twice, and is recomputed in a backward of its own each time."""
 
@@ -877,7 +816,10 @@ class Twice(Net):
         return out
 
 
-def _reentrant(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_backwards_inside_of_a_backward_that_recompute_make_one_step(
+    rank: int, world_size: int
+) -> None:
     mine, theirs = sharded_net(Twice), sharded_net(Twice)
     in_backward(mine, adamw)
     ordinary = adamw(theirs.parameters())
@@ -890,11 +832,8 @@ def _reentrant(rank: int, world_size: int) -> None:
         assert_equal(values(mine), values(theirs))
 
 
-def test_backwards_inside_of_a_backward_that_recompute_make_one_step(threads: Ranks) -> None:
-    threads(_reentrant, 2)
-
-
-def _late(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_gradient_that_comes_after_the_step_is_an_error(rank: int, world_size: int) -> None:
     net = sharded_net()
     in_backward(net, adamw)
     block = net.blocks[2]
@@ -908,11 +847,8 @@ def _late(rank: int, world_size: int) -> None:
         loss_of(net, batches(world_size)[rank].requires_grad_()).backward()
 
 
-def test_a_gradient_that_comes_after_the_step_is_an_error(threads: Ranks) -> None:
-    threads(_late, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_wrong_use_is_refused(rank: int, world_size: int) -> None:
     net = sharded_net()
     with pytest.raises(ValueError, match="without groups"):
         in_backward(nn.Linear(2, 2), adamw)
@@ -936,11 +872,8 @@ def _refused(rank: int, world_size: int) -> None:
         net(batches(world_size)[rank])
 
 
-def test_wrong_use_is_refused(threads: Ranks) -> None:
-    threads(_refused, 1)
-
-
-def _copies(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_copied_model_does_not_step(rank: int, world_size: int) -> None:
     import copy
 
     net = sharded_net()
@@ -953,7 +886,3 @@ def _copies(rank: int, world_size: int) -> None:
     assert all(p.grad is not None for p in copied.parameters())
     assert_equal(values(net), before)
     assert isinstance(optimizer, OptimizerInBackward)
-
-
-def test_a_copied_model_does_not_step(threads: Ranks) -> None:
-    threads(_copies, 2)

@@ -17,6 +17,7 @@ from shardwise._torch import dtensor
 from shardwise.base.errors import RanksDivergedError
 from shardwise.optim import Muon, muon_groups
 from tests.optim.nets import Mesh, Net, make_muon, part_of, set_gradients
+from tests.worlds import on_threads
 
 Threads = Callable[..., list[Any]]
 
@@ -109,7 +110,8 @@ def test_settings_are_those_of_torch(threads: Threads, settings: dict[str, Any])
     threads(_trains_as_one_process, 2, Mesh({"dp": 2}), settings)
 
 
-def _trains_in_bfloat16(rank: int, world_size: int) -> None:
+@on_threads(3)
+def test_bfloat16_parameters_differ_by_their_rounding_at_most(rank: int, world_size: int) -> None:
     net = Mesh({"dp": world_size}).build(torch.bfloat16)
     muon, reference = make_muon(net), Reference(torch.bfloat16)
     for step in range(1, STEPS + 1):
@@ -123,11 +125,9 @@ def _trains_in_bfloat16(rank: int, world_size: int) -> None:
         torch.testing.assert_close(dtensor.plain(param), expected, rtol=2**-7, atol=2**-9)
 
 
-def test_bfloat16_parameters_differ_by_their_rounding_at_most(threads: Threads) -> None:
-    threads(_trains_in_bfloat16, 3)
-
-
-def _splits_the_data(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@on_threads()
+def test_split_data_changes_a_hundredth_of_a_step_at_most(rank: int, world_size: int) -> None:
     """The iteration rounds to bfloat16 what differs by the order in which gradients are added."""
     lr, steps = 0.02, 8
     shapes = ((32, 64), (64, 64), (64, 32))
@@ -148,14 +148,10 @@ def _splits_the_data(rank: int, world_size: int) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0.01 * lr * steps)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_split_data_changes_a_hundredth_of_a_step_at_most(
-    threads: Threads, world_size: int
-) -> None:
-    threads(_splits_the_data, world_size)
-
-
-def _momentum_survives(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_momentum_in_bfloat16_is_not_overwritten(rank: int, world_size: int) -> None:
+    """Torch 2.13 normalizes its own momentum in place there."""
     net = Mesh({"dp": world_size}).build(torch.bfloat16)
     muon = make_muon(net, nesterov=False)
     set_gradients(net, 1)
@@ -165,13 +161,8 @@ def _momentum_survives(rank: int, world_size: int) -> None:
     torch.testing.assert_close(dtensor.plain(momentum), expected, rtol=1e-2, atol=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_momentum_in_bfloat16_is_not_overwritten(threads: Threads, world_size: int) -> None:
-    """Torch 2.13 normalizes its own momentum in place there."""
-    threads(_momentum_survives, world_size)
-
-
-def _some_have_no_gradient(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_parameters_without_a_gradient_are_left_alone(rank: int, world_size: int) -> None:
     net = Mesh({"dp": world_size}).build()
     muon, reference = make_muon(net), Reference()
     for step, missing in enumerate([(), ("up.weight",), ("experts", "embed.weight"), HIDDEN, ()]):
@@ -183,10 +174,6 @@ def _some_have_no_gradient(rank: int, world_size: int) -> None:
         muon.step()
         reference.step(step, has)
         _assert_same(net, reference.values(), f"without {missing}")
-
-
-def test_parameters_without_a_gradient_are_left_alone(threads: Threads) -> None:
-    threads(_some_have_no_gradient, 2)
 
 
 def _gradients_differ(rank: int, world_size: int, lacks: str) -> str:

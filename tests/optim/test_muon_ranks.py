@@ -17,6 +17,7 @@ from shardwise import PeerLostError, checkpoint
 from shardwise.optim import newton_schulz
 from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, make_muon, set_gradients
+from tests.worlds import on_processes
 
 
 def _train(net: Net, steps: range) -> dict[str, torch.Tensor]:
@@ -95,7 +96,8 @@ def test_nobody_waits_for_a_rank_that_fails_in_the_middle() -> None:
         assert "during the all-to-all of Muon" in message
 
 
-def _trains_on_every_mesh(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_the_update_is_that_of_one_process(rank: int, world_size: int) -> None:
     results = []
     for mesh in (Mesh({"dp": 4}), Mesh({"replicate": 2, "shard": 2}), Mesh({"dp": 2, "tp": 2})):
         results.append(_train(mesh.build(), range(1, 3)))
@@ -104,7 +106,3 @@ def _trains_on_every_mesh(rank: int, world_size: int) -> None:
     for found in results:
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
-
-
-def test_the_update_is_that_of_one_process() -> None:
-    run_ranks(_trains_on_every_mesh, 4)

@@ -47,6 +47,7 @@ from tests.sharding.nets import (
     sharded_net,
 )
 from tests.sharding.nets import Net as SmallNet
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -1096,10 +1097,11 @@ def test_checkpoints_move_between_disk_and_memory_and_between_meshes(
             torch.testing.assert_close(mine, theirs, msg=lambda text, m=move: f"{m}: {text}")
 
 
-def _through_torch(rank: int, world_size: int, folder: Path) -> None:
+@on_threads(2)
+def test_torchs_functions_for_state_dicts_work(rank: int, world_size: int, tmp_path: Path) -> None:
     _keep_everything()
     net, other = sharded_net(), sharded_net()
-    optim, theirs = (offload(adamw(each.parameters()), f"disk:{folder}") for each in (net, other))
+    optim, theirs = (offload(adamw(each.parameters()), f"disk:{tmp_path}") for each in (net, other))
     loss_of(net, batches(world_size, 0)[rank]).backward()
     optim.step()
     optim.zero_grad()
@@ -1108,15 +1110,12 @@ def _through_torch(rank: int, world_size: int, folder: Path) -> None:
     assert_same(net, optim, other, theirs)
 
 
-def test_torchs_functions_for_state_dicts_work(threads: Ranks, tmp_path: Path) -> None:
-    threads(_through_torch, 2, tmp_path)
-
-
-def _diloco(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_replicas_that_train_apart_step_alike(rank: int, world_size: int, tmp_path: Path) -> None:
     _keep_everything()
     net, other = (seeded(SmallNet) for _ in range(2))
     optim = DiLoCo(
-        net, offload(adamw(net.parameters()), f"disk:{folder}"), group=dist.group.WORLD, every=2
+        net, offload(adamw(net.parameters()), f"disk:{tmp_path}"), group=dist.group.WORLD, every=2
     )
     theirs = DiLoCo(other, adamw(other.parameters()), group=dist.group.WORLD, every=2)
     for step in range(4):
@@ -1125,10 +1124,6 @@ def _diloco(rank: int, world_size: int, folder: Path) -> None:
             each.step()
             each.zero_grad()
     assert_same(net, optim, other, theirs)
-
-
-def test_replicas_that_train_apart_step_alike(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_diloco, 2, tmp_path)
 
 
 def _one_fails(rank: int, world_size: int, folder: Path) -> None:

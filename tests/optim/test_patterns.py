@@ -14,8 +14,7 @@ from torch import nn
 from shardwise import FullyShardedDataParallel, checkpoint, checkpoint_module, fully_shard
 from shardwise.optim import Adafactor, Muon, in_backward, muon_groups, param_groups
 from tests.harness import run_ranks
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 
 class Net(nn.Module):
@@ -123,7 +122,8 @@ def test_groups_of_an_optimizer_can_be_divided_too() -> None:
 # -- names that wrappers change --------------------------------------------------------------------
 
 
-def _wrapped(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_names_are_those_of_state_dicts(rank: int, world_size: int) -> None:
     compiled: Any = torch.compile(Net(), backend="eager")
     assert _by_name(param_groups(compiled, RULES), "lr", "weight_decay") == EXPECTED
     net = Net()
@@ -138,10 +138,6 @@ def _wrapped(rank: int, world_size: int) -> None:
     wrapper = FullyShardedDataParallel(net, use_orig_params=True)
     assert _by_name(param_groups(wrapper, RULES), "lr", "weight_decay") == EXPECTED
     assert _by_name(param_groups(wrapper.module, RULES), "lr", "weight_decay") == EXPECTED
-
-
-def test_names_are_those_of_state_dicts(threads: Ranks) -> None:
-    threads(_wrapped, 2)
 
 
 # -- a training ------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from tests.sharding.nets import (
     sharded_modules,
     sharded_net,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -82,7 +83,13 @@ def test_gradients_with_respect_to_inputs(
     ranks(_first_order, world_size, reshards, env={"SHARDWISE_TRANSPORT": transport})
 
 
-def _second_order(rank: int, world_size: int, name: str, kept: bool) -> None:
+@pytest.mark.parametrize("kept", [False, True], ids=["resharded", "kept"])
+@pytest.mark.parametrize("name", TWICE)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_gradients_of_gradients_are_refused(
+    rank: int, world_size: int, name: str, kept: bool
+) -> None:
     x = batches(world_size)
     net, whole = sharded_net(), seeded(Net)
     net.set_reshard_after_backward(not kept)
@@ -98,16 +105,8 @@ def _second_order(rank: int, world_size: int, name: str, kept: bool) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("kept", [False, True], ids=["resharded", "kept"])
-@pytest.mark.parametrize("name", TWICE)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_of_gradients_are_refused(
-    threads: Ranks, world_size: int, name: str, kept: bool
-) -> None:
-    threads(_second_order, world_size, name, kept)
-
-
-def _inside_forward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_gradient_inside_a_training_step(rank: int, world_size: int) -> None:
     """A loss that the gradient is a constant in, as forces may be."""
     x = batches(world_size)
     net, whole = sharded_net(), seeded(Net)
@@ -120,7 +119,3 @@ def _inside_forward(rank: int, world_size: int) -> None:
     for batch in x:
         (loss(whole, batch) / world_size).backward()  # type: ignore[no-untyped-call]
     assert_same_gradients(net, whole)
-
-
-def test_a_gradient_inside_a_training_step(threads: Ranks) -> None:
-    threads(_inside_forward, 2)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,8 +21,8 @@ from tests.sharding.tensor_parallel import (
     tensor_parallel,
     tokens_of,
 )
+from tests.worlds import on_processes
 
-Ranks = Callable[..., list[Any]]
 Training = tuple[nn.Module, torch.optim.Optimizer]
 
 
@@ -131,12 +129,9 @@ def _check_state_dicts(
     _assert_same_state(other, whole)
 
 
-def _both(rank: int, world_size: int, folder: Path) -> None:
-    _moved(folder)
-    _wrapped()
-
-
+@on_processes(4)
 def test_checkpoints_move_between_sizes_and_the_wrapper_saves_and_lends(
-    ranks: Ranks, tmp_path: Path
+    rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    ranks(_both, 4, tmp_path)
+    _moved(tmp_path)
+    _wrapped()

@@ -14,6 +14,7 @@ from shardwise import fully_shard, materialize
 from shardwise.checkpoint import load_weights
 from tests.harness import run_ranks
 from tests.pretrained.small import LLAMA, assert_same, full_tensors, save_llama
+from tests.worlds import on_processes
 
 pytest.importorskip("transformers")
 
@@ -28,7 +29,8 @@ def _sharded_on_meta(config: Any) -> nn.Module:
     return model
 
 
-def _initializes_as_unsharded(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_materialize_initializes_as_the_model_would(rank: int, world_size: int) -> None:
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     gpt2 = GPT2Config(n_layer=2, n_embd=12, n_head=2, vocab_size=20, n_positions=8)
@@ -52,10 +54,6 @@ def _initializes_as_unsharded(rank: int, world_size: int) -> None:
             assert tensor.mean().item() == pytest.approx(found[name].mean().item(), abs=0.02)
             if tensor.numel() > 100:
                 assert tensor.std().item() == pytest.approx(found[name].std().item(), rel=0.25)
-
-
-def test_materialize_initializes_as_the_model_would() -> None:
-    run_ranks(_initializes_as_unsharded, 2)
 
 
 def _loads_by_hand(rank: int, world_size: int, folder: Path) -> None:

@@ -26,6 +26,7 @@ from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 
@@ -116,9 +117,10 @@ def test_all_replicas_stop_together_and_soon(ranks: Ranks, tmp_path: Path) -> No
     assert sorted(path.name for path in checkpoints.iterdir()) == ["replicas", "step-00000004"]
 
 
-def _saved_again(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_a_checkpoint_is_of_one_attempt(rank: int, world_size: int, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=(REPLICATE, SHARD))
-    checkpoints = ReplicaCheckpoints(folder, 2, mesh, None)
+    checkpoints = ReplicaCheckpoints(tmp_path, 2, mesh, None)
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for attempt in (1, 2):
@@ -126,15 +128,11 @@ def _saved_again(rank: int, world_size: int, folder: Path) -> None:
         checkpoints.save(Position(40, 400 * attempt), model, optimizer)
         dist.barrier()
         if attempt == 1 and rank == 0:  # the job ended before the first replica, the last, was done
-            shutil.rmtree(folder / "step-00000040")
+            shutil.rmtree(tmp_path / "step-00000040")
         dist.barrier()
     nn.init.zeros_(model.weight)
     assert checkpoints.load(40, model, optimizer) == Position(40, 800)
     assert model.weight.unique().tolist() == [2.0]
-
-
-def test_a_checkpoint_is_of_one_attempt(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_saved_again, 2, tmp_path)
 
 
 def _saved_beside_a_later_step_that_was_never_whole(

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.base.errors import MisuseError, ShardwiseError
 from shardwise.sharding.states import GroupState
+from tests.harness import Processes
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -39,6 +40,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
+from tests.worlds import on_processes, on_threads, on_transport
 
 Ranks = Callable[..., list[Any]]
 #: Returns what is to be the same, sharded or whole.
@@ -161,17 +163,16 @@ MIDDLE: list[tuple[Callable[[], nn.Module], Program]] = [
 _OF_SHARDS = (_momentum, _hook_writes_to_its_own)
 
 
-def _write_in_the_middle(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(
+    rank: int, world_size: int, transport: str
+) -> None:
     for make, program in MIDDLE:
         for reshard in STRATEGIES:
             if program in _OF_SHARDS and reshard is False:
                 continue  # then modules hold full parameters where these programs expect shards
             _run(rank, world_size, make, program, transport, reshard)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(transport: str) -> None:
-    run_over(transport, _write_in_the_middle, 2)
 
 
 # -- writes between forwards -------------------------------------------------------------------
@@ -195,17 +196,20 @@ def _two_forwards(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tens
     return [param.grad for param in net.parameters() if param.grad is not None]
 
 
-def _write_between(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_a_forward_uses_what_was_written_since_the_last_one(
+    rank: int, world_size: int, transport: str
+) -> None:
     for reshard in STRATEGIES:
         _run(rank, world_size, Net, _forward_without_a_backward, transport, reshard)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_forward_uses_what_was_written_since_the_last_one(transport: str) -> None:
-    run_over(transport, _write_between, 2)
-
-
-def _one_rank_writes(rank: int, world_size: int, transport: str) -> None:
+@on_transport(2)
+def test_a_write_that_one_rank_alone_makes_reaches_all(
+    rank: int, world_size: int, transport: str
+) -> None:
     """After an evaluation each rank writes other rows, or none."""
     for reshard in STRATEGIES:
         net = sharded_net(transport=transport, reshard_after_forward=reshard)
@@ -222,11 +226,6 @@ def _one_rank_writes(rank: int, world_size: int, transport: str) -> None:
             for param in (whole.head.weight, whole.head.bias):
                 param[:3].mul_(3.0)  # of 5 rows the first rank has 3
             torch.testing.assert_close(net(x), whole(x))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_write_that_one_rank_alone_makes_reaches_all(transport: str) -> None:
-    run_over(transport, _one_rank_writes, 2)
 
 
 # -- memory of the user's ----------------------------------------------------------------------
@@ -371,7 +370,11 @@ def _layers(x: torch.Tensor) -> Layers:
     return Layers(Box(x))
 
 
-def _boxed(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_outputs_inside_objects_of_any_class_are_found(
+    rank: int, world_size: int, transport: str
+) -> None:
     for box in (Box, Slotted, _layers):
         net, whole = (
             seeded(lambda box=box: nn.Sequential(*[Boxing(box) for _ in range(3)], Boxing(_as_is)))
@@ -391,11 +394,6 @@ def _as_is(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_outputs_inside_objects_of_any_class_are_found(transport: str) -> None:
-    run_over(transport, _boxed, 2)
-
-
 class Aside(nn.Module):
     """Keeps what it computes to itself, for others to fetch."""
 
@@ -409,19 +407,17 @@ class Aside(nn.Module):
         return x * 1.0
 
 
-def _unseen(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_a_backward_that_begins_unseen_raises(rank: int, world_size: int, transport: str) -> None:
     net = fully_shard(nn.Sequential(fully_shard(Aside(), transport=transport)), transport=transport)
     net(batches(world_size)[rank].requires_grad_())
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|out of bounds"):
         net[0].fetched[0].sum().backward()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_backward_that_begins_unseen_raises(transport: str) -> None:
-    run_over(transport, _unseen, 2)
-
-
-def _view_in_a_box(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_view_of_a_parameter_inside_an_object_raises(rank: int, world_size: int) -> None:
     class Boxed(Learned):
         def forward(self, count: int) -> Any:
             return Box(self.table[:count])
@@ -430,10 +426,6 @@ def _view_in_a_box(rank: int, world_size: int) -> None:
     for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
         with mode(), pytest.raises(MisuseError, match="Boxed returns a view of its own parameter"):
             net(3)
-
-
-def test_a_view_of_a_parameter_inside_an_object_raises(threads: Ranks) -> None:
-    threads(_view_in_a_box, 2)
 
 
 # -- exceptions --------------------------------------------------------------------------------
@@ -464,14 +456,13 @@ def _catches_features(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.
         return [*seen, net(x)]
 
 
-def _catch(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_weights_may_be_written_to_after_a_forward_that_raised(
+    rank: int, world_size: int, transport: str
+) -> None:
     for reshard in STRATEGIES:
         _run(rank, world_size, Net, _catches_features, transport, reshard)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_weights_may_be_written_to_after_a_forward_that_raised(transport: str) -> None:
-    run_over(transport, _catch, 2)
 
 
 def _goes_on_alone(rank: int, world_size: int, transport: str) -> float:
@@ -515,7 +506,12 @@ class Tied(nn.Module):
         return self.out(self.block(self.block(self.embed(x))))
 
 
-def _steps_in_backward(rank: int, world_size: int, transport: str, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
+    rank: int, world_size: int, transport: str, reshard: bool
+) -> None:
     net, whole = seeded(Tied), seeded(Tied)
     for each in (net.embed, net.block, net.out, net):
         fully_shard(each, transport=transport, reshard_after_forward=reshard)
@@ -538,14 +534,6 @@ def _steps_in_backward(rank: int, world_size: int, transport: str, reshard: bool
         torch.testing.assert_close(mine.full_tensor(), expected, msg=name)
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
-    transport: str, reshard: bool
-) -> None:
-    run_over(transport, _steps_in_backward, 2, reshard)
-
-
 def _step_then_write(block: nn.Module, before: nn.Module) -> None:
     """Have ``block`` step in backward, and be written to in the backward of what comes before."""
     shards = list(block.parameters())
@@ -566,10 +554,16 @@ def _step_then_write(block: nn.Module, before: nn.Module) -> None:
     before.register_full_backward_hook(write)
 
 
-def _writes_after_a_step_in_backward(
+@pytest.mark.parametrize("other", ["dropped", "left to another backward"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_an_optimizer_in_backward_steps_before_the_backward_of_what_comes_next(
     rank: int, world_size: int, transport: str, other: str
 ) -> None:
-    """A hook in the backward of one block writes to the block whose backward is over."""
+    """Also where the output of another forward was dropped, or has its backward later.
+
+    A hook in the backward of one block writes to the block whose backward is over.
+    """
     net, whole = sharded_net(transport=transport), seeded(Net)
     for model in (net, whole):
         _step_then_write(model.blocks[2], model.blocks[0].down)
@@ -583,16 +577,10 @@ def _writes_after_a_step_in_backward(
         torch.testing.assert_close(mine.full_tensor(), theirs)
 
 
-@pytest.mark.parametrize("other", ["dropped", "left to another backward"])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_an_optimizer_in_backward_steps_before_the_backward_of_what_comes_next(
-    transport: str, other: str
+@on_threads(2)
+def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_over(
+    rank: int, world_size: int
 ) -> None:
-    """Also where the output of another forward was dropped, or has its backward later."""
-    run_over(transport, _writes_after_a_step_in_backward, 2, other)
-
-
-def _writes_after_both_backwards(rank: int, world_size: int) -> None:
     """A block runs twice; a hook in what comes before it writes to it."""
     net, whole = seeded(Tied), seeded(Tied)
     for each in (net.block, net):
@@ -604,12 +592,6 @@ def _writes_after_both_backwards(rank: int, world_size: int) -> None:
     loss_of(whole, x).backward()
     for mine, theirs in zip(net.block.parameters(), whole.block.parameters(), strict=True):
         torch.testing.assert_close(mine.full_tensor(), theirs)
-
-
-def test_an_optimizer_in_backward_steps_when_the_last_of_several_backwards_is_over(
-    threads: Ranks,
-) -> None:
-    threads(_writes_after_both_backwards, 2)
 
 
 class Shift(nn.Module):
@@ -635,9 +617,14 @@ def _step_each(model: nn.Module) -> None:
         param.register_post_accumulate_grad_hook(step)
 
 
-def _steps_between_two_forwards_and_a_backward(
+@pytest.mark.parametrize("kind", [Block, Shift])
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_a_backward_notices_a_step_in_the_backward_of_a_later_forward(
     rank: int, world_size: int, transport: str, reshard: bool, kind: type[nn.Module]
 ) -> None:
+    """It raises where it needs the values of before the step, as in one process."""
     x = batches(1)[0].requires_grad_()  # the same on every rank
     net, whole = (nn.Sequential(seeded(kind), seeded(kind)) for _ in range(2))
     for each in (*net, net):
@@ -660,27 +647,14 @@ def _steps_between_two_forwards_and_a_backward(
         assert_same_values(net, whole)
 
 
-@pytest.mark.parametrize("kind", [Block, Shift])
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_backward_notices_a_step_in_the_backward_of_a_later_forward(
-    transport: str, reshard: bool, kind: type[nn.Module]
-) -> None:
-    """It raises where it needs the values of before the step, as in one process."""
-    run_over(transport, _steps_between_two_forwards_and_a_backward, 2, reshard, kind)
-
-
-def _steps_with_copies_in_another_dtype(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_no_step_writes_to_what_is_computed_in_another_dtype(rank: int, world_size: int) -> None:
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     net = sharded_net(mp_policy=precision)
     _step_each(net)
     losses = [loss_of(net, batches(world_size)[rank]) for _ in range(2)]
     for loss in reversed(losses):
         loss.backward()
-
-
-def test_no_step_writes_to_what_is_computed_in_another_dtype(threads: Ranks) -> None:
-    threads(_steps_with_copies_in_another_dtype, 2)
 
 
 def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:
@@ -698,29 +672,23 @@ def _order_of_steps(model: nn.Module, x: torch.Tensor) -> list[str]:
     return [*sorted(seen[:-1]), seen[-1]]
 
 
-def _steps_after_an_unused_forward(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_a_forward_that_nobody_goes_back_through_delays_no_optimizer_in_backward(
+    rank: int, world_size: int, transport: str
+) -> None:
     x = batches(world_size)[rank]
     found = _order_of_steps(sharded_net(transport=transport), x)
     assert found == _order_of_steps(seeded(Net), x)
     assert found[-1] == "block 0 begins"
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_forward_that_nobody_goes_back_through_delays_no_optimizer_in_backward(
-    transport: str,
-) -> None:
-    run_over(transport, _steps_after_an_unused_forward, 2)
-
-
-def _reshards_the_root_in_forward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_is_kept_after_forward_is_kept_in_it(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     net.blocks[0].register_forward_hook(lambda *_: net.reshard())
     x = batches(world_size)[rank]
     torch.testing.assert_close(net(x), whole(x))
-
-
-def test_what_is_kept_after_forward_is_kept_in_it(threads: Ranks) -> None:
-    threads(_reshards_the_root_in_forward, 2)
 
 
 class TakesOut(nn.Module):
@@ -795,7 +763,11 @@ def test_what_a_program_took_out_of_a_module_stays_until_its_forward_is_over(
 # -- keeping parameters unsharded --------------------------------------------------------------
 
 
-def _keeps(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_parameters_are_kept_for_many_forwards_where_asked_for(
+    rank: int, world_size: int, transport: str
+) -> None:
     net, whole = sharded_net(transport=transport), seeded(Net)
     x = batches(world_size)[rank]
     shards = list(net.parameters())
@@ -812,12 +784,8 @@ def _keeps(rank: int, world_size: int, transport: str) -> None:
             net(x)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_parameters_are_kept_for_many_forwards_where_asked_for(transport: str) -> None:
-    run_over(transport, _keeps, 2)
-
-
-def _gathered_once(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_kept_parameters_are_gathered_once(rank: int, world_size: int) -> None:
     net = sharded_net()
     log = group_of(net).mesh.shard.log  # of the fake transport
     x = batches(world_size)[rank]
@@ -831,14 +799,14 @@ def _gathered_once(rank: int, world_size: int) -> None:
     assert len(log) == 4 + 2 * 4, "else every forward gathers, also what the last one has left"
 
 
-def test_kept_parameters_are_gathered_once(threads: Ranks) -> None:
-    threads(_gathered_once, 2)
-
-
 # -- memory formats ----------------------------------------------------------------------------
 
 
-def _channels_last(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_shards_may_be_put_into_another_memory_format(
+    rank: int, world_size: int, transport: str
+) -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Conv2d(6, 4, 3))
 
@@ -854,15 +822,12 @@ def _channels_last(rank: int, world_size: int, transport: str) -> None:
         assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_shards_may_be_put_into_another_memory_format(transport: str) -> None:
-    run_over(transport, _channels_last, 2)
-
-
 # -- one rank does more ------------------------------------------------------------------------
 
 
-def _one_rank_reshards(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_processes(2, pg_timeout=10)
+def test_one_rank_alone_may_read_its_state_dict(rank: int, world_size: int, transport: str) -> None:
     """After an evaluation the first rank alone reads a state dict, which reshards its modules."""
     net = sharded_net(lambda: Net(5), transport=transport, reshard_after_forward=False)
     whole = seeded(lambda: Net(5))
@@ -875,11 +840,6 @@ def _one_rank_reshards(rank: int, world_size: int, transport: str) -> None:
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)
         assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_one_rank_alone_may_read_its_state_dict(ranks: Ranks, transport: str) -> None:
-    ranks(_one_rank_reshards, 2, transport, pg_timeout=10)
 
 
 # -- full parameters that are exchanged --------------------------------------------------------
@@ -920,20 +880,20 @@ class Replacing(Exchanging):
         return x @ self.weight.T
 
 
-def _replaces(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(
+    rank: int, world_size: int
+) -> None:
     net = fully_shard(Replacing(), reshard_after_forward=True)
     with pytest.raises(MisuseError, match=r"weight on rank \d: a module .* replaced or deleted"):
         net(batches(world_size)[rank])
     assert isinstance(net.weight, DTensor)
 
 
-def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(
-    threads: Ranks,
+@on_threads(2)
+def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(
+    rank: int, world_size: int
 ) -> None:
-    threads(_replaces, 2)
-
-
-def _writes_to_both(rank: int, world_size: int) -> None:
     net = sharded_net(reshard_after_forward=True)
     shard = net.blocks[0].up.weight
 
@@ -947,11 +907,16 @@ def _writes_to_both(rank: int, world_size: int) -> None:
         net(batches(world_size)[rank])
 
 
-def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(threads: Ranks) -> None:
-    threads(_writes_to_both, 2)
-
-
-def _write_since_forward(rank: int, world_size: int, reshard: bool, name: str, when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["at once", "before another forward", "in a hook of the next layer"]
+)
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("reshard", [True, False])
+@on_threads(1)
+def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_sharding(
+    rank: int, world_size: int, reshard: bool, name: str, when: str
+) -> None:
+    """There the full parameter is the shard, and so loses the value that backward needs."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     whole = copy.deepcopy(net)
     for layer in net:
@@ -985,19 +950,10 @@ def _write_since_forward(rank: int, world_size: int, reshard: bool, name: str, w
         assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize(
-    "when", ["at once", "before another forward", "in a hook of the next layer"]
-)
-@pytest.mark.parametrize("name", ["weight", "bias"])
-@pytest.mark.parametrize("reshard", [True, False])
-def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_sharding(
-    threads: Ranks, reshard: bool, name: str, when: str
+@on_threads(1)
+def test_on_one_rank_backward_notices_what_was_loaded_while_it_ran(
+    rank: int, world_size: int
 ) -> None:
-    """There the full parameter is the shard, and so loses the value that backward needs."""
-    threads(_write_since_forward, 1, reshard, name, when)
-
-
-def _load_in_backward(rank: int, world_size: int) -> None:
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     whole = copy.deepcopy(net)
     fully_shard(net)  # one group, whose backward is under way when the hook runs
@@ -1015,14 +971,13 @@ def _load_in_backward(rank: int, world_size: int) -> None:
             model(torch.ones(2, 4)).sum().backward()
 
 
-def test_on_one_rank_backward_notices_what_was_loaded_while_it_ran(threads: Ranks) -> None:
-    threads(_load_in_backward, 1)
-
-
 # -- too few addresses -------------------------------------------------------------------------
 
 
-def _few_addresses(rank: int, world_size: int) -> None:
+@on_processes(2, processes=Processes.NEW)
+def test_under_a_limit_of_addresses_ranks_exchange_messages_and_say_so(
+    rank: int, world_size: int
+) -> None:
     """One rank is under ``ulimit -v``, so that no rank shares memory."""
     if rank == 1:
         limit = 6 * 2**30
@@ -1043,14 +998,12 @@ def _few_addresses(rank: int, world_size: int) -> None:
         sharded_net(transport="shm")
 
 
-def test_under_a_limit_of_addresses_ranks_exchange_messages_and_say_so(ranks: Ranks) -> None:
-    ranks(_few_addresses, 2)
-
-
 # -- what users do between steps ---------------------------------------------------------------
 
 
-def _between_steps(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_users_find_shards_after_an_evaluation(rank: int, world_size: int, transport: str) -> None:
     """After an evaluation: make an optimizer, freeze, clip and clear; clear before backward."""
     net, whole = sharded_net(transport=transport), seeded(Net)
     x = batches(world_size)
@@ -1059,10 +1012,10 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
             model(x[rank])
         model.head.weight.requires_grad_(False)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (net, whole)]
-    for step in range(2):
+    for step in range(3):
         x = batches(world_size, step)
         loss = loss_of(net, x[rank])
-        net.zero_grad()  # the root is unsharded now
+        net.zero_grad(set_to_none=step != 1)  # the root is unsharded now
         loss.backward()
         whole.zero_grad()
         average_backward(whole, x)
@@ -1084,12 +1037,8 @@ def _between_steps(rank: int, world_size: int, transport: str) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_users_find_shards_after_an_evaluation(transport: str) -> None:
-    run_over(transport, _between_steps, 2)
-
-
-def _masks_gradients(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_hooks_on_gradients_change_them(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     for model in (net, whole):
         for param in model.parameters():
@@ -1100,11 +1049,10 @@ def _masks_gradients(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_hooks_on_gradients_change_them(threads: Ranks) -> None:
-    threads(_masks_gradients, 2)
-
-
-def _replaces_between_steps(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_parameters_that_are_replaced_between_steps_are_used_or_refused(
+    rank: int, world_size: int
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)[rank]
     with torch.no_grad():
@@ -1123,10 +1071,6 @@ def _replaces_between_steps(rank: int, world_size: int) -> None:
     net.blocks[0].up.weight = nn.Parameter(torch.zeros(7, WIDTH))
     with pytest.raises(ValueError, match="was replaced by a Parameter of shape"):
         net(x)
-
-
-def test_parameters_that_are_replaced_between_steps_are_used_or_refused(threads: Ranks) -> None:
-    threads(_replaces_between_steps, 2)
 
 
 def _frozen_before_its_backward(rank: int, world_size: int, transport: str) -> None:
@@ -1234,7 +1178,10 @@ class Gain(nn.Module):
         return x * self.gain
 
 
-def _writes_to_a_scalar_whose_turn_has_come(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(
+    rank: int, world_size: int
+) -> None:
     net = fully_shard(nn.Sequential(fully_shard(Gain())))
     gain = net[0].gain
 
@@ -1250,11 +1197,12 @@ def _writes_to_a_scalar_whose_turn_has_come(rank: int, world_size: int) -> None:
     assert gain.item() == 6.0
 
 
-def test_what_is_written_to_a_scalar_after_its_gather_is_for_the_next(threads: Ranks) -> None:
-    threads(_writes_to_a_scalar_whose_turn_has_come, 2)
-
-
-def _ties_stay(rank: int, world_size: int, apart: bool, on_meta: bool) -> None:
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "cpu"])
+@on_threads(2)
+def test_ties_stay_if_both_names_are_given_equal_values(
+    rank: int, world_size: int, apart: bool, on_meta: bool
+) -> None:
     """A state dict has a value for each name of a tie, as after ``distribute_tensor``."""
     whole = seeded(Tied)
     with torch.device("meta" if on_meta else "cpu"):
@@ -1286,15 +1234,9 @@ def _ties_stay(rank: int, world_size: int, apart: bool, on_meta: bool) -> None:
         net(x[rank])
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
-@pytest.mark.parametrize("on_meta", [True, False], ids=["meta", "cpu"])
-def test_ties_stay_if_both_names_are_given_equal_values(
-    threads: Ranks, apart: bool, on_meta: bool
-) -> None:
-    threads(_ties_stay, 2, apart, on_meta)
-
-
-def _swaps_scalars(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_parameters_that_are_swapped_are_used(rank: int, world_size: int) -> None:
     """What one rank alone has shares the memory of its shard."""
     net, whole, other = sharded_net(), seeded(Net), sharded_net()
     x = batches(world_size)[rank]
@@ -1307,11 +1249,6 @@ def _swaps_scalars(rank: int, world_size: int) -> None:
         for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
             torch.utils.swap_tensors(mine, theirs)
         torch.testing.assert_close(net(x), whole(x))
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_parameters_that_are_swapped_are_used(threads: Ranks, world_size: int) -> None:
-    threads(_swaps_scalars, world_size)
 
 
 def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
@@ -1350,7 +1287,8 @@ def test_steps_of_optimizers_are_noticed_however_they_write(transport: str) -> N
     run_over(transport, in_turn, 2, _accumulates_and_keeps, _steps_while_kept)
 
 
-def _writes_after_unshard(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_write_between_unshard_and_forward_is_noticed(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)[rank]
     handle = net.blocks[0].unshard(async_op=True)
@@ -1363,10 +1301,6 @@ def _writes_after_unshard(rank: int, world_size: int) -> None:
             param.mul_(2.0)
     with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
         net(x)
-
-
-def test_a_write_between_unshard_and_forward_is_noticed(threads: Ranks) -> None:
-    threads(_writes_after_unshard, 2)
 
 
 def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) -> None:
@@ -1489,7 +1423,10 @@ class Recursive(nn.Module):
         return self(self(x)) * 2.0
 
 
-def _generates_while_handling(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_methods_that_run_as_forward_may_call_it_while_an_exception_is_handled(
+    rank: int, world_size: int
+) -> None:
     net, whole = seeded(Recursive), seeded(Recursive)
     fully_shard(net)
     register_fsdp_forward_method(net, "generate")
@@ -1501,23 +1438,14 @@ def _generates_while_handling(rank: int, world_size: int) -> None:
             torch.testing.assert_close(net.generate(x), whole.generate(x))
 
 
-def test_methods_that_run_as_forward_may_call_it_while_an_exception_is_handled(
-    threads: Ranks,
-) -> None:
-    threads(_generates_while_handling, 2)
-
-
-def _reads_itself_in_forward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_module_that_is_resharded_in_its_own_forward_is_named(rank: int, world_size: int) -> None:
     net = sharded_net()
     net.blocks[1].register_forward_pre_hook(lambda *_: net.state_dict() and None)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
         net(batches(world_size)[rank])
     (note,) = caught.value.__notes__
     assert note.startswith(f"blocks.1 on rank {rank}: its parameters were resharded while")
-
-
-def test_a_module_that_is_resharded_in_its_own_forward_is_named(threads: Ranks) -> None:
-    threads(_reads_itself_in_forward, 2)
 
 
 class Gate(nn.Module):
@@ -1543,7 +1471,11 @@ class GatedTwice(nn.Module):
         return x
 
 
-def _writes_to_two_views(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_a_module_that_runs_twice_may_have_its_views_written_to(
+    rank: int, world_size: int, transport: str
+) -> None:
     net, whole = seeded(GatedTwice), seeded(GatedTwice)
     for each in (net.gate, net):
         fully_shard(each, transport=transport)
@@ -1551,8 +1483,3 @@ def _writes_to_two_views(rank: int, world_size: int, transport: str) -> None:
     loss_of(net, x[rank].clone()).backward()
     average_backward(whole, x.clone())
     assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_module_that_runs_twice_may_have_its_views_written_to(transport: str) -> None:
-    run_over(transport, _writes_to_two_views, 2)

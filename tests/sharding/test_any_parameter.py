@@ -28,8 +28,8 @@ from tests.sharding.nets import (
     seeded,
     sharded_net,
 )
+from tests.worlds import on_threads, on_transport
 
-Ranks = Callable[..., list[Any]]
 TRANSPORTS = ["shm", "c10d"]
 
 
@@ -85,7 +85,11 @@ def _tied(make: Callable[[], nn.Module], **options: Any) -> nn.Module:
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 8]])
 
 
-def _writes_before_the_head_is_gathered(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(2)
+def test_what_one_group_writes_to_a_tied_parameter_the_next_uses(
+    rank: int, world_size: int, transport: str
+) -> None:
     for reshard in (True, False, None):
         net, whole = _tied(Tied, transport=transport, reshard_after_forward=reshard), seeded(Tied)
         found: list[list[Any]] = [[], []]
@@ -101,11 +105,10 @@ def _writes_before_the_head_is_gathered(rank: int, world_size: int, transport: s
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_what_one_group_writes_to_a_tied_parameter_the_next_uses(transport: str) -> None:
-    run_over(transport, _writes_before_the_head_is_gathered, 2)
-
-
-def _writes_while_the_root_is_unsharded(rank: int, world_size: int, transport: str) -> None:
+@on_transport(2)
+def test_a_write_to_a_tied_parameter_that_another_group_has_unsharded_raises(
+    rank: int, world_size: int, transport: str
+) -> None:
     for reshard in (True, False, None):
         net = _tied(lambda: Tied(None), transport=transport, reshard_after_forward=reshard)
         before = net.emb.weight.full_tensor().clone()
@@ -119,26 +122,16 @@ def _writes_while_the_root_is_unsharded(rank: int, world_size: int, transport: s
         assert torch.equal(net.emb.weight.full_tensor(), written)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_write_to_a_tied_parameter_that_another_group_has_unsharded_raises(
-    transport: str,
+@on_threads(2)
+def test_a_tied_parameter_is_not_written_to_between_its_forward_and_backward(
+    rank: int, world_size: int
 ) -> None:
-    run_over(transport, _writes_while_the_root_is_unsharded, 2)
-
-
-def _writes_what_the_head_has_saved(rank: int, world_size: int) -> None:
     for reshard in (True, False, None):
         model = seeded(lambda: Tied(again=True))
         net = _tied(lambda: Tied(again=True), reshard_after_forward=reshard)
         for each in (model, net):
             with pytest.raises(RuntimeError, match=r"modified by an inplace operation|wrote to"):
                 each(TOKENS).sum().backward()
-
-
-def test_a_tied_parameter_is_not_written_to_between_its_forward_and_backward(
-    threads: Ranks,
-) -> None:
-    threads(_writes_what_the_head_has_saved, 2)
 
 
 # -- requires_grad ------------------------------------------------------------------------------
@@ -187,7 +180,11 @@ def _freeze_after_its_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
     return _grads(net)
 
 
-def _flips(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(4)
+def test_parameters_may_be_frozen_and_thawed_at_any_moment(
+    rank: int, world_size: int, transport: str
+) -> None:
     x = batches(1)[0]
     programs = _unfreeze_in_forward, _freeze_after_a_look, _freeze_before_backward
     for program in (*programs, _freeze_after_its_backward):
@@ -196,12 +193,10 @@ def _flips(rank: int, world_size: int, transport: str) -> None:
             _same(program(net, x), program(seeded(Net), x), f"{program.__name__} {reshard}")
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_parameters_may_be_frozen_and_thawed_at_any_moment(transport: str) -> None:
-    run_over(transport, _flips, 4)
-
-
-def _freeze_a_tie_in_backward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_tied_parameter_that_is_frozen_in_its_backward_gets_no_gradient(
+    rank: int, world_size: int
+) -> None:
     """The tied weight is frozen when the backward of its last use is over, and of the first not."""
     net, whole = seeded(Tied), seeded(Tied)
     for module in (net.mid, net.head, net):
@@ -218,14 +213,11 @@ def _freeze_a_tie_in_backward(rank: int, world_size: int) -> None:
     _same(_grads(net), _grads(whole), "gradients")
 
 
-def test_a_tied_parameter_that_is_frozen_in_its_backward_gets_no_gradient(threads: Ranks) -> None:
-    threads(_freeze_a_tie_in_backward, 2)
-
-
 # -- shards kept on fewer threads -----------------------------------------------------------------
 
 
-def _write_to_kept(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_a_write_to_what_is_kept_on_fewer_ranks_raises(rank: int, world_size: int) -> None:
     x = batches(1)[0]
     for ends in (lambda net, out: net(x), lambda net, out: out.sum().backward()):
         net = sharded_net(reshard_after_forward=2)
@@ -237,10 +229,6 @@ def _write_to_kept(rank: int, world_size: int) -> None:
             ends(net, out)
         net.reset_iter_state()
         net(x).sum().backward()
-
-
-def test_a_write_to_what_is_kept_on_fewer_ranks_raises(threads: Ranks) -> None:
-    threads(_write_to_kept, 4)
 
 
 # -- forwards in backward, backwards in forward -------------------------------------------------
@@ -282,17 +270,16 @@ def _forces(net: nn.Module, x: torch.Tensor) -> list[Any]:
     return [seen, out, *_grads(net)]
 
 
-def _inside_out(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@on_transport(3)
+def test_forwards_in_backward_and_backwards_in_forward(
+    rank: int, world_size: int, transport: str
+) -> None:
     x = batches(1)[0]
     for make, program in ((Net, _evaluate_in_backward), (Forces, _forces)):
         for reshard in (True, False, None):
             net = sharded_net(make, transport=transport, reshard_after_forward=reshard)
             _same(program(net, x), program(seeded(make), x), f"{program.__name__} {reshard}")
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_forwards_in_backward_and_backwards_in_forward(transport: str) -> None:
-    run_over(transport, _inside_out, 3)
 
 
 # -- tensor parallelism, hybrid ------------------------------------------------------------------
@@ -335,7 +322,8 @@ def test_tensor_parallel_parameters_are_written_to_and_swapped(transport: str, d
     run_over(transport, _tensor_parallel, 2 * dp, dp)
 
 
-def _frozen_before_the_all_reduce(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_what_was_reduced_in_part_arrives_though_frozen_since(rank: int, world_size: int) -> None:
     x, whole = batches(1)[0], seeded(Net)
     net = sharded_net(mesh=hybrid_mesh(world_size))
     for scale in (1, 2):
@@ -344,7 +332,3 @@ def _frozen_before_the_all_reduce(rank: int, world_size: int) -> None:
             model(scale * x).square().mean().backward()
             model.head.weight.requires_grad_(False)
     _same(_grads(net), _grads(whole), "gradients")
-
-
-def test_what_was_reduced_in_part_arrives_though_frozen_since(threads: Ranks) -> None:
-    threads(_frozen_before_the_all_reduce, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.sharding.state import state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import WIDTH, Block, group_of, seeded, shard_blocks, train_alike
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 
 class Inside(nn.Module):
@@ -62,7 +60,13 @@ class Checkpointed(nn.Module):
         return self.head(x)
 
 
-def _checkpointed(rank: int, world_size: int, where: str, reentrant: bool, k: Any) -> None:
+@pytest.mark.parametrize("k", [True, False], ids=["freed", "kept"])
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
+@pytest.mark.parametrize("where", ["each", "all", "inside", "whole"])
+@on_threads(2)
+def test_activation_checkpointing(
+    rank: int, world_size: int, where: str, reentrant: bool, k: Any
+) -> None:
     def make() -> nn.Module:
         return Checkpointed(where, reentrant)
 
@@ -86,10 +90,3 @@ class _Whole(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.model, x.requires_grad_(), use_reentrant=self.reentrant)
-
-
-@pytest.mark.parametrize("k", [True, False], ids=["freed", "kept"])
-@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "non-reentrant"])
-@pytest.mark.parametrize("where", ["each", "all", "inside", "whole"])
-def test_activation_checkpointing(threads: Ranks, where: str, reentrant: bool, k: Any) -> None:
-    threads(_checkpointed, 2, where, reentrant, k)

@@ -27,6 +27,7 @@ from tests.sharding.nets import (
     sharded_modules,
     sharded_net,
 )
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -34,7 +35,14 @@ Ranks = Callable[..., list[Any]]
 # -- a hook on gradients ------------------------------------------------------------------------
 
 
-def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> None:
+@pytest.mark.parametrize("force_sum", [False, True], ids=["average", "sum"])
+@pytest.mark.parametrize(
+    ("world_size", "replicates"), [(1, False), (2, False), (2, True), (4, True)]
+)
+@on_threads()
+def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
+    rank: int, world_size: int, replicates: bool, force_sum: bool
+) -> None:
     mesh = hybrid_mesh(world_size) if replicates else None
     net, whole = sharded_net(mesh=mesh), seeded(Net)
     x = batches(world_size)
@@ -63,16 +71,6 @@ def _hooked(rank: int, world_size: int, replicates: bool, force_sum: bool) -> No
         offset += param.layout.chunk_numel
 
 
-@pytest.mark.parametrize("force_sum", [False, True], ids=["average", "sum"])
-@pytest.mark.parametrize(
-    ("world_size", "replicates"), [(1, False), (2, False), (2, True), (4, True)]
-)
-def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
-    threads: Ranks, world_size: int, replicates: bool, force_sum: bool
-) -> None:
-    threads(_hooked, world_size, replicates, force_sum)
-
-
 class TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +84,8 @@ class TwoDtypes(nn.Module):
         return x @ self.wide.T * widest
 
 
-def _changed_by_hook(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_hook_may_change_the_gradients(rank: int, world_size: int) -> None:
     net, whole = seeded(TwoDtypes), seeded(TwoDtypes)
     fully_shard(net)
     dtypes: list[torch.dtype] = []
@@ -105,11 +104,10 @@ def _changed_by_hook(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_hook_may_change_the_gradients(threads: Ranks) -> None:
-    threads(_changed_by_hook, 2)
-
-
-def _stream(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_stream_for_the_hook_is_for_devices_with_streams_and_1_d_meshes(
+    rank: int, world_size: int
+) -> None:
     stream = object()
     net, seen = fully_shard(nn.Linear(2, 2)), []
     net.set_all_reduce_hook(seen.append, stream=stream)
@@ -119,10 +117,6 @@ def _stream(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="a 2-D mesh takes no stream"):
         net.set_all_reduce_hook(print, stream=stream)
     assert group_of(net).options.all_reduce_hook is None, "what was refused does not stay"
-
-
-def test_a_stream_for_the_hook_is_for_devices_with_streams_and_1_d_meshes(threads: Ranks) -> None:
-    threads(_stream, 2)
 
 
 # -- collectives of the user's -----------------------------------------------------------------
@@ -211,7 +205,8 @@ def test_custom_collectives_carry_every_byte_of_their_group(
     threads(_train_custom, 2, make, returns_work)
 
 
-def _custom_combinations(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_custom_collectives_of_any_mesh(rank: int, world_size: int) -> None:
     mesh = hybrid_mesh(world_size)
     _train_custom(rank, world_size, Net, True, mesh=mesh)
 
@@ -237,11 +232,11 @@ def _custom_combinations(rank: int, world_size: int) -> None:
     assert not scatter.calls
 
 
-def test_custom_collectives_of_any_mesh(ranks: Ranks) -> None:
-    ranks(_custom_combinations, 4)
-
-
-def _separate_group(rank: int, world_size: int, custom: bool) -> None:
+@pytest.mark.parametrize("custom", [False, True], ids=["own transport", "custom collectives"])
+@on_threads(2)
+def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
+    rank: int, world_size: int, custom: bool
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     gather, scatter = Gather(returns_work=True), Scatter(returns_work=True)
     if custom:
@@ -292,14 +287,10 @@ def _separate_group(rank: int, world_size: int, custom: bool) -> None:
     assert replicated.weight.grad is not None
 
 
-@pytest.mark.parametrize("custom", [False, True], ids=["own transport", "custom collectives"])
-def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
-    threads: Ranks, custom: bool
+@on_threads(2)
+def test_gradients_not_yet_reduced_survive_a_change_of_transport(
+    rank: int, world_size: int
 ) -> None:
-    threads(_separate_group, 2, custom)
-
-
-def _switched_while_accumulating(rank: int, world_size: int) -> None:
     net = sharded_net()
 
     def switch() -> None:
@@ -310,11 +301,8 @@ def _switched_while_accumulating(rank: int, world_size: int) -> None:
     assert_accumulates(net, rank, world_size, switch)
 
 
-def test_gradients_not_yet_reduced_survive_a_change_of_transport(threads: Ranks) -> None:
-    threads(_switched_while_accumulating, 2)
-
-
-def _memory_elsewhere(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_memory_that_no_gpu_has_tried_is_refused(rank: int, world_size: int) -> None:
     net = fully_shard(nn.Linear(4, 4))
     net.set_allocate_memory_from_process_group_for_comm(False)
     refused = rf"on rank {rank}: not offered until it has run on a GPU"
@@ -322,7 +310,3 @@ def _memory_elsewhere(rank: int, world_size: int) -> None:
         net.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm " + refused):
         net.set_symm_mem_for_comm()
-
-
-def test_memory_that_no_gpu_has_tried_is_refused(threads: Ranks) -> None:
-    threads(_memory_elsewhere, 2)

@@ -25,8 +25,8 @@ from tests.sharding.tensor_parallel import (
     tensor_parallel,
     tokens_of,
 )
+from tests.worlds import on_processes
 
-Ranks = Callable[..., list[Any]]
 WIDTH = 6
 
 
@@ -237,11 +237,8 @@ def _variants() -> None:
             assert torch.allclose(found, twin.grad, atol=1e-6), f"{name}: {key}: {found}"
 
 
-def _each(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(4)
+def test_as_on_one_process(rank: int, world_size: int, tmp_path: Path) -> None:
     _context_parallel()
-    _experts(folder)
+    _experts(tmp_path)
     _variants()
-
-
-def test_as_on_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_each, 4, tmp_path)

@@ -22,6 +22,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_net,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -69,7 +70,8 @@ def test_the_copy_trains_by_itself(threads: Ranks, when: str, k: bool | int) -> 
     threads(_independent, 4 if k == 2 and k is not True else 2, when, k)
 
 
-def _part(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_part_can_be_copied_alone(rank: int, world_size: int) -> None:
     net = sharded_net()
     net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
     net.blocks[0].set_modules_to_backward_prefetch([net.blocks[2]])
@@ -85,11 +87,8 @@ def _part(rank: int, world_size: int) -> None:
     assert prefetched == [fully_shard.state(every.blocks[1])], "to the copy, not the original"
 
 
-def test_a_part_can_be_copied_alone(threads: Ranks) -> None:
-    threads(_part, 2)
-
-
-def _tied(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_ties_stay_ties(rank: int, world_size: int) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     model[2].weight = model[0].weight
     for layer in (model[0], model[2]):
@@ -101,7 +100,3 @@ def _tied(rank: int, world_size: int) -> None:
     loss_of(twin, batches(world_size)[rank]).backward()
     assert twin[0].weight.grad is not None
     assert model[0].weight.grad is None
-
-
-def test_ties_stay_ties(threads: Ranks) -> None:
-    threads(_tied, 2)

@@ -23,6 +23,7 @@ from shardwise import (
 )
 from shardwise.diloco import DiLoCo
 from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 
@@ -185,7 +186,8 @@ def test_a_mesh_that_does_not_fit(messages: list[dict[str, str]], name: str) -> 
         assert not missing, told[name]
 
 
-def _fitting(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_sizes_fill_the_world(rank: int, world_size: int) -> None:
     mesh = init_mesh(pp=1, dp=-1, tp=2)
     assert tuple(mesh.shape) == (1, 2, 2)
     assert mesh.mesh_dim_names == ("pp", "dp", "tp")
@@ -196,10 +198,6 @@ def _fitting(rank: int, world_size: int) -> None:
         assert torch.equal(copied.weight.full_tensor(), model.weight.full_tensor())
         with pytest.raises(ValueError, match="tensor parallelism applied after sharding"):
             parallelize_module(copied, mesh["tp"], ColwiseParallel())
-
-
-def test_sizes_fill_the_world() -> None:
-    run_ranks(_fitting, 4)
 
 
 def _sliced(mesh: DeviceMesh, *names: str) -> nn.Module:

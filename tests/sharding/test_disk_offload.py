@@ -44,6 +44,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -159,8 +160,11 @@ def test_numbers_are_those_of_shards_in_memory(
     run_over(transport, _train_alike, world_size, tmp_path, **STRATEGIES[strategy])
 
 
-def _passes_of_accumulation(rank: int, world_size: int, folder: Path) -> None:
-    nets = [sharded_net(offload_policy=p) for p in (OffloadPolicy(), DiskOffloadPolicy(folder))]
+@on_threads(2)
+def test_accumulation_clipping_and_evaluation_are_the_same(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    nets = [sharded_net(offload_policy=p) for p in (OffloadPolicy(), DiskOffloadPolicy(tmp_path))]
     for net in nets:
         optim = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
         for step in range(4):
@@ -175,11 +179,10 @@ def _passes_of_accumulation(rank: int, world_size: int, folder: Path) -> None:
     assert_same(*nets)
 
 
-def test_accumulation_clipping_and_evaluation_are_the_same(threads: Ranks, tmp_path: Path) -> None:
-    threads(_passes_of_accumulation, 2, tmp_path)
-
-
-def _from_meta(rank: int, world_size: int, folder: Path) -> None:
+@on_threads(2)
+def test_models_on_the_meta_device_are_filled_shard_by_shard(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     def make(where: OffloadPolicy) -> nn.Module:
         with torch.device("meta"):
             net = Net()
@@ -193,45 +196,41 @@ def _from_meta(rank: int, world_size: int, folder: Path) -> None:
         materialize(net, init=init)
         return net
 
-    disk = make(DiskOffloadPolicy(folder))
-    assert_on_disk(disk, folder)
+    disk = make(DiskOffloadPolicy(tmp_path))
+    assert_on_disk(disk, tmp_path)
     assert_same(disk, make(OffloadPolicy()))
 
 
-def test_models_on_the_meta_device_are_filled_shard_by_shard(
-    threads: Ranks, tmp_path: Path
+@on_threads(2)
+def test_parameters_that_replace_shards_go_to_the_disk(
+    rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    threads(_from_meta, 2, tmp_path)
-
-
-def _replaced(rank: int, world_size: int, folder: Path) -> None:
-    net, other = sharded_net(offload_policy=DiskOffloadPolicy(folder)), sharded_net()
+    net, other = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path)), sharded_net()
     x = batches(world_size)[rank]
     loss_of(net, x)
     for each in (net, other):
         each.to(torch.float64)
         loss_of(each, x.double()).backward()
-    assert_on_disk(net, folder)
+    assert_on_disk(net, tmp_path)
     state = {name: value.clone() for name, value in other.state_dict().items()}
     net.load_state_dict({name: value * 2 for name, value in state.items()}, assign=True)
     loss_of(net, x.double())
-    assert_on_disk(net, folder)
+    assert_on_disk(net, tmp_path)
     net.load_state_dict(state)
     assert_same(net, other)
-    taken = file_in(folder).nbytes
+    taken = file_in(tmp_path).nbytes
     for _ in range(3):
         net.load_state_dict({name: value.clone() for name, value in state.items()}, assign=True)
         loss_of(net, x.double())
         gc.collect()
-    assert file_in(folder).nbytes <= 2 * taken, "what was replaced is free again"
+    assert file_in(tmp_path).nbytes <= 2 * taken, "what was replaced is free again"
 
 
-def test_parameters_that_replace_shards_go_to_the_disk(threads: Ranks, tmp_path: Path) -> None:
-    threads(_replaced, 2, tmp_path)
-
-
-def _replaced_before_inference(rank: int, world_size: int, folder: Path) -> None:
-    nets = [sharded_net(offload_policy=p) for p in (OffloadPolicy(), DiskOffloadPolicy(folder))]
+@on_threads(1)
+def test_parameters_that_went_to_the_disk_in_inference_mode_are_trained(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    nets = [sharded_net(offload_policy=p) for p in (OffloadPolicy(), DiskOffloadPolicy(tmp_path))]
     x = batches(world_size)[rank].double()
     for net in nets:
         net.to(torch.float64)
@@ -241,20 +240,15 @@ def _replaced_before_inference(rank: int, world_size: int, folder: Path) -> None
         loss_of(net, x).backward()
         optim.step()
     assert_same(*nets)
-    assert_on_disk(nets[1], folder)
+    assert_on_disk(nets[1], tmp_path)
 
 
-def test_parameters_that_went_to_the_disk_in_inference_mode_are_trained(
-    threads: Ranks, tmp_path: Path
-) -> None:
-    threads(_replaced_before_inference, 1, tmp_path)
-
-
-def _copies(rank: int, world_size: int, folder: Path) -> None:
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
+@on_threads(1)
+def test_a_copy_is_on_the_disk_apart(rank: int, world_size: int, tmp_path: Path) -> None:
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     before = [_local(param).clone() for param in net.parameters()]
     average = torch.optim.swa_utils.AveragedModel(net)
-    assert_on_disk(average.module, folder)
+    assert_on_disk(average.module, tmp_path)
     with torch.no_grad():
         for param in net.parameters():
             param.zero_()
@@ -262,31 +256,27 @@ def _copies(rank: int, world_size: int, folder: Path) -> None:
         assert torch.equal(_local(param), value), "a copy has memory of its own"
 
 
-def test_a_copy_is_on_the_disk_apart(threads: Ranks, tmp_path: Path) -> None:
-    threads(_copies, 1, tmp_path)
-
-
-def _checkpointed(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_checkpoints_move_between_disk_and_memory(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     _keep_everything()
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder / "disk"))
-    checkpoint.save(folder / "saved", net)
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path / "disk"))
+    checkpoint.save(tmp_path / "saved", net)
     other = sharded_net()
-    again = sharded_net(offload_policy=DiskOffloadPolicy(folder / "disk"))
+    again = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path / "disk"))
     for each in (other, again):
         with torch.no_grad():
             for param in each.parameters():
                 param.add_(1)
-        checkpoint.load(folder / "saved", each)
+        checkpoint.load(tmp_path / "saved", each)
         assert_same(each, net)
-    assert_on_disk(again, folder / "disk")
+    assert_on_disk(again, tmp_path / "disk")
 
 
-def test_checkpoints_move_between_disk_and_memory(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_checkpointed, 2, tmp_path)
-
-
-def _exception(rank: int, world_size: int, folder: Path) -> None:
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
+@on_threads(2)
+def test_training_goes_on_after_an_exception(rank: int, world_size: int, tmp_path: Path) -> None:
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     other = sharded_net()
     x = batches(world_size)[rank]
 
@@ -303,23 +293,16 @@ def _exception(rank: int, world_size: int, folder: Path) -> None:
     assert_same(net, other)
 
 
-def test_training_goes_on_after_an_exception(threads: Ranks, tmp_path: Path) -> None:
-    threads(_exception, 2, tmp_path)
-
-
-def _small(rank: int, world_size: int, folder: Path) -> None:
+@on_threads(1)
+def test_small_shards_stay_in_memory(rank: int, world_size: int, tmp_path: Path) -> None:
     scratch_file.SMALLEST = 7 * 6 * 4
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     loss_of(net, batches(world_size)[rank]).backward()
-    file = file_in(folder)
+    file = file_in(tmp_path)
     found = {name: file.holds(_local(param)) for name, param in net.named_parameters()}
     assert {name for name, on_disk in found.items() if on_disk} == {
         f"blocks.{i}.{name}.weight" for i in range(3) for name in ("up", "down")
     }
-
-
-def test_small_shards_stay_in_memory(threads: Ranks, tmp_path: Path) -> None:
-    threads(_small, 1, tmp_path)
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -384,25 +367,25 @@ def test_what_came_after_two_groups_comes_after_them_again() -> None:
 # -- disks that are full, or fail ------------------------------------------------------------------
 
 
-def _gone(rank: int, world_size: int, folder: Path) -> None:
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder / str(rank)))
+@on_threads(1)
+def test_shards_that_cannot_be_read_are_an_error_that_names_them(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path / str(rank)))
     x = batches(world_size)[rank]
     loss_of(net, x)
-    os.ftruncate(file_in(folder / str(rank))._file, 0)
+    os.ftruncate(file_in(tmp_path / str(rank))._file, 0)
     match = rf"gain on rank {rank}: .*reading .*Input/output error.*last checkpoint"
     with pytest.raises(OffloadError, match=match):
         loss_of(net, x)
 
 
-def test_shards_that_cannot_be_read_are_an_error_that_names_them(
-    threads: Ranks, tmp_path: Path
+@on_threads(1)
+def test_a_step_does_not_go_on_with_parameters_that_were_not_written(
+    rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    threads(_gone, 1, tmp_path)
-
-
-def _step_on_a_failing_disk(rank: int, world_size: int, folder: Path) -> None:
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder / "shards"))
-    optim = offload(_adamw(net.parameters()), f"disk:{folder}")
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path / "shards"))
+    optim = offload(_adamw(net.parameters()), f"disk:{tmp_path}")
     loss_of(net, batches(world_size)[rank]).backward()
 
     def fail(*_: int) -> None:
@@ -416,12 +399,6 @@ def _step_on_a_failing_disk(rank: int, world_size: int, folder: Path) -> None:
         optim.step()
     with pytest.raises(OffloadError, match=r"writing .*shards: Input/output error"):
         loss_of(net, batches(world_size)[rank])
-
-
-def test_a_step_does_not_go_on_with_parameters_that_were_not_written(
-    threads: Ranks, tmp_path: Path
-) -> None:
-    threads(_step_on_a_failing_disk, 1, tmp_path)
 
 
 def _fill(rank: int, world_size: int, folder: Path) -> str:
@@ -445,14 +422,11 @@ def test_a_full_disk_is_one_error_and_changes_no_module(tmp_path: Path) -> None:
         assert "are free: File too large" in message
 
 
-def _no_folder(rank: int, world_size: int, folder: Path) -> None:
-    (folder / "file").touch()
-    with pytest.raises(OffloadError, match=f"make a file in {folder / 'file'}"):
-        fully_shard(Net(), offload_policy=DiskOffloadPolicy(folder / "file"))
-
-
-def test_a_folder_that_is_none_is_named(threads: Ranks, tmp_path: Path) -> None:
-    threads(_no_folder, 1, tmp_path)
+@on_threads(1)
+def test_a_folder_that_is_none_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OffloadError, match=f"make a file in {tmp_path / 'file'}"):
+        fully_shard(Net(), offload_policy=DiskOffloadPolicy(tmp_path / "file"))
 
 
 @pytest.mark.parametrize("folder", ["", None, 3])
@@ -461,8 +435,9 @@ def test_what_names_no_folder_is_refused(folder: Any) -> None:
         DiskOffloadPolicy(folder)
 
 
-def _freed(rank: int, world_size: int, folder: Path) -> None:
-    net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
+@on_threads(1)
+def test_the_file_is_gone_with_the_model(rank: int, world_size: int, tmp_path: Path) -> None:
+    net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     loss_of(net, batches(world_size)[rank]).backward()
     assert group_of(net).pages.order is not None
     del net
@@ -470,8 +445,4 @@ def _freed(rank: int, world_size: int, folder: Path) -> None:
     open_files = [
         os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()
     ]
-    assert not any(str(folder) in each for each in open_files)
-
-
-def test_the_file_is_gone_with_the_model(threads: Ranks, tmp_path: Path) -> None:
-    threads(_freed, 1, tmp_path)
+    assert not any(str(tmp_path) in each for each in open_files)

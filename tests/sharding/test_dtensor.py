@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from tests.sharding.nets import (
     seeded,
     shard_blocks,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 
 class Block(nn.Module):
@@ -54,7 +52,8 @@ def _tensor_parallel(net: Net, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, plan)
 
 
-def _mixed(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_mixed_precision_and_accumulation(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     net = seeded(Net)
     _tensor_parallel(net, mesh["tp"])
@@ -75,14 +74,21 @@ def _mixed(rank: int, world_size: int) -> None:
         torch.testing.assert_close(grad.full_tensor(), wanted, atol=0.05, rtol=0.05)
 
 
-def test_mixed_precision_and_accumulation(threads: Ranks) -> None:
-    threads(_mixed, 4)
-
-
 # -- dp_mesh_dims: all parameters on one mesh --------------------------------------------------
 
 
-def _on_whole_mesh(
+@pytest.mark.parametrize(
+    ("shape", "names", "dims"),
+    [
+        ((2, 2), "dp tp", {"shard": "dp"}),
+        ((2, 2), "dp tp", {"replicate": "dp"}),
+        ((2, 2), "a b", {"shard": "b", "replicate": "a"}),
+        ((2, 2), "a b", {"shard": ("a", "b")}),
+    ],
+    ids=["shard", "replicate", "hybrid", "two that shard"],
+)
+@on_threads(4)
+def test_data_parallel_dimensions_of_one_mesh(
     rank: int, world_size: int, shape: tuple[int, ...], names: str, dims: dict[str, Any]
 ) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
@@ -120,23 +126,8 @@ def _on_whole_mesh(
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize(
-    ("shape", "names", "dims"),
-    [
-        ((2, 2), "dp tp", {"shard": "dp"}),
-        ((2, 2), "dp tp", {"replicate": "dp"}),
-        ((2, 2), "a b", {"shard": "b", "replicate": "a"}),
-        ((2, 2), "a b", {"shard": ("a", "b")}),
-    ],
-    ids=["shard", "replicate", "hybrid", "two that shard"],
-)
-def test_data_parallel_dimensions_of_one_mesh(
-    threads: Ranks, shape: tuple[int, ...], names: str, dims: dict[str, Any]
-) -> None:
-    threads(_on_whole_mesh, 4, shape, names, dims)
-
-
-def _refusals(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="weight is a plain tensor"):
         fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
@@ -150,7 +141,3 @@ def _refusals(rank: int, world_size: int) -> None:
     _tensor_parallel(net, mesh["tp"])
     with pytest.raises(ValueError, match="expected a factor of the 2 ranks"):
         fully_shard(net, mesh=mesh["dp"], reshard_after_forward=3)
-
-
-def test_what_does_not_fit_is_refused(threads: Ranks) -> None:
-    threads(_refusals, 4)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from shardwise import MixedPrecisionPolicy, clip_grad_norm_, fully_shard
 from tests.sharding.nets import WIDTH, Net, batches, loss_of, sharded_net, train_alike, twins
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes, on_threads
 
 
 class EveryKind(nn.Module):
@@ -35,7 +31,12 @@ class EveryKind(nn.Module):
         return x + self.empty.sum() + self.none.sum()
 
 
-def _every_kind(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["c10d", "collectives"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_processes()
+def test_many_dtypes_no_elements_and_scalars_in_one_group(
+    rank: int, world_size: int, transport: str
+) -> None:
     net, whole = twins(EveryKind, transport=transport)
     dtypes = [param.dtype for param in whole.parameters()]
     train_alike(net, whole, rank, world_size)
@@ -43,14 +44,6 @@ def _every_kind(rank: int, world_size: int, transport: str) -> None:
     assert net.empty.to_local().numel() == 0
     assert whole.empty.grad is None or net.empty.grad is None
     train_alike(net, whole, rank, world_size, momentum=0.9)
-
-
-@pytest.mark.parametrize("transport", ["c10d", "collectives"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_many_dtypes_no_elements_and_scalars_in_one_group(
-    ranks: Ranks, world_size: int, transport: str
-) -> None:
-    ranks(_every_kind, world_size, transport)
 
 
 class Product(nn.Module):
@@ -64,7 +57,8 @@ class Product(nn.Module):
         return (self.weight * x).sum()
 
 
-def _no_rounding(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_gradients_accumulate_in_reduce_dtype_without_rounding(rank: int, world_size: int) -> None:
     net = fully_shard(
         Product(),
         mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=True),
@@ -76,10 +70,6 @@ def _no_rounding(rank: int, world_size: int) -> None:
     assert torch.equal(net.weight.grad.full_tensor(), torch.full((4,), expected))
 
 
-def test_gradients_accumulate_in_reduce_dtype_without_rounding(threads: Ranks) -> None:
-    threads(_no_rounding, 2)
-
-
 class _Overflowing(Net):
     """Overflows in one layer where it is told to."""
 
@@ -89,7 +79,8 @@ class _Overflowing(Net):
         return super().forward(x) * self.factor
 
 
-def _overflows(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all(rank: int, world_size: int) -> None:
     net = sharded_net(_Overflowing)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=2)
@@ -111,10 +102,6 @@ def _overflows(rank: int, world_size: int) -> None:
     assert scales == [16.0, 8.0, 8.0, 16.0]
 
 
-def test_an_overflow_on_one_rank_skips_the_step_on_all(threads: Ranks) -> None:
-    threads(_overflows, 2)
-
-
 class _OneOverflows(nn.Module):
     """The second row of the weight belongs to the second rank alone."""
 
@@ -126,7 +113,8 @@ class _OneOverflows(nn.Module):
         return (self.weight * x).sum()
 
 
-def _one_shard_overflows(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_overflow_in_one_shard_skips_the_step_on_all(rank: int, world_size: int) -> None:
     net = fully_shard(_OneOverflows())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -138,7 +126,3 @@ def _one_shard_overflows(rank: int, world_size: int) -> None:
     scaler.update()
     assert torch.equal(net.weight.full_tensor(), torch.ones(2, 3))
     assert scaler.get_scale() == 2.0
-
-
-def test_an_overflow_in_one_shard_skips_the_step_on_all(threads: Ranks) -> None:
-    threads(_one_shard_overflows, 2)

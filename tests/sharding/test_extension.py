@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -24,8 +24,7 @@ from tests.sharding.nets import (
     loss_of,
     seeded,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes, on_threads
 
 aten = torch.ops.aten
 
@@ -204,7 +203,14 @@ class Twin(Half):
         return self.second(F.linear(x, weight, self.first.bias).relu())
 
 
-def _trains(rank: int, world_size: int, kind: type[Wrapper], rows: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(Halved, 4), (Halved, 5), (HighLow, 4)], ids=["one", "uneven", "two"]
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_processes()
+def test_trains_as_its_unsharded_twin(
+    rank: int, world_size: int, kind: type[Wrapper], rows: int
+) -> None:
     for free in (True, False):  # one rank trains the other two of four pairs
         _train(rank, world_size, kind, rows, free, adam=free == (world_size > 1))
 
@@ -239,17 +245,11 @@ def _train(
         assert len(Halved.seen) == (4 if free else 2), "asked once for every gather"
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"), [(Halved, 4), (Halved, 5), (HighLow, 4)], ids=["one", "uneven", "two"]
-)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_trains_as_its_unsharded_twin(
-    ranks: Ranks, world_size: int, kind: type[Wrapper], rows: int
+@pytest.mark.parametrize("kind", [Halved, HighLow])
+@on_threads(2)
+def test_mixed_precision_computes_in_param_dtype(
+    rank: int, world_size: int, kind: type[Wrapper]
 ) -> None:
-    ranks(_trains, world_size, kind, rows)
-
-
-def _mixed(rank: int, world_size: int, kind: type[Wrapper]) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     net = fully_shard(seeded(lambda: Half(kind, 4)), mp_policy=policy, reshard_after_forward=True)
     twin = fully_shard(seeded(lambda: Half(None, 4)), mp_policy=policy, reshard_after_forward=True)
@@ -265,12 +265,8 @@ def _mixed(rank: int, world_size: int, kind: type[Wrapper]) -> None:
             assert param.grad.dtype == torch.float32, name
 
 
-@pytest.mark.parametrize("kind", [Halved, HighLow])
-def test_mixed_precision_computes_in_param_dtype(threads: Ranks, kind: type[Wrapper]) -> None:
-    threads(_mixed, 2, kind)
-
-
-def _freed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_nothing_whole_is_left_after_a_step(rank: int, world_size: int) -> None:
     net = fully_shard(seeded(lambda: Half(HighLow, 4)), transport="c10d")
     (group,) = state_of(net).groups
     for _ in range(2):
@@ -280,11 +276,8 @@ def _freed(rank: int, world_size: int) -> None:
             assert param.full.untyped_storage().size() == 0, param.fqn
 
 
-def test_nothing_whole_is_left_after_a_step(threads: Ranks) -> None:
-    threads(_freed, 2)
-
-
-def _made_anew(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_the_full_form_is_made_anew_after_loading(rank: int, world_size: int) -> None:
     net, other = (fully_shard(seeded(lambda s=s: Half(Halved, 5), s)) for s in (0, 1))
     x = batches(world_size)[rank]
     loss_of(net, x).backward()
@@ -299,10 +292,6 @@ def _made_anew(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), twin.grad.full_tensor())
 
 
-def test_the_full_form_is_made_anew_after_loading(threads: Ranks) -> None:
-    threads(_made_anew, 2)
-
-
 class Fragile(Halved):
     """Cannot make anything of what arrives, for a time."""
 
@@ -314,7 +303,11 @@ class Fragile(Halved):
         return super().fsdp_post_all_gather(*args, **kwargs)
 
 
-def _fails(rank: int, world_size: int, first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["first gather", "later gather"])
+@on_processes(2)
+def test_an_error_in_a_subclass_leaves_a_model_that_trains_on(
+    rank: int, world_size: int, first: bool
+) -> None:
     whole = seeded(lambda: Twin(Halved, 4))
     net = fully_shard(seeded(lambda: Half(Fragile, 4)))
     x = batches(world_size)
@@ -331,11 +324,6 @@ def _fails(rank: int, world_size: int, first: bool) -> None:
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first gather", "later gather"])
-def test_an_error_in_a_subclass_leaves_a_model_that_trains_on(ranks: Ranks, first: bool) -> None:
-    ranks(_fails, 2, first)
 
 
 class Unaddressed(Halved):
@@ -356,7 +344,9 @@ class Secretive(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-def _has_no_address(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_processes()
+def test_a_full_tensor_needs_no_address(rank: int, world_size: int) -> None:
     whole = seeded(lambda: Twin(Halved, 4))
     net = fully_shard(seeded(lambda: Half(Unaddressed, 4)))
     for step in range(2):
@@ -364,11 +354,6 @@ def _has_no_address(rank: int, world_size: int) -> None:
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)
         assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_full_tensor_needs_no_address(ranks: Ranks, world_size: int) -> None:
-    ranks(_has_no_address, world_size)
 
 
 # -- what is refused ---------------------------------------------------------------------------
@@ -390,7 +375,8 @@ class OtherSignature(Halved):
         return (), None
 
 
-def _refuses(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_wrong_extensions_are_refused_by_name(rank: int, world_size: int) -> None:
     model = Half(OnlyOne, 4)
     with pytest.raises(AssertionError, match=r"first\.weight: OnlyOne has only one of .* both"):
         fully_shard(model)
@@ -409,7 +395,3 @@ def _refuses(rank: int, world_size: int) -> None:
     if net.first.weight.to_local().shape[0] < 2:
         with pytest.raises(AssertionError, match=r"expected fsdp_pre_all_gather to return tensors"):
             net.unshard()
-
-
-def test_wrong_extensions_are_refused_by_name(threads: Ranks) -> None:
-    threads(_refuses, 4)

@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise._torch.fsdp import ShardPlacementResult
-from shardwise.sharding.state import state_of
+from shardwise.sharding.state import gather_in_order, state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -37,7 +38,9 @@ def _raises(kind: type[BaseException], fn: Callable[[], object]) -> str:
 # -- what it makes -----------------------------------------------------------------------------
 
 
-def _forms(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_threads()
+def test_parameters_become_dtensors_under_their_names(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     original = Net()
     net = sharded_net()
@@ -64,12 +67,8 @@ def _forms(rank: int, world_size: int) -> None:
     assert fully_shard.state(net) is state_of(net)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_parameters_become_dtensors_under_their_names(threads: Ranks, world_size: int) -> None:
-    threads(_forms, world_size)
-
-
-def _lives(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_group_is_whole_only_while_it_computes(rank: int, world_size: int) -> None:
     net = sharded_net()
     block = net.blocks[0]
     seen: dict[str, list[str]] = {}
@@ -97,11 +96,8 @@ def _lives(rank: int, world_size: int) -> None:
     assert grad.dtype == torch.float32
 
 
-def test_a_group_is_whole_only_while_it_computes(threads: Ranks) -> None:
-    threads(_lives, 2)
-
-
-def _memory(rank: int, world_size: int) -> None:
+@on_processes(2, env={"SHARDWISE_TRANSPORT": "c10d"})
+def test_no_full_parameter_or_gradient_is_left_after_a_step(rank: int, world_size: int) -> None:
     net = sharded_net()
     net(torch.ones(2, 6)).sum().backward()
     for state in (state_of(module) for module in net.modules()):
@@ -115,12 +111,8 @@ def _memory(rank: int, world_size: int) -> None:
                 assert param.full.grad is None, param.fqn
 
 
-def test_no_full_parameter_or_gradient_is_left_after_a_step(ranks: Ranks) -> None:
-    # Of the memory that ranks have in common the storages show nothing: see tests/transport.
-    ranks(_memory, 2, env={"SHARDWISE_TRANSPORT": "c10d"})
-
-
-def _manual(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_unshard_and_reshard_by_hand(rank: int, world_size: int) -> None:
     net = sharded_net()
     block = net.blocks[1]
     whole = block.up.weight.full_tensor()
@@ -143,11 +135,9 @@ def _manual(rank: int, world_size: int) -> None:
     assert list(keys) == list(net.state_dict())
 
 
-def test_unshard_and_reshard_by_hand(threads: Ranks) -> None:
-    threads(_manual, 2)
-
-
-def _other_dims(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+@on_threads()
+def test_other_dimensions_even_and_uneven(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     original = Net()
     reference = copy.deepcopy(original)
@@ -168,12 +158,8 @@ def _other_dims(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_other_dimensions_even_and_uneven(threads: Ranks, world_size: int) -> None:
-    threads(_other_dims, world_size)
-
-
-def _grouped(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_several_modules_as_one_group(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     original = Net()
     reference = copy.deepcopy(original)
@@ -194,11 +180,8 @@ def _grouped(rank: int, world_size: int) -> None:
     assert group.state is GroupState.SHARDED
 
 
-def test_several_modules_as_one_group(threads: Ranks) -> None:
-    threads(_grouped, 2)
-
-
-def _moved(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_conversion_and_assigned_state_dicts_are_followed(rank: int, world_size: int) -> None:
     net = sharded_net()
     net(torch.ones(2, 6)).sum().backward()
     parameters = list(net.parameters())
@@ -224,22 +207,16 @@ def _moved(rank: int, world_size: int) -> None:
     assert isinstance(net.blocks[0].up.weight, DTensor), "what was refused does not stay"
 
 
-def test_conversion_and_assigned_state_dicts_are_followed(threads: Ranks) -> None:
-    threads(_moved, 2)
-
-
-def _plain_children(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_slicing_a_sharded_sequential_gives_a_plain_one(rank: int, world_size: int) -> None:
     layers = fully_shard(nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)))
     part = layers[:2]
     assert type(part) is nn.Sequential
     assert len(part) == 2
 
 
-def test_slicing_a_sharded_sequential_gives_a_plain_one(threads: Ranks) -> None:
-    threads(_plain_children, 1)
-
-
-def _frozen(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_freezing_and_unfreezing_while_training(rank: int, world_size: int) -> None:
     net = sharded_net()
     net.blocks[0].requires_grad_(False)
     net.head.bias.requires_grad_(False)
@@ -252,11 +229,8 @@ def _frozen(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in net.blocks[0].parameters())
 
 
-def test_freezing_and_unfreezing_while_training(threads: Ranks) -> None:
-    threads(_frozen, 2)
-
-
-def _recovers(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_failed_forward_can_be_reset(rank: int, world_size: int) -> None:
     net, twin = sharded_net(), sharded_net()
     x = torch.ones(2, 6)
     for each in (net, twin):
@@ -279,11 +253,9 @@ def _recovers(rank: int, world_size: int) -> None:
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
 
 
-def test_a_failed_forward_can_be_reset(threads: Ranks) -> None:
-    threads(_recovers, 2)
-
-
-def _evaluates(rank: int, world_size: int, mode: str) -> None:
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+@on_threads(2)
+def test_evaluation_between_steps_changes_nothing(rank: int, world_size: int, mode: str) -> None:
     net, twin = sharded_net(), sharded_net()
     x = torch.ones(2, 6)
     guard = torch.no_grad if mode == "no_grad" else torch.inference_mode
@@ -298,12 +270,8 @@ def _evaluates(rank: int, world_size: int, mode: str) -> None:
         assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_evaluation_between_steps_changes_nothing(threads: Ranks, mode: str) -> None:
-    threads(_evaluates, 2, mode)
-
-
-def _switched(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_switches(rank: int, world_size: int) -> None:
     net = sharded_net()
     net.set_reshard_after_forward(True)
     net(torch.ones(2, 6)).sum()
@@ -341,11 +309,8 @@ def _switched(rank: int, world_size: int) -> None:
     assert "positive" in _raises(ValueError, lambda: halved.set_gradient_divide_factor(0))
 
 
-def test_switches(threads: Ranks) -> None:
-    threads(_switched, 2)
-
-
-def _prefetches(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_explicit_prefetch(rank: int, world_size: int) -> None:
     net = sharded_net()
     first, second, third = net.blocks
     first.set_modules_to_forward_prefetch([second, third])
@@ -359,18 +324,20 @@ def _prefetches(rank: int, world_size: int) -> None:
     third.up.register_full_backward_hook(note)
     net(torch.ones(2, 6)).sum().backward()
     assert states == ["unsharded unsharding unsharding", "unsharding unsharding unsharded"]
+    states.clear()
+    net.reset_iter_state()
+    gather_in_order(net)
+    net(torch.ones(2, 6))
+    assert states == ["unsharded unsharding sharded"]
     message = _raises(ValueError, lambda: first.set_modules_to_forward_prefetch([net.head]))
     assert "found Linear" in message
-
-
-def test_explicit_prefetch(threads: Ranks) -> None:
-    threads(_prefetches, 2)
 
 
 # -- what it refuses ---------------------------------------------------------------------------
 
 
-def _refusals(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_wrong_use_says_what_to_do_and_changes_nothing(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
 
     assert "no forward" in _raises(
@@ -418,11 +385,8 @@ def _refusals(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_wrong_use_says_what_to_do_and_changes_nothing(threads: Ranks) -> None:
-    threads(_refusals, 2)
-
-
-def _outsider(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_rank_outside_the_mesh_is_told_so(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
     fully_shard(nn.Linear(2, 2), mesh=mesh)  # a sub-mesh that this rank belongs to
     from torch.distributed.device_mesh import DeviceMesh
@@ -433,14 +397,11 @@ def _outsider(rank: int, world_size: int) -> None:
         assert "rank 1 is not part of" in message
 
 
-def test_a_rank_outside_the_mesh_is_told_so(threads: Ranks) -> None:
-    threads(_outsider, 2)
-
-
 # -- mixed precision ---------------------------------------------------------------------------
 
 
-def _mixed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_compute_in_bfloat16_update_in_float32(rank: int, world_size: int) -> None:
     inner = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     net = Net()
     for block in net.blocks:
@@ -459,10 +420,6 @@ def _mixed(rank: int, world_size: int) -> None:
         assert param.grad is not None and param.grad.dtype == torch.float32, name
 
 
-def test_compute_in_bfloat16_update_in_float32(threads: Ranks) -> None:
-    threads(_mixed, 2)
-
-
 def test_public_names_are_torchs_own_where_torch_has_them() -> None:
     assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
     assert shardwise.CPUOffloadPolicy is torch.distributed.fsdp.CPUOffloadPolicy
@@ -472,7 +429,10 @@ def test_public_names_are_torchs_own_where_torch_has_them() -> None:
 # -- two mesh dimensions -----------------------------------------------------------------------
 
 
-def _two_dimensions(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_accumulating_with_reduce_scatter_but_without_all_reduce(
+    rank: int, world_size: int
+) -> None:
     torch.manual_seed(0)
     reference = Net()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -495,14 +455,11 @@ def _two_dimensions(rank: int, world_size: int) -> None:
         torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
 
 
-def test_accumulating_with_reduce_scatter_but_without_all_reduce(threads: Ranks) -> None:
-    threads(_two_dimensions, 4)
-
-
 # -- several forwards, several backwards -------------------------------------------------------
 
 
-def _more_than_once(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_several_forwards_before_backward_and_backward_twice(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Net()
     net = sharded_net()
@@ -522,11 +479,8 @@ def _more_than_once(rank: int, world_size: int) -> None:
     assert isinstance(net.head.weight, DTensor)
 
 
-def test_several_forwards_before_backward_and_backward_twice(threads: Ranks) -> None:
-    threads(_more_than_once, 2)
-
-
-def _gradient_of_the_input(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_the_input_of_the_root_gets_its_gradient(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     reference = Net()
     net = sharded_net()
@@ -538,11 +492,9 @@ def _gradient_of_the_input(rank: int, world_size: int) -> None:
     assert torch.equal(grads[0], grads[1])
 
 
-def test_the_input_of_the_root_gets_its_gradient(threads: Ranks) -> None:
-    threads(_gradient_of_the_input, 2)
-
-
-def _on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
+@pytest.mark.parametrize("kept", [True, False])
+@on_threads(4)
+def test_parameters_of_one_call_on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
     world = init_device_mesh("cpu", (world_size,))
     parts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "part"))
     part = FSDPMeshInfo(parts["part"], shard_mesh_dim=0)
@@ -571,8 +523,3 @@ def _on_two_meshes(rank: int, world_size: int, kept: bool | int) -> None:
     for (name, param), other in zip(net.named_parameters(), whole.parameters(), strict=True):
         assert param.grad is not None, name
         torch.testing.assert_close(param.grad.full_tensor(), other.grad, msg=name)
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_parameters_of_one_call_on_two_meshes(threads: Ranks, kept: bool) -> None:
-    threads(_on_two_meshes, 4, kept)

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -75,7 +76,8 @@ def test_equals_clipping_the_whole(
     threads(_clipped, math.prod(shape), shape, norm_type)
 
 
-def _edges(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_edges(rank: int, world_size: int) -> None:
     model = fully_shard(nn.Linear(3, 3))
     assert clip_grad_norm_(model.parameters(), 1.0) == 0, "no gradients yet"
     model(torch.ones(1, 3)).sum().backward()
@@ -93,11 +95,8 @@ def _edges(rank: int, world_size: int) -> None:
         clip_grad_norm_(pending, 1.0)
 
 
-def test_edges(threads: Ranks) -> None:
-    threads(_edges, 2)
-
-
-def _on_some_ranks(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     narrow, wide = (
         nn.Parameter(DTensor.from_local(torch.ones(2, dtype=dtype), mesh, [Shard(0)]))
@@ -111,10 +110,6 @@ def _on_some_ranks(rank: int, world_size: int) -> None:
     assert norm.item() == pytest.approx(6**0.5, rel=1e-2)  # of numbers in bf16
 
 
-def test_ranks_agree_on_the_dtype_where_some_have_no_gradient(threads: Ranks) -> None:
-    threads(_on_some_ranks, 2)
-
-
 def _half(dtype: torch.dtype, rows: int, value: float) -> nn.Parameter:
     """A parameter of ``rows`` rows of 100, each rank's part of it, with that gradient."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -124,7 +119,12 @@ def _half(dtype: torch.dtype, rows: int, value: float) -> nn.Parameter:
     return param
 
 
-def _in_16_bits(rank: int, world_size: int, dtype: torch.dtype, norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@on_threads(3)
+def test_gradients_of_16_bits_are_clipped_in_float32(
+    rank: int, world_size: int, dtype: torch.dtype, norm_type: float
+) -> None:
     # Over three ranks of two rows the last one has none.
     values = (30.0, 40.0, 0.5)
     params = [_half(dtype, 2, value) for value in values]
@@ -140,15 +140,8 @@ def _in_16_bits(rank: int, world_size: int, dtype: torch.dtype, norm_type: float
         )
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_of_16_bits_are_clipped_in_float32(
-    threads: Ranks, dtype: torch.dtype, norm_type: float
-) -> None:
-    threads(_in_16_bits, 3, dtype, norm_type)
-
-
-def _beyond_float16(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_norm_that_float16_does_not_hold(rank: int, world_size: int) -> None:
     params = [_half(torch.float16, 4, 6e4), _half(torch.float16, 4, 0.0)]
     norm = clip_grad_norm_(params, 1e3, error_if_nonfinite=True)
     assert norm.isinf(), "float16 does not hold it"
@@ -162,7 +155,3 @@ def _beyond_float16(rank: int, world_size: int) -> None:
     clipped = mixed[0].grad.full_tensor().float()
     torch.testing.assert_close(clipped.norm(), torch.tensor(1e3), rtol=1e-3, atol=0)
     assert mixed[1].grad.dtype == torch.bfloat16
-
-
-def test_a_norm_that_float16_does_not_hold(threads: Ranks) -> None:
-    threads(_beyond_float16, 2)

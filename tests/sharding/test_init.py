@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
-from tests.harness import run_ranks
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -53,7 +53,10 @@ def _whole(init: Callable[[nn.Module], None] | None) -> Tied:
     return model.apply(init or reset)
 
 
-def _born(rank: int, world_size: int, custom: bool) -> None:
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_threads()
+def test_values_are_those_of_the_unsharded_model(rank: int, world_size: int, custom: bool) -> None:
     init = _normal if custom else None
     reference = _whole(init)
     with torch.device("meta"):
@@ -72,14 +75,6 @@ def _born(rank: int, world_size: int, custom: bool) -> None:
         assert torch.equal(value, whole), name
     tokens = torch.arange(8) % 11
     assert torch.equal(model(tokens), reference(tokens))
-
-
-@pytest.mark.parametrize("custom", [False, True])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_values_are_those_of_the_unsharded_model(
-    threads: Ranks, world_size: int, custom: bool
-) -> None:
-    threads(_born, world_size, custom)
 
 
 def _bounded(rank: int, world_size: int) -> int:
@@ -104,7 +99,8 @@ def test_one_module_at_a_time_is_whole(threads: Ranks) -> None:
     assert threads(_bounded, 2) == [1600, 1600]
 
 
-def _torchs_way(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_to_empty_and_init_on_dtensors_works_too(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 4))
     fully_shard(model[0])
@@ -118,10 +114,6 @@ def _torchs_way(rank: int, world_size: int) -> None:
     assert all(param.grad is not None for param in model.parameters())
 
 
-def test_to_empty_and_init_on_dtensors_works_too(threads: Ranks) -> None:
-    threads(_torchs_way, 2)
-
-
 class _Bare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +121,8 @@ class _Bare(nn.Module):
         self.weight = nn.Parameter(torch.ones(2))
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_a_module_without_reset_parameters_needs_init(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), _Bare())
     fully_shard(model)
@@ -138,11 +131,8 @@ def _refused(rank: int, world_size: int) -> None:
     assert all(param.is_meta for param in model.parameters()), "nothing has been changed"
 
 
-def test_a_module_without_reset_parameters_needs_init(threads: Ranks) -> None:
-    threads(_refused, 1)
-
-
-def _keeps(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_is_not_on_the_meta_device_keeps_its_values(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         meta = nn.Linear(3, 3)
     ready = nn.Linear(3, 3)
@@ -151,10 +141,6 @@ def _keeps(rank: int, world_size: int) -> None:
     materialize(model)
     assert torch.equal(model[0].weight.full_tensor(), torch.ones(3, 3))
     assert not model[1].weight.is_meta
-
-
-def test_what_is_not_on_the_meta_device_keeps_its_values(threads: Ranks) -> None:
-    threads(_keeps, 2)
 
 
 class Outer(nn.Module):
@@ -178,7 +164,9 @@ def _from_outside(module: nn.Module) -> None:
         module.second.weight.data[1:].mul_(3)
 
 
-def _is_set_from_outside(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 3])
+@on_processes()
+def test_an_outer_module_may_initialize_an_inner_one(rank: int, world_size: int) -> None:
     torch.manual_seed(5)
     reference = nn.Sequential(Outer(), Outer())
     torch.manual_seed(5)
@@ -205,11 +193,6 @@ def _after(reference: nn.Module) -> torch.Generator:
     generator = torch.Generator()
     generator.set_state(torch.get_rng_state())
     return generator
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_an_outer_module_may_initialize_an_inner_one(world_size: int) -> None:
-    run_ranks(_is_set_from_outside, world_size)
 
 
 def test_tensors_that_are_not_sharded_stay_tied() -> None:

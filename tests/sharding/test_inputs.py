@@ -25,6 +25,7 @@ from tests.sharding.nets import (
     shard_blocks,
     twins,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -79,20 +80,17 @@ class TwoEnds(Block):
 KINDS = (Writes, Returns, TwoEnds)
 
 
-def _trains_like_whole(rank: int, world_size: int, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_modules_use_their_inputs_as_they_would_unsharded(
+    rank: int, world_size: int, kind: type[nn.Module]
+) -> None:
     net, whole = twins(lambda: Around(kind))
     for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         average_backward(whole, batches(world_size, step))
         assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_modules_use_their_inputs_as_they_would_unsharded(
-    threads: Ranks, world_size: int, kind: type[nn.Module]
-) -> None:
-    threads(_trains_like_whole, world_size, kind)
 
 
 def _ends(rank: int, world_size: int, kind: type[nn.Module], before_the_end: bool) -> None:
@@ -131,16 +129,13 @@ class _Ignores(Block):
         return super().forward(x)
 
 
-def _none(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_an_input_that_is_not_used_gets_no_gradient(rank: int, world_size: int) -> None:
     module = fully_shard(seeded(_Ignores))
     x, other = (batches(2, step)[rank].requires_grad_() for step in range(2))
     module(x, other).sum().backward()
     assert x.grad is not None
     assert other.grad is None
-
-
-def test_an_input_that_is_not_used_gets_no_gradient(threads: Ranks) -> None:
-    threads(_none, 1)
 
 
 class _OnlyWrites(nn.Module):
@@ -169,11 +164,8 @@ class _Calls(nn.Module):
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_write_to_an_input_is_an_output(threads: Ranks, world_size: int) -> None:
-    threads(_trains_by_writes, world_size)
-
-
-def _trains_by_writes(rank: int, world_size: int) -> None:
+@on_threads()
+def test_a_write_to_an_input_is_an_output(rank: int, world_size: int) -> None:
     net, whole = twins(_Calls)
     loss_of(net, batches(world_size)[rank]).backward()
     average_backward(whole, batches(world_size))
@@ -201,15 +193,12 @@ class _Remembers(Block):
         return super().forward(x)
 
 
-def _keeps_class(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_an_input_of_a_users_class_stays_one(rank: int, world_size: int) -> None:
     module = fully_shard(seeded(_Remembers))
     out = module(batches(1)[0].as_subclass(_Tagged).requires_grad_())
     assert module.kind is _Tagged
     assert type(out) is _Tagged
-
-
-def test_an_input_of_a_users_class_stays_one(threads: Ranks) -> None:
-    threads(_keeps_class, 1)
 
 
 class _Adds(nn.Module):
@@ -221,16 +210,13 @@ class _Adds(nn.Module):
         return x + self.shift
 
 
-def _takes_inference_tensor(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_an_input_may_be_a_tensor_of_inference_mode(rank: int, world_size: int) -> None:
     module = fully_shard(_Adds())
     with torch.inference_mode():
         x = torch.ones(2, WIDTH, requires_grad=True)
     module(x).sum().backward()
     assert module.shift.grad is not None
-
-
-def test_an_input_may_be_a_tensor_of_inference_mode(threads: Ranks) -> None:
-    threads(_takes_inference_tensor, 1)
 
 
 # -- what a pass keeps in memory ---------------------------------------------------------------

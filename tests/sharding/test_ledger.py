@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     sharded_modules,
     sharded_net,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -67,7 +68,11 @@ def test_the_program_completes_a_backward(threads: Ranks, way: str) -> None:
     threads(_finalized, 4 if way == "hybrid" else 2, way)
 
 
-def _accumulated(rank: int, world_size: int, unused: bool) -> None:
+@pytest.mark.parametrize("unused", [False, True])
+@on_threads(2)
+def test_what_backwards_have_kept_is_reduced_by_finalization(
+    rank: int, world_size: int, unused: bool
+) -> None:
     net, whole = _manual()
     x = [batches(world_size, step) for step in range(3)]
     net.set_reduce_scatter_unused_params(unused)
@@ -88,12 +93,10 @@ def _accumulated(rank: int, world_size: int, unused: bool) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("unused", [False, True])
-def test_what_backwards_have_kept_is_reduced_by_finalization(threads: Ranks, unused: bool) -> None:
-    threads(_accumulated, 2, unused)
-
-
-def _kept_for_all_reduce(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_finalization_without_the_all_reduce_keeps_gradients_for_it(
+    rank: int, world_size: int
+) -> None:
     net, whole = _manual(mesh=hybrid_mesh(world_size))
     x = batches(world_size)
     for reduces in (False, True):
@@ -105,11 +108,8 @@ def _kept_for_all_reduce(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_finalization_without_the_all_reduce_keeps_gradients_for_it(threads: Ranks) -> None:
-    threads(_kept_for_all_reduce, 4)
-
-
-def _hooks(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_hooks_on_parameters_run_once(rank: int, world_size: int) -> None:
     net, whole = _manual()
     net.head.weight.requires_grad_(False)
     whole.head.weight.requires_grad_(False)
@@ -126,11 +126,8 @@ def _hooks(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_hooks_on_parameters_run_once(threads: Ranks) -> None:
-    threads(_hooks, 2)
-
-
-def _refused(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_finalization_at_the_wrong_time_or_place_is_refused(rank: int, world_size: int) -> None:
     net, whole = _manual()
     x = batches(world_size)
     loss = loss_of(net, x[rank])
@@ -170,11 +167,8 @@ def _refused(rank: int, world_size: int) -> None:
         net(x[rank])
 
 
-def test_finalization_at_the_wrong_time_or_place_is_refused(threads: Ranks) -> None:
-    threads(_refused, 2)
-
-
-def _raised(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_after_a_backward_that_raised_and_in_a_copy(rank: int, world_size: int) -> None:
     net, whole = _manual()
     x = batches(world_size)
 
@@ -205,10 +199,6 @@ def _raised(rank: int, world_size: int) -> None:
     assert_same_gradients(twin, whole)
 
 
-def test_after_a_backward_that_raised_and_in_a_copy(threads: Ranks) -> None:
-    threads(_raised, 2)
-
-
 class Chunks(nn.Module):
     """A trunk, and a head that runs on pieces of its output."""
 
@@ -221,7 +211,8 @@ class Chunks(nn.Module):
         return out
 
 
-def _chunked(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_backwards_of_parts_of_a_group_are_finalized(rank: int, world_size: int) -> None:
     net, whole = seeded(Chunks), seeded(Chunks)
     fully_shard([net.norm, net.head])
     fully_shard(net)
@@ -238,10 +229,6 @@ def _chunked(rank: int, world_size: int) -> None:
     found = net.head.weight.grad
     assert found is not None
     torch.testing.assert_close(found.full_tensor(), whole.head.weight.grad)
-
-
-def test_backwards_of_parts_of_a_group_are_finalized(threads: Ranks) -> None:
-    threads(_chunked, 2)
 
 
 # -- memory that is kept --------------------------------------------------------------------------
@@ -296,7 +283,10 @@ def test_full_parameters_can_keep_their_addresses(ranks: Ranks, options: dict[st
     ranks(_kept, 4 if "reshard_after_forward" in options else 2, options)
 
 
-def _sealed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_kept_memory_is_not_used_by_a_backward_that_no_hook_sees(
+    rank: int, world_size: int
+) -> None:
     net = sharded_net()
     net.set_keep_unsharded_storage(True)
     x = batches(world_size)
@@ -308,7 +298,3 @@ def _sealed(rank: int, world_size: int) -> None:
         module.reshard()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         leaked[0].sum().backward()
-
-
-def test_kept_memory_is_not_used_by_a_backward_that_no_hook_sees(threads: Ranks) -> None:
-    threads(_sealed, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,14 +22,11 @@ from tests.sharding.nets import (
     batches,
     group_of,
     loss_of,
-    run_over,
     seeded,
     train_alike,
     twins,
 )
-
-Ranks = Callable[..., list[Any]]
-
+from tests.worlds import on_processes, on_threads, on_transport
 
 # -- what goes in and comes out ----------------------------------------------------------------
 
@@ -69,7 +65,8 @@ class NestedNet(nn.Module):
         return x
 
 
-def _nested(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_nested_inputs_and_outputs(rank: int, world_size: int) -> None:
     net, whole = seeded(NestedNet), seeded(NestedNet)
     fully_shard(net.first)
     fully_shard(net.second)
@@ -77,18 +74,11 @@ def _nested(rank: int, world_size: int) -> None:
     train_alike(net, whole, rank, world_size)
 
 
-def test_nested_inputs_and_outputs(threads: Ranks) -> None:
-    threads(_nested, 2)
-
-
-def _container(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_container_with_a_forward_of_its_own(rank: int, world_size: int) -> None:
     net, whole = fully_shard(seeded(Stack)), seeded(Stack)
     assert len(net) == 2
     train_alike(net, whole, rank, world_size)
-
-
-def test_a_container_with_a_forward_of_its_own(threads: Ranks) -> None:
-    threads(_container, 2)
 
 
 # -- which parameters train --------------------------------------------------------------------
@@ -119,7 +109,11 @@ class Adapted(nn.Module):
         return self.head(self.layers(self.embed(x)))
 
 
-def _adapted(rank: int, world_size: int, whole_groups: bool) -> None:
+@pytest.mark.parametrize("whole_groups", [False, True], ids=["part of a group", "whole groups"])
+@on_threads(2)
+def test_adapters_and_freezing_while_training(
+    rank: int, world_size: int, whole_groups: bool
+) -> None:
     net, whole = seeded(Adapted), seeded(Adapted)
     for layer in net.layers:
         if whole_groups:  # some groups have nothing to train at all
@@ -140,11 +134,6 @@ def _adapted(rank: int, world_size: int, whole_groups: bool) -> None:
     assert all(group_of(layer).state is GroupState.SHARDED for layer in net.layers)
 
 
-@pytest.mark.parametrize("whole_groups", [False, True], ids=["part of a group", "whole groups"])
-def test_adapters_and_freezing_while_training(threads: Ranks, whole_groups: bool) -> None:
-    threads(_adapted, 2, whole_groups)
-
-
 class Skipping(nn.Module):
     """Runs only the blocks that it is told to, in that order."""
 
@@ -158,16 +147,13 @@ class Skipping(nn.Module):
         return x
 
 
-def _skips(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_steps_that_run_other_modules_in_other_orders(rank: int, world_size: int) -> None:
     net, whole = twins(Skipping)
     for which in [(0, 1, 2), (0, 2), (2, 1, 0), (1,), (0, 1, 2)]:
         train_alike(net, whole, rank, world_size, which, steps=2)
         for block in net.blocks:
             assert group_of(block).state is GroupState.SHARDED
-
-
-def test_steps_that_run_other_modules_in_other_orders(threads: Ranks) -> None:
-    threads(_skips, 2)
 
 
 # -- how often they run ------------------------------------------------------------------------
@@ -186,17 +172,18 @@ class Twice(nn.Module):
         return x + self.block(2 * x)
 
 
-def _twice(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_one_module_entered_several_times(rank: int, world_size: int) -> None:
     for free in (True, False):
         net, whole = twins(Twice, reshard_after_forward=free)
         train_alike(net, whole, rank, world_size)
 
 
-def test_one_module_entered_several_times(threads: Ranks) -> None:
-    threads(_twice, 2)
-
-
-def _many_forwards(rank: int, world_size: int, guard: Any) -> None:
+@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
+@on_threads(2)
+def test_forwards_and_an_evaluation_before_one_backward(
+    rank: int, world_size: int, guard: Any
+) -> None:
     net, whole = twins(Net)
     for step in range(2):
         x, other = batches(world_size, step), batches(world_size, step + 1)
@@ -209,12 +196,12 @@ def _many_forwards(rank: int, world_size: int, guard: Any) -> None:
         assert_same_gradients(net, whole)
 
 
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 @pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_forwards_and_an_evaluation_before_one_backward(threads: Ranks, guard: Any) -> None:
-    threads(_many_forwards, 2, guard)
-
-
-def _evaluates_before_the_step(rank: int, world_size: int, guard: Any, options: Any) -> None:
+@on_threads(2)
+def test_what_stayed_whole_over_a_step_is_gathered_anew(
+    rank: int, world_size: int, guard: Any, options: Any
+) -> None:
     net, whole = twins(Net, reshard_after_forward=None)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **options) for m in (net, whole)]
     for step in range(2):
@@ -228,14 +215,6 @@ def _evaluates_before_the_step(rank: int, world_size: int, guard: Any, options: 
             optimizer.zero_grad()
         with guard():
             torch.testing.assert_close(net(x[rank]), whole(x[rank]), msg="stale values")
-
-
-@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
-@pytest.mark.parametrize("guard", [torch.no_grad, torch.inference_mode])
-def test_what_stayed_whole_over_a_step_is_gathered_anew(
-    threads: Ranks, guard: Any, options: Any
-) -> None:
-    threads(_evaluates_before_the_step, 2, guard, options)
 
 
 # -- views and compiled blocks -----------------------------------------------------------------
@@ -265,19 +244,22 @@ class _Writing(nn.Module):
         return out
 
 
-def _views(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "c10d"])
+@on_transport(2)
+def test_views_that_are_returned_may_be_written_to(
+    rank: int, world_size: int, transport: str
+) -> None:
     net, whole = seeded(_Writing), seeded(_Writing)
     for each in (net.first, net.second, net):
         fully_shard(each, reshard_after_forward=True, transport=transport)
     train_alike(net, whole, rank, world_size)
 
 
-@pytest.mark.parametrize("transport", ["shm", "c10d"])
-def test_views_that_are_returned_may_be_written_to(transport: str) -> None:
-    run_over(transport, _views, 2)
-
-
-def _compiled(rank: int, world_size: int, in_place: bool) -> None:
+@pytest.mark.parametrize("in_place", [True, False], ids=["module.compile", "torch.compile"])
+@on_processes(2)
+def test_compiled_blocks_train_alike_with_hooks_outside_of_graphs(
+    rank: int, world_size: int, in_place: bool
+) -> None:
     # Dynamo itself looks at the gradients of a graph's inputs.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     net, whole = seeded(Net), seeded(Net)
@@ -313,10 +295,3 @@ def _compiled(rank: int, world_size: int, in_place: bool) -> None:
         assert "shardwise" not in graph.code
     targets = {node.target for graph in frames for node in graph.graph.nodes}
     assert any("linear" in str(target) for target in targets), targets
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["module.compile", "torch.compile"])
-def test_compiled_blocks_train_alike_with_hooks_outside_of_graphs(
-    ranks: Ranks, in_place: bool
-) -> None:
-    ranks(_compiled, 2, in_place)

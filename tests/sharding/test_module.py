@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -26,8 +24,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 SHARDED = GroupState.SHARDED
 
@@ -51,7 +48,8 @@ class Speaker(nn.Module):
         return self(x) * 2 if loud else self.head(self.block(x))
 
 
-def _methods(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_other_methods_gather_as_forward_does(rank: int, world_size: int) -> None:
     net, whole = seeded(Speaker), seeded(Speaker)
     fully_shard(net.block)
     fully_shard(net)
@@ -85,11 +83,8 @@ def _methods(rank: int, world_size: int) -> None:
         register_fsdp_forward_method(net, "sing")
 
 
-def test_other_methods_gather_as_forward_does(threads: Ranks) -> None:
-    threads(_methods, 2)
-
-
-def _several_roots(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_roots_over_the_same_ranks_share_a_transport(rank: int, world_size: int) -> None:
     chunks = [fully_shard(nn.Linear(2, 2)) for _ in range(2)]
     share_comm_ctx(chunks)
     chunks[1](chunks[0](torch.ones(1, 2))).sum().backward()
@@ -100,11 +95,8 @@ def _several_roots(rank: int, world_size: int) -> None:
         share_comm_ctx([chunks[0], nn.Linear(2, 2)])
 
 
-def test_roots_over_the_same_ranks_share_a_transport(threads: Ranks) -> None:
-    threads(_several_roots, 2)
-
-
-def _classes(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_the_classes_that_sharding_makes(rank: int, world_size: int) -> None:
     net = sharded_net()
     assert get_cls_to_fsdp_cls()[Net] is type(net)
     assert get_cls_to_fsdp_cls()[Block] is type(net.blocks[0])
@@ -119,17 +111,10 @@ def _classes(rank: int, world_size: int) -> None:
     assert type(net)().__dict__
 
 
-def test_the_classes_that_sharding_makes(threads: Ranks) -> None:
-    threads(_classes, 1)
-
-
-def _reset_nested(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_only_the_root_can_be_reset(rank: int, world_size: int) -> None:
     net = sharded_net()
     loss_of(net, batches(world_size)[rank]).backward()
     with pytest.raises(RuntimeError, match=r"expected the root.*found a nested FSDPBlock"):
         net.blocks[0].reset_iter_state()
     net.reset_iter_state()
-
-
-def test_only_the_root_can_be_reset(threads: Ranks) -> None:
-    threads(_reset_nested, 1)

@@ -24,6 +24,7 @@ from tests.sharding.nets import (
     sharded_modules,
     sharded_net,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -31,7 +32,10 @@ Ranks = Callable[..., list[Any]]
 # -- when gradients are reduced ----------------------------------------------------------------
 
 
-def _accumulates(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(
+    rank: int, world_size: int
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     net.set_requires_gradient_sync(False)
     for step in range(2):
@@ -44,11 +48,8 @@ def _accumulates(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(threads: Ranks) -> None:
-    threads(_accumulates, 2)
-
-
-def _own_group_only(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_either_can_be_switched_off_for_one_group(rank: int, world_size: int) -> None:
     x = batches(world_size)[rank]
     net = sharded_net()
     net.set_requires_gradient_sync(False, recurse=False)
@@ -61,10 +62,6 @@ def _own_group_only(rank: int, world_size: int) -> None:
     loss_of(net, x).backward()
     assert net.head.weight.grad is None
     assert net.blocks[0].up.weight.grad is not None
-
-
-def test_either_can_be_switched_off_for_one_group(threads: Ranks) -> None:
-    threads(_own_group_only, 2)
 
 
 class Choosy(nn.Module):
@@ -80,7 +77,12 @@ class Choosy(nn.Module):
         return self.second(x) if both else x
 
 
-def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool, buffers: int) -> None:
+@pytest.mark.parametrize("last_uses_both", [True, False], ids=["all used", "one unused at last"])
+@pytest.mark.parametrize(("world_size", "buffers"), [(2, 1), (2, 4), (4, 1)])
+@on_threads()
+def test_reduce_scatter_now_and_all_reduce_later(
+    rank: int, world_size: int, last_uses_both: bool, buffers: int
+) -> None:
     net, whole = seeded(Choosy), seeded(Choosy)
     fully_shard(net, mesh=hybrid_mesh(world_size))
     net.set_requires_all_reduce(False)
@@ -99,25 +101,15 @@ def _without_all_reduce(rank: int, world_size: int, last_uses_both: bool, buffer
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("last_uses_both", [True, False], ids=["all used", "one unused at last"])
-@pytest.mark.parametrize(("world_size", "buffers"), [(2, 1), (2, 4), (4, 1)])
-def test_reduce_scatter_now_and_all_reduce_later(
-    threads: Ranks, world_size: int, last_uses_both: bool, buffers: int
-) -> None:
-    threads(_without_all_reduce, world_size, last_uses_both, buffers)
-
-
-def _sync_includes_all_reduce(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_gradient_sync_switches_both_collectives(rank: int, world_size: int) -> None:
     net = sharded_net(mesh=hybrid_mesh(world_size))
     net.set_requires_all_reduce(False)
     assert_accumulates(net, rank, world_size, lambda: net.set_requires_gradient_sync(True))
 
 
-def test_gradient_sync_switches_both_collectives(threads: Ranks) -> None:
-    threads(_sync_includes_all_reduce, 2)
-
-
-def _not_last(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_reductions_outlive_a_backward_that_is_not_the_last(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     net.set_is_last_backward(False)
     for step in range(3):
@@ -130,14 +122,15 @@ def _not_last(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_reductions_outlive_a_backward_that_is_not_the_last(threads: Ranks) -> None:
-    threads(_not_last, 2)
-
-
 # -- what a sum of gradients is divided by -----------------------------------------------------
 
 
-def _divides(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
+    rank: int, world_size: int, reduce_dtype: torch.dtype | None
+) -> None:
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
     net, whole = sharded_net(mp_policy=policy), seeded(Net)
     x = batches(world_size)
@@ -158,15 +151,8 @@ def _divides(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> No
             net.set_gradient_divide_factor(wrong)
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64, torch.float16])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
-    threads: Ranks, world_size: int, reduce_dtype: torch.dtype | None
-) -> None:
-    threads(_divides, world_size, reduce_dtype)
-
-
-def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_the_older_name_of_the_factor_still_works_but_warns(rank: int, world_size: int) -> None:
     net = sharded_net(mesh=hybrid_mesh(world_size))
     for module in sharded_modules(net):
         with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
@@ -175,14 +161,11 @@ def _divides_in_two_dimensions(rank: int, world_size: int) -> None:
     assert_accumulates(net, rank, world_size, lambda: net.set_requires_all_reduce(True))
 
 
-def test_the_older_name_of_the_factor_still_works_but_warns(threads: Ranks) -> None:
-    threads(_divides_in_two_dimensions, 4)
-
-
 # -- unused parameters -------------------------------------------------------------------------
 
 
-def _unused(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_parameters_unused_on_one_rank_count_as_zeros(rank: int, world_size: int) -> None:
     net, whole = seeded(Choosy), seeded(Choosy)
     fully_shard(net)
     net.second.bias.requires_grad_(False)
@@ -209,10 +192,6 @@ def _unused(rank: int, world_size: int) -> None:
     outer = fully_shard(nn.Sequential(net))
     outer.set_reduce_scatter_unused_params(True, recurse=False)
     assert not group_of(net).options.reduce_scatter_unused_params
-
-
-def test_parameters_unused_on_one_rank_count_as_zeros(threads: Ranks) -> None:
-    threads(_unused, 2)
 
 
 class Experts(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,8 +22,7 @@ from tests.sharding.nets import (
     sharded_modules,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 SHARDED, UNSHARDING, UNSHARDED = GroupState.SHARDED, GroupState.UNSHARDING, GroupState.UNSHARDED
 
@@ -36,7 +34,8 @@ def _states(net: Net) -> list[GroupState]:
 # -- when parameters are freed -----------------------------------------------------------------
 
 
-def _after_forward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_reshard_after_forward(rank: int, world_size: int) -> None:
     x = batches(world_size)[rank]
     net, whole = sharded_net(), seeded(Net)
     average_backward(whole, batches(world_size))
@@ -64,11 +63,9 @@ def _after_forward(rank: int, world_size: int) -> None:
             net.set_reshard_after_forward(wrong)
 
 
-def test_reshard_after_forward(threads: Ranks) -> None:
-    threads(_after_forward, 2)
-
-
-def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
+@pytest.mark.parametrize("between", [True, False], ids=["before backward", "after backward"])
+@on_threads(4)
+def test_a_bool_takes_the_place_of_an_int(rank: int, world_size: int, between: bool) -> None:
     x = batches(world_size)
     net, whole = sharded_net(reshard_after_forward=2), seeded(Net)
     loss = loss_of(net, x[rank])
@@ -88,12 +85,8 @@ def _no_longer_kept(rank: int, world_size: int, between: bool) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("between", [True, False], ids=["before backward", "after backward"])
-def test_a_bool_takes_the_place_of_an_int(threads: Ranks, between: bool) -> None:
-    threads(_no_longer_kept, 4, between)
-
-
-def _after_backward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_reshard_after_backward(rank: int, world_size: int) -> None:
     x = batches(world_size)
     net, whole = sharded_net(), seeded(Net)
     net.set_reshard_after_backward(False)
@@ -113,14 +106,11 @@ def _after_backward(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_reshard_after_backward(threads: Ranks) -> None:
-    threads(_after_backward, 2)
-
-
 # -- what is gathered, when --------------------------------------------------------------------
 
 
-def _prefetches(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_prefetch(rank: int, world_size: int) -> None:
     net = sharded_net(transport="collectives")  # which gathers literally whenever it could
     first, second, third = net.blocks
     seen: list[list[GroupState]] = []
@@ -162,10 +152,6 @@ def _prefetches(rank: int, world_size: int) -> None:
             setter([net.head])
 
 
-def test_prefetch(threads: Ranks) -> None:
-    threads(_prefetches, 2)
-
-
 class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +162,8 @@ class Words(nn.Module):
         return self.head(self.embedding(ids))
 
 
-def _not_in_backward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_embedding_need_not_be_gathered_for_backward(rank: int, world_size: int) -> None:
     net, whole = seeded(Words), seeded(Words)
     fully_shard(net.embedding)
     fully_shard(net)
@@ -197,7 +184,3 @@ def _not_in_backward(rank: int, world_size: int) -> None:
     net.embedding.set_unshard_in_backward(True)
     loss_of(net, ids[rank]).backward()
     assert seen[-1] is UNSHARDED
-
-
-def test_an_embedding_need_not_be_gathered_for_backward(threads: Ranks) -> None:
-    threads(_not_in_backward, 2)

@@ -7,7 +7,7 @@ them is waited for, which is as late as a device may be with them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -29,8 +29,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_modules,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes
 
 
 class _Stream:
@@ -128,7 +127,11 @@ def _copied_pair() -> nn.Module:
 MODELS = {make.__name__: make for make in (_nested, _copied, _pair, _copied_pair)}
 
 
-def _arrives(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+@on_processes(2)
+def test_gradients_are_on_the_host_when_backward_returns(
+    rank: int, world_size: int, name: str
+) -> None:
     with _device() as [stream]:
         net, whole = MODELS[name](), seeded(Pair if "pair" in name else Net)
         x = batches(world_size)
@@ -143,12 +146,8 @@ def _arrives(rank: int, world_size: int, name: str) -> None:
             whole.zero_grad()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_gradients_are_on_the_host_when_backward_returns(ranks: Ranks, name: str) -> None:
-    ranks(_arrives, 2, name)
-
-
-def _apart(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_of_a_tied_parameter_whose_modules_run_apart(rank: int, world_size: int) -> None:
     """Modules of a tied parameter that run as roots of their own, whole and in copies."""
     with _device() as [stream]:
         net = seeded(Pair)
@@ -162,11 +161,8 @@ def _apart(rank: int, world_size: int) -> None:
             stream.done = 0
 
 
-def test_of_a_tied_parameter_whose_modules_run_apart(ranks: Ranks) -> None:
-    ranks(_apart, 2)
-
-
-def _one_each(rank: int, world_size: int) -> None:
+@on_processes(1)
+def test_a_call_has_one_offload_and_so_has_its_copy(rank: int, world_size: int) -> None:
     with _device():
         for net in (_nested(), _copied()):
             states = [state_of(module) for module in sharded_modules(net)]
@@ -181,10 +177,6 @@ def _one_each(rank: int, world_size: int) -> None:
             assert len(offloads) == 4
             assert all(len(each) == 1 for each in offloads), "one for each call"
             assert len(set.union(*offloads)) == 4, "which is its own"
-
-
-def test_a_call_has_one_offload_and_so_has_its_copy(ranks: Ranks) -> None:
-    ranks(_one_each, 1)
 
 
 def test_what_was_copied_on_several_streams_has_arrived() -> None:

@@ -37,6 +37,7 @@ from tests.sharding.nets import (
     train_alike,
     twins,
 )
+from tests.worlds import on_processes, on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -44,7 +45,8 @@ Ranks = Callable[..., list[Any]]
 # -- optimizers and norms ----------------------------------------------------------------------
 
 
-def _norms(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_torchs_clipping_and_ours_agree(rank: int, world_size: int) -> None:
     for norm_type in (1.0, 2.0, 3.0, float("inf")):
         ours, theirs, whole = sharded_net(), sharded_net(), seeded(Net)
         x = batches(world_size)
@@ -63,21 +65,15 @@ def _norms(rank: int, world_size: int) -> None:
         assert_same_gradients(theirs, whole)
 
 
-def test_torchs_clipping_and_ours_agree(threads: Ranks) -> None:
-    threads(_norms, 2)
-
-
-def _optimizers(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_foreach_and_fused_optimizers(rank: int, world_size: int) -> None:
     for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
         net, whole = twins(Net)
         train_alike(net, whole, rank, world_size, make=torch.optim.AdamW, **options)
 
 
-def test_foreach_and_fused_optimizers(threads: Ranks) -> None:
-    threads(_optimizers, 2)
-
-
-def _recreated(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_optimizer_made_anew_from_its_state_dict_trains_on(rank: int, world_size: int) -> None:
     net, whole = twins(Net)
     models = (net, whole)
     optimizers = [torch.optim.Adam(m.parameters(), lr=0.05) for m in models]
@@ -97,10 +93,6 @@ def _recreated(rank: int, world_size: int) -> None:
     assert_same_values(net, whole)
 
 
-def test_an_optimizer_made_anew_from_its_state_dict_trains_on(threads: Ranks) -> None:
-    threads(_recreated, 2)
-
-
 # -- conversions and state dicts ---------------------------------------------------------------
 
 
@@ -113,7 +105,9 @@ def _swapping() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(False)
 
 
-def _swapped(rank: int, world_size: int, after_a_step: bool) -> None:
+@pytest.mark.parametrize("after_a_step", [False, True], ids=["before a step", "after a step"])
+@on_processes(2)
+def test_conversions_that_swap_parameters(rank: int, world_size: int, after_a_step: bool) -> None:
     net, whole = twins(Net)
     if after_a_step:
         train_alike(net, whole, rank, world_size, steps=1)
@@ -136,12 +130,8 @@ def _swapped(rank: int, world_size: int, after_a_step: bool) -> None:
         assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("after_a_step", [False, True], ids=["before a step", "after a step"])
-def test_conversions_that_swap_parameters(ranks: Ranks, after_a_step: bool) -> None:
-    ranks(_swapped, 2, after_a_step)
-
-
-def _assigned(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_assigned_state_dicts_train_on(rank: int, world_size: int) -> None:
     net, whole = twins(Net)
     other, other_whole = shard_blocks(seeded(Net, seed=1)), seeded(Net, seed=1)
     train_alike(net, whole, rank, world_size, steps=1)
@@ -150,11 +140,8 @@ def _assigned(rank: int, world_size: int) -> None:
     train_alike(net, whole, rank, world_size)
 
 
-def test_assigned_state_dicts_train_on(threads: Ranks) -> None:
-    threads(_assigned, 2)
-
-
-def _broadcast(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_full_state_dicts_of_one_rank_load_on_all(rank: int, world_size: int) -> None:
     net, whole = twins(Stack)
     train_alike(net, whole, rank, world_size, make=torch.optim.Adam, steps=1)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
@@ -178,10 +165,6 @@ def _broadcast(rank: int, world_size: int) -> None:
         its.step()
     for (name, param), twin in zip(net.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(param.full_tensor(), twin.full_tensor()), name
-
-
-def test_full_state_dicts_of_one_rank_load_on_all(ranks: Ranks) -> None:
-    ranks(_broadcast, 2)
 
 
 # -- files of other ranks ----------------------------------------------------------------------
@@ -249,11 +232,15 @@ LOADS = (
 )
 
 
-def _load(rank: int, world_size: int, make: Callable[[], nn.Module], folder: Path) -> None:
+@pytest.mark.parametrize("make", [sharded_net, _wrapped_net])
+@on_processes(2)
+def test_shards_that_another_rank_saved_are_refused(
+    rank: int, world_size: int, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
     """Load rank 0's file, this rank's own, and copies in memory."""
-    _save(rank, world_size, make, folder)
+    _save(rank, world_size, make, tmp_path)
     torch.distributed.barrier()
-    first, own = (torch.load(folder / f"{each}.pt", weights_only=True) for each in (0, rank))
+    first, own = (torch.load(tmp_path / f"{each}.pt", weights_only=True) for each in (0, rank))
     net, optimizer = _trained(make, step=1)
     for load in LOADS:
         if load is _optimizer_in_backward:
@@ -264,21 +251,14 @@ def _load(rank: int, world_size: int, make: Callable[[], nn.Module], folder: Pat
                 rf"(weight|bias|exp_avg' of .*) on rank {rank}: .* expected the one of \({rank},"
             )
             with pytest.raises((ValueError, RuntimeError), match=where):
-                load(net, first, folder)
+                load(net, first, tmp_path)
             for name, value in net.state_dict().items():
                 if value.placements[0].is_shard() and load in (_model, _assigned_model):
                     torch.testing.assert_close(value, before[name], rtol=0, atol=0)
     for load in LOADS:
-        load(make(), own, folder)
+        load(make(), own, tmp_path)
         kept = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-        load(make(), copy.deepcopy(kept), folder)
-
-
-@pytest.mark.parametrize("make", [sharded_net, _wrapped_net])
-def test_shards_that_another_rank_saved_are_refused(
-    ranks: Ranks, tmp_path: Path, make: Callable[[], nn.Module]
-) -> None:
-    ranks(_load, 2, make, tmp_path)
+        load(make(), copy.deepcopy(kept), tmp_path)
 
 
 def _load_of_three(rank: int, world_size: int, folder: Path) -> None:
@@ -295,16 +275,15 @@ def test_shards_that_a_job_of_another_size_saved_are_refused(
     threads(_load_of_three, 2, tmp_path)
 
 
-def _load_of_a_replica(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(4)
+def test_shards_that_another_replica_saved_are_loaded(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     def make() -> nn.Module:
         return sharded_net(mesh=hybrid_mesh(world_size))
 
-    _save(rank, world_size, make, folder)
+    _save(rank, world_size, make, tmp_path)
     torch.distributed.barrier()
-    saved = torch.load(folder / f"{(rank + 2) % world_size}.pt", weights_only=True)
+    saved = torch.load(tmp_path / f"{(rank + 2) % world_size}.pt", weights_only=True)
     for load in LOADS:
-        load(make(), saved, folder)
-
-
-def test_shards_that_another_replica_saved_are_loaded(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_load_of_a_replica, 4, tmp_path)
+        load(make(), saved, tmp_path)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.test_collectives import count_collectives
 from tests.sharding.pipelines import SCHEDULES, Pipeline
+from tests.worlds import on_processes, on_threads
 
-Ranks = Callable[..., list[Any]]
 
-
-def _two_stages_sharded_over_two(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_gradients_equal_those_of_one_process(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     for i, name in enumerate(SCHEDULES):  # with and without resharding in turns
         pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], reshard_after_forward=i % 2 == 1)
@@ -24,11 +21,8 @@ def _two_stages_sharded_over_two(rank: int, world_size: int) -> None:
         pipeline.step(1)
 
 
-def test_gradients_equal_those_of_one_process(threads: Ranks) -> None:
-    threads(_two_stages_sharded_over_two, 4)
-
-
-def _collectives(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_gradients_are_reduced_once_a_step(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     count = count_collectives()
     for name in SCHEDULES:
@@ -44,11 +38,20 @@ def _collectives(rank: int, world_size: int) -> None:
             assert count["all-gather"] == 2 * 2 + 1, f"{name}: {count}"
 
 
-def test_gradients_are_reduced_once_a_step(ranks: Ranks) -> None:
-    ranks(_collectives, 4)
-
-
-def _eight_ranks(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 1, 2),
+        pytest.param((2, 1, 4, 1), marks=pytest.mark.long),
+        pytest.param((2, 1, 2, 2), marks=pytest.mark.long),
+        pytest.param((2, 2, 2, 1), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+@on_threads(8)
+def test_with_hybrid_sharding_and_tensor_parallelism(
+    rank: int, world_size: int, shape: tuple[int, ...]
+) -> None:
     names = ("pp", "replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     hybrid, tensor = shape[1] > 1, shape[3] > 1
@@ -61,19 +64,3 @@ def _eight_ranks(rank: int, world_size: int, shape: tuple[int, ...]) -> None:
         )
         for step in range(2):
             pipeline.step(step)
-
-
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (2, 2, 1, 2),
-        pytest.param((2, 1, 4, 1), marks=pytest.mark.long),
-        pytest.param((2, 1, 2, 2), marks=pytest.mark.long),
-        pytest.param((2, 2, 2, 1), marks=pytest.mark.long),
-    ],
-    ids=str,
-)
-def test_with_hybrid_sharding_and_tensor_parallelism(
-    threads: Ranks, shape: tuple[int, ...]
-) -> None:
-    threads(_eight_ranks, 8, shape)

@@ -25,6 +25,7 @@ from tests.sharding.nets import (
     seeded,
     shard_blocks,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -33,7 +34,10 @@ def _shard(net: nn.Module, k: int | bool, **kwargs: Any) -> nn.Module:
     return shard_blocks(net, {"reshard_after_forward": k}, **kwargs)
 
 
-def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(("world_size", "k"), [(4, 2), (6, 3), (6, 2)])
+@on_threads()
+def test_training_equals_unsharded_training(rank: int, world_size: int, k: int, dim: int) -> None:
     whole, net = seeded(Net), seeded(Net)
     place = (lambda p: Shard(p.ndim - 1) if p.ndim else None) if dim else None
     _shard(net, k, shard_placement_fn=place)
@@ -51,14 +55,6 @@ def _parity(rank: int, world_size: int, k: int, dim: int) -> None:
         assert group_of(net.blocks[1]).state is GroupState.SHARDED
         average_backward(whole, x)
         assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-@pytest.mark.parametrize(("world_size", "k"), [(4, 2), (6, 3), (6, 2)])
-def test_training_equals_unsharded_training(
-    threads: Ranks, world_size: int, k: int, dim: int
-) -> None:
-    threads(_parity, world_size, k, dim)
 
 
 def _gathers_among(rank: int, world_size: int) -> list[int]:
@@ -83,7 +79,8 @@ def test_backward_gathers_among_the_smaller_number_of_ranks(ranks: Ranks) -> Non
     assert ranks(_gathers_among, 4) == [[4, 4, 4, 4, 2, 2, 2]] * 4
 
 
-def _on_a_part(rank: int, world_size: int) -> None:
+@on_threads(8)
+def test_on_a_part_of_a_larger_mesh(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("tensor", "shard"))["shard"]
     whole, net = seeded(Net), seeded(Net)
     _shard(net, 2, mesh=mesh)
@@ -93,11 +90,8 @@ def _on_a_part(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_on_a_part_of_a_larger_mesh(threads: Ranks) -> None:
-    threads(_on_a_part, 8)
-
-
-def _hybrid(rank: int, world_size: int) -> None:
+@on_threads(8)
+def test_on_a_hybrid_mesh(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
     whole, net = seeded(Net), seeded(Net)
     _shard(net, 2, mesh=mesh)
@@ -107,11 +101,8 @@ def _hybrid(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_on_a_hybrid_mesh(threads: Ranks) -> None:
-    threads(_hybrid, 8)
-
-
-def _changes(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_resharding_by_hand_and_changing_ones_mind(rank: int, world_size: int) -> None:
     net = _shard(seeded(Net), 2, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     group = group_of(net.blocks[0])
     x = batches(world_size)[rank].bfloat16()
@@ -133,11 +124,8 @@ def _changes(rank: int, world_size: int) -> None:
     loss.backward()
 
 
-def test_resharding_by_hand_and_changing_ones_mind(threads: Ranks) -> None:
-    threads(_changes, 4)
-
-
-def _outdated(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_what_an_optimizer_has_outdated_is_gathered_anew(rank: int, world_size: int) -> None:
     """An optimizer steps after a forward of which no backward came."""
     whole, net = seeded(Net), seeded(Net)
     _shard(net, 2)
@@ -155,15 +143,8 @@ def _outdated(rank: int, world_size: int) -> None:
         torch.testing.assert_close(net(x[rank]), whole(x[rank]))
 
 
-def test_what_an_optimizer_has_outdated_is_gathered_anew(threads: Ranks) -> None:
-    threads(_outdated, 4)
-
-
-def test_numbers_that_do_not_divide_are_refused(threads: Ranks) -> None:
-    threads(_refuses, 4)
-
-
-def _refuses(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_numbers_that_do_not_divide_are_refused(rank: int, world_size: int) -> None:
     for wrong in (0, 3, 5, -1):
         with pytest.raises(ValueError, match="expected a factor of the 4 ranks"):
             fully_shard(seeded(Net), reshard_after_forward=wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,8 +21,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_net,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes, on_threads
 
 
 class Fails(torch.autograd.Function):
@@ -52,7 +50,13 @@ def _fail(where: str, net: Net, x: torch.Tensor) -> None:
     hook.remove()
 
 
-def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool) -> None:
+@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
+@pytest.mark.parametrize("reset", [False, True], ids=["by itself", "after reset_iter_state"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_threads(2)
+def test_the_next_step_is_as_if_nothing_had_been(
+    rank: int, world_size: int, where: str, reset: bool, first: bool
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     if not first:
         loss_of(net, batches(world_size)[rank]).backward()
@@ -70,15 +74,6 @@ def _trains_on(rank: int, world_size: int, where: str, reset: bool, first: bool)
         loss_of(net, x[rank]).backward()
         average_backward(whole, x)
         assert_same_gradients(net, whole)
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-@pytest.mark.parametrize("reset", [False, True], ids=["by itself", "after reset_iter_state"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_the_next_step_is_as_if_nothing_had_been(
-    threads: Ranks, where: str, reset: bool, first: bool
-) -> None:
-    threads(_trains_on, 2, where, reset, first)
 
 
 class Loose(nn.Module):
@@ -102,7 +97,10 @@ class Loose(nn.Module):
         raise ArithmeticError("in backward")
 
 
-def _raises_twice(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_forward_that_raises_after_a_backward_that_raised_leaves_no_trace(
+    rank: int, world_size: int
+) -> None:
     """A backward raises, then a forward, each before all modules have had their turn."""
     net, whole = seeded(Loose), seeded(Loose)
     for block in net.blocks:
@@ -120,11 +118,8 @@ def _raises_twice(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_forward_that_raises_after_a_backward_that_raised_leaves_no_trace(threads: Ranks) -> None:
-    threads(_raises_twice, 2)
-
-
-def _backward_again(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_backward_that_raised_may_be_made_again(rank: int, world_size: int) -> None:
     """The same backward once more, after a hook of it raised."""
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)
@@ -146,10 +141,6 @@ def _backward_again(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_backward_that_raised_may_be_made_again(threads: Ranks) -> None:
-    threads(_backward_again, 2)
-
-
 class Careful(nn.Module):
     """Falls back to another branch where the first one raises."""
 
@@ -167,7 +158,10 @@ class Careful(nn.Module):
         return self.last(x)
 
 
-def _hook_fails(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(
+    rank: int, world_size: int
+) -> None:
     mesh = hybrid_mesh(world_size)
     net, whole = sharded_net(mesh=mesh, transport="c10d"), seeded(Net)
     fails = [True]
@@ -186,11 +180,8 @@ def _hook_fails(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(threads: Ranks) -> None:
-    threads(_hook_fails, 2)
-
-
-def _falls_back(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_an_exception_that_the_model_itself_handles(rank: int, world_size: int) -> None:
     def raise_error(*_: object) -> None:
         raise ArithmeticError
 
@@ -208,11 +199,8 @@ def _falls_back(rank: int, world_size: int) -> None:
         assert_same_gradients(sharded, whole)
 
 
-def test_an_exception_that_the_model_itself_handles(threads: Ranks) -> None:
-    threads(_falls_back, 2)
-
-
-def _inside_a_handler(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_step_inside_an_exception_handler_is_no_failure(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)
     try:
@@ -223,11 +211,8 @@ def _inside_a_handler(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_a_step_inside_an_exception_handler_is_no_failure(threads: Ranks) -> None:
-    threads(_inside_a_handler, 2)
-
-
-def _second_backward(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_the_backward_of_a_backward_is_refused(rank: int, world_size: int) -> None:
     net = sharded_net()
     x = batches(world_size)[rank]
     with pytest.raises(NotImplementedError, match=r"backward\(create_graph=True\)"):
@@ -239,11 +224,9 @@ def _second_backward(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_the_backward_of_a_backward_is_refused(threads: Ranks) -> None:
-    threads(_second_backward, 2)
-
-
-def _mutated_saved_tensors(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_copies_of_saved_tensors_are_refused(rank: int, world_size: int) -> None:
+    """They would be made of memory that is freed, and end the process."""
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)
     with torch.autograd.graph.allow_mutation_on_saved_tensors():
@@ -256,22 +239,17 @@ def _mutated_saved_tensors(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
-def test_copies_of_saved_tensors_are_refused(ranks: Ranks) -> None:
-    """They would be made of memory that is freed, and end the process."""
-    ranks(_mutated_saved_tensors, 2)
-
-
-def _sparse(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_sparse_gradients_are_refused_by_name(rank: int, world_size: int) -> None:
     model = fully_shard(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)))
     with pytest.raises(NotImplementedError, match=r"0\.weight on rank \d: expected a dense"):
         model(torch.tensor([1, 2])).sum().backward()
 
 
-def test_sparse_gradients_are_refused_by_name(threads: Ranks) -> None:
-    threads(_sparse, 2)
-
-
-def _in_a_pipeline(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_after_a_step_of_a_pipeline_parameters_are_the_sharded_ones(
+    rank: int, world_size: int
+) -> None:
     net = sharded_net()
     before = list(net.parameters())
     net.set_is_last_backward(False)  # as a pipeline does before every backward of a step
@@ -279,7 +257,3 @@ def _in_a_pipeline(rank: int, world_size: int) -> None:
     _fail("backward", net, batches(world_size)[rank])
     net.reset_iter_state()
     assert all(one is other for one, other in zip(net.parameters(), before, strict=True))
-
-
-def test_after_a_step_of_a_pipeline_parameters_are_the_sharded_ones(threads: Ranks) -> None:
-    threads(_in_a_pipeline, 2)

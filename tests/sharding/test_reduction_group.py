@@ -25,6 +25,7 @@ from tests.sharding.nets import (
     sharded_net,
 )
 from tests.sharding.test_communication import Gather, Scatter
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 
@@ -150,7 +151,11 @@ def test_a_rank_that_raises_ends_the_others_with_an_error(
             assert outcome.result in ("PeerLostError", "RanksDivergedError")
 
 
-def _all_raise(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_processes(4)
+def test_all_ranks_train_on_after_a_backward_that_raised(
+    rank: int, world_size: int, transport: str
+) -> None:
     """All ranks raise in backward, and train on."""
     net, whole = sharded_net(transport=transport), seeded(Net)
     net.set_separate_reduce_scatter_group()
@@ -174,11 +179,6 @@ def _all_raise(rank: int, world_size: int, transport: str) -> None:
         average_backward(whole, x)
         assert_same_gradients(net, whole)
         net.zero_grad()
-
-
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_all_ranks_train_on_after_a_backward_that_raised(ranks: Ranks, transport: str) -> None:
-    ranks(_all_raise, 4, transport)
 
 
 def _not_called_by_all(rank: int, world_size: int) -> str:

@@ -23,6 +23,7 @@ from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.mesh import DataMesh
 from tests.sharding.nets import Net, batches, loss_of, seeded
 from tests.sharding.test_extension import Half, Halved, OnlyOne
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 WORLD_SIZE = 4
@@ -382,7 +383,8 @@ def test_a_call_that_raises_has_changed_nothing(threads: Ranks) -> None:
         assert not wrong, f"rank {rank}"
 
 
-def _trains_after(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_the_right_call_comes_through_after_wrong_ones(rank: int, world_size: int) -> None:
     net, twin = seeded(Net), fully_shard(seeded(Net))
     for kwargs in (_last_dimension(net, Shard(2)), {"mp_policy": None}, _last_dimension(net, 1)):
         with pytest.raises((ValueError, TypeError)):
@@ -391,7 +393,3 @@ def _trains_after(rank: int, world_size: int) -> None:
     assert isinstance(net, FSDPModule)
     x = batches(world_size)[rank]
     assert torch.equal(loss_of(net, x), loss_of(twin, x))
-
-
-def test_the_right_call_comes_through_after_wrong_ones(threads: Ranks) -> None:
-    threads(_trains_after, 2)

@@ -24,8 +24,7 @@ from tests.sharding.nets import (
     sharded_net,
     twins,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 
 def _after_every_group(net: nn.Module, count: Callable[[Root[Any]], int]) -> list[int]:
@@ -42,7 +41,8 @@ def _after_every_group(net: nn.Module, count: Callable[[Root[Any]], int]) -> lis
     return counts
 
 
-def _buffers(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_more_gradients_may_be_on_their_way_at_once(rank: int, world_size: int) -> None:
     net, whole = twins(lambda: Net(blocks=5))
     x = batches(world_size)
     most = _after_every_group(net, lambda root: len(root.ledger.pending))
@@ -62,11 +62,11 @@ def _buffers(rank: int, world_size: int) -> None:
         net.set_reduce_scatter_max_input_buffers(0)
 
 
-def test_more_gradients_may_be_on_their_way_at_once(threads: Ranks) -> None:
-    threads(_buffers, 2)
-
-
-def _left(rank: int, world_size: int, transport: str) -> None:
+@pytest.mark.parametrize("transport", ["c10d", "shm"])
+@on_threads(2)
+def test_backward_does_not_wait_for_gradients_that_cross_a_network(
+    rank: int, world_size: int, transport: str
+) -> None:
     mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
     net, whole = twins(lambda: Net(blocks=5), mesh=mesh, transport=transport)
     root = state_of(net).root
@@ -89,14 +89,8 @@ def _left(rank: int, world_size: int, transport: str) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("transport", ["c10d", "shm"])
-def test_backward_does_not_wait_for_gradients_that_cross_a_network(
-    threads: Ranks, transport: str
-) -> None:
-    threads(_left, 2, transport)
-
-
-def _event(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_an_event_behind_the_optimizer_is_for_one_forward(rank: int, world_size: int) -> None:
     net = sharded_net()
     event = object()
     net.set_post_optim_event(event)
@@ -104,10 +98,6 @@ def _event(rank: int, world_size: int) -> None:
     assert root.post_optim_event is event
     loss_of(net, batches(world_size)[rank]).backward()
     assert root.post_optim_event is None, "waited for by one forward"
-
-
-def test_an_event_behind_the_optimizer_is_for_one_forward(threads: Ranks) -> None:
-    threads(_event, 1)
 
 
 class _Event:
@@ -120,7 +110,8 @@ class _Event:
         self.waits += 1
 
 
-def _event_of_a_device(rank: int, world_size: int) -> None:
+@on_threads(1)
+def test_the_current_stream_waits_for_an_event_of_any_kind(rank: int, world_size: int) -> None:
     net, event = sharded_net(), _Event()
     state_of(net).device = torch.device("meta")  # anything but a CPU
     net.set_post_optim_event(event)
@@ -128,7 +119,3 @@ def _event_of_a_device(rank: int, world_size: int) -> None:
         for _ in range(2):
             loss_of(net, batches(world_size)[rank]).backward()
     assert event.waits == 1
-
-
-def test_the_current_stream_waits_for_an_event_of_any_kind(threads: Ranks) -> None:
-    threads(_event_of_a_device, 1)

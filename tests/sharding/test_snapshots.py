@@ -26,6 +26,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
@@ -45,7 +46,9 @@ def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: 
     assert_same_values(net, whole)
 
 
-def _views_of_shards(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_views_of_shards_stay_valid(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     views = {name: param.to_local() for name, param in net.named_parameters()}
     _train(net, whole, rank, world_size)
@@ -53,12 +56,9 @@ def _views_of_shards(rank: int, world_size: int) -> None:
         assert torch.equal(views[name], param.to_local()), f"{name}: a view from before training"
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_views_of_shards_stay_valid(ranks: Ranks, world_size: int) -> None:
-    ranks(_views_of_shards, world_size)
-
-
-def _replaced(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["meta", "assign", "dtype", "materialize"])
+@on_processes(2)
+def test_shards_may_be_replaced(rank: int, world_size: int, how: str) -> None:
     whole = seeded(Net)
     net = sharded_net()
     if how == "meta":
@@ -81,11 +81,6 @@ def _replaced(rank: int, world_size: int, how: str) -> None:
         materialize(net)
         whole = seeded(lambda: nn.Linear(6, 6))
     _train(net, whole, rank, world_size)
-
-
-@pytest.mark.parametrize("how", ["meta", "assign", "dtype", "materialize"])
-def test_shards_may_be_replaced(ranks: Ranks, how: str) -> None:
-    ranks(_replaced, 2, how)
 
 
 class _Clamped(nn.Module):
@@ -131,7 +126,11 @@ class _Slow(Net):
         return self.head(x) * self.gain
 
 
-def _writes_at_once(rank: int, world_size: int, grad: bool) -> None:
+@pytest.mark.parametrize("grad", [False, True])
+@on_processes(2)
+def test_shards_may_be_written_to_as_soon_as_a_forward_returns(
+    rank: int, world_size: int, grad: bool
+) -> None:
     net, whole = sharded_net(_Slow), seeded(_Slow)
     net.seconds = 0.01 * rank
     x = batches(world_size)[rank]
@@ -144,12 +143,8 @@ def _writes_at_once(rank: int, world_size: int, grad: bool) -> None:
                 param.mul_(0.5)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-def test_shards_may_be_written_to_as_soon_as_a_forward_returns(ranks: Ranks, grad: bool) -> None:
-    ranks(_writes_at_once, 2, grad)
-
-
-def _writes_after_reshard(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_shards_may_be_written_to_as_soon_as_a_reshard_returns(rank: int, world_size: int) -> None:
     net = sharded_net(_Slow)
     before = net.head.weight.full_tensor().detach().clone()
     net.unshard()
@@ -160,11 +155,8 @@ def _writes_after_reshard(rank: int, world_size: int) -> None:
         net.head.weight.zero_()
 
 
-def test_shards_may_be_written_to_as_soon_as_a_reshard_returns(ranks: Ranks) -> None:
-    ranks(_writes_after_reshard, 2)
-
-
-def _alone(rank: int, world_size: int) -> None:
+@on_processes(2, pg_timeout=5)
+def test_a_forward_that_gathers_nothing_waits_for_nobody(rank: int, world_size: int) -> None:
     net, whole = sharded_net(reshard_after_forward=False), seeded(Net)
     for module in net.modules():
         if state_of(module) is not None:
@@ -175,18 +167,11 @@ def _alone(rank: int, world_size: int) -> None:
             torch.testing.assert_close(net(x), whole(x))
 
 
-def test_a_forward_that_gathers_nothing_waits_for_nobody(ranks: Ranks) -> None:
-    ranks(_alone, 2, pg_timeout=5)
-
-
-def _hybrid(rank: int, world_size: int) -> None:
+@on_processes(4)
+def test_replicas_have_their_own(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net, whole = sharded_net(mesh=mesh), seeded(Net)
     _train(net, whole, rank, world_size)
-
-
-def test_replicas_have_their_own(ranks: Ranks) -> None:
-    ranks(_hybrid, 4)
 
 
 class _Late(torch.autograd.Function):
@@ -253,13 +238,10 @@ def _reads_on(rank: int, world_size: int, how: str, reshard: bool | None) -> Non
 
 
 @pytest.mark.parametrize("reshard", [None, False])
+@on_processes(2)
 def test_no_rank_writes_while_another_reads_however_it_reads(
-    ranks: Ranks, reshard: bool | None
+    rank: int, world_size: int, reshard: bool | None
 ) -> None:
-    ranks(_read_in_every_way, 2, reshard)
-
-
-def _read_in_every_way(rank: int, world_size: int, reshard: bool | None) -> None:
     for how in ("evaluations", "grad", "frozen", "no sync"):
         _reads_on(rank, world_size, how, reshard)
 
@@ -310,7 +292,8 @@ def test_what_stays_unsharded_keeps_its_values_as_with_memory_of_its_own(ranks: 
             torch.testing.assert_close(mine, theirs)
 
 
-def _copied(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_views_of_a_copied_model_stay_valid(rank: int, world_size: int) -> None:
     net = copy.deepcopy(sharded_net())
     views = [param.to_local() for param in net.parameters()]
     with torch.no_grad():
@@ -320,7 +303,3 @@ def _copied(rank: int, world_size: int) -> None:
             view.zero_()
         net.reshard()
         assert net(x).abs().max() == 0, "views of a copied model are of its parameters"
-
-
-def test_views_of_a_copied_model_stay_valid(ranks: Ranks) -> None:
-    ranks(_copied, 2)

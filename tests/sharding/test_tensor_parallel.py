@@ -27,8 +27,7 @@ from tests.sharding.tensor_parallel import (
     tensor_parallel,
     tokens_of,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_threads
 
 PLANS: dict[str, Callable[[int], tuple[nn.Module, Any]]] = {
     "colwise": lambda rows: (nn.Linear(3, rows), ColwiseParallel()),
@@ -91,7 +90,8 @@ def _train(mesh: DeviceMesh, data: DeviceMesh, **kwargs: Any) -> None:
     assert_same_values(net, whole)
 
 
-def _two_dimensions(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_two_dimensions(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for rows in (8, 7, 1):
         _check_rows(mesh, mesh["dp"], rows)
@@ -99,11 +99,9 @@ def _two_dimensions(rank: int, world_size: int) -> None:
         _train(mesh, mesh["dp"], reshard_after_forward=reshard)
 
 
-def test_two_dimensions(threads: Ranks) -> None:
-    threads(_two_dimensions, 4)
-
-
-def _eight_ranks(rank: int, world_size: int) -> None:
+@pytest.mark.long
+@on_threads(8)
+def test_eight_ranks(rank: int, world_size: int) -> None:
     names = ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     for rows in (8, 7):
@@ -116,8 +114,3 @@ def _eight_ranks(rank: int, world_size: int) -> None:
     parallelize_module(uneven, wide["tp"], ColwiseParallel())
     with pytest.raises(ValueError, match=r"Shard\(dim=0\) for weight on rank .* cut it unevenly"):
         fully_shard(uneven, mesh=wide["dp"], shard_placement_fn=lambda param: Shard(0))
-
-
-@pytest.mark.long
-def test_eight_ranks(threads: Ranks) -> None:
-    threads(_eight_ranks, 8)

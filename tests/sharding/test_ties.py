@@ -19,6 +19,7 @@ from tests.sharding.nets import (
     loss_of,
     seeded,
 )
+from tests.worlds import on_threads
 
 Ranks = Callable[..., list[Any]]
 
@@ -45,7 +46,10 @@ def _shard(model: nn.Module, **kwargs: Any) -> nn.Module:
     return fully_shard(model, **kwargs)
 
 
-def _trains(rank: int, world_size: int, zero: int) -> None:
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_threads()
+def test_training_equals_unsharded_training(rank: int, world_size: int, zero: int) -> None:
     whole = seeded(Tied)
     sharded = _shard(seeded(Tied), reshard_after_forward=zero == 3)
     assert sharded.first.weight is sharded.last.weight
@@ -64,13 +68,8 @@ def _trains(rank: int, world_size: int, zero: int) -> None:
     assert sharded.first.weight is sharded.last.weight
 
 
-@pytest.mark.parametrize("zero", [2, 3])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_training_equals_unsharded_training(threads: Ranks, world_size: int, zero: int) -> None:
-    threads(_trains, world_size, zero)
-
-
-def _loads(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_replaced_parameter_is_replaced_everywhere(rank: int, world_size: int) -> None:
     sharded = _shard(seeded(Tied))
     other = _shard(seeded(Tied, seed=1))
     sharded.load_state_dict(other.state_dict(), assign=True)
@@ -79,11 +78,8 @@ def _loads(rank: int, world_size: int) -> None:
     assert torch.equal(sharded(x), other(x))
 
 
-def test_a_replaced_parameter_is_replaced_everywhere(threads: Ranks) -> None:
-    threads(_loads, 2)
-
-
-def _from_meta(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_materializing(rank: int, world_size: int) -> None:
     with torch.device("meta"):
         model = Tied()
     sharded = _shard(model)
@@ -104,10 +100,6 @@ def _from_meta(rank: int, world_size: int) -> None:
     loss_of(sharded, x[rank]).backward()
     average_backward(whole, x)
     assert_same_gradients(sharded, whole)
-
-
-def test_materializing(threads: Ranks) -> None:
-    threads(_from_meta, 2)
 
 
 def _meshes(rank: int, world_size: int) -> str:

@@ -26,13 +26,16 @@ from tests.sharding.nets import (
     loss_of,
     seeded,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import on_processes, on_threads
 
 # -- unsharding by hand ------------------------------------------------------------------------
 
 
-def _unshards_first(rank: int, world_size: int, async_op: bool) -> None:
+@pytest.mark.parametrize("async_op", [True, False])
+@on_threads(2)
+def test_modules_may_be_unsharded_before_the_first_forward(
+    rank: int, world_size: int, async_op: bool
+) -> None:
     net, whole = seeded(Net), seeded(Net)
     sharded = [fully_shard(block) for block in net.blocks]
     fully_shard(net)
@@ -44,22 +47,16 @@ def _unshards_first(rank: int, world_size: int, async_op: bool) -> None:
     assert_same_gradients(net, whole)
 
 
-@pytest.mark.parametrize("async_op", [True, False])
-def test_modules_may_be_unsharded_before_the_first_forward(threads: Ranks, async_op: bool) -> None:
-    threads(_unshards_first, 2, async_op)
-
-
-def _replaces(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(
+    rank: int, world_size: int
+) -> None:
     layer = fully_shard(nn.Linear(4, 3, bias=False))
     old = cast(DTensor, layer.weight)
     new = distribute_tensor(torch.full((3, 4), 2.0), old.device_mesh, old.placements)
     layer.weight = nn.Parameter(new)
     layer.unshard()
     torch.testing.assert_close(layer.weight.detach(), torch.full((3, 4), 2.0))
-
-
-def test_a_parameter_replaced_before_is_the_one_that_is_unsharded(threads: Ranks) -> None:
-    threads(_replaces, 2)
 
 
 # -- several modules as one group --------------------------------------------------------------
@@ -91,7 +88,12 @@ def _backward_by_chunks(model: nn.Module, x: torch.Tensor) -> Iterator[None]:
     hidden.backward(torch.cat(cast(list[torch.Tensor], grads)))
 
 
-def _chunked_head(rank: int, world_size: int, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False])
+@on_threads(2)
+def test_one_module_of_a_group_may_run_again_and_again_by_itself(
+    rank: int, world_size: int, reshard: bool
+) -> None:
+    """Its gradients are there after each backward, and all of them count."""
     model, whole = seeded(_WithHead), seeded(_WithHead)
     fully_shard(model.body, reshard_after_forward=reshard)
     fully_shard([model.norm, model.head], reshard_after_forward=reshard)
@@ -116,14 +118,6 @@ def _chunked_head(rank: int, world_size: int, reshard: bool) -> None:
         whole.zero_grad()
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-def test_one_module_of_a_group_may_run_again_and_again_by_itself(
-    threads: Ranks, reshard: bool
-) -> None:
-    """Its gradients are there after each backward, and all of them count."""
-    threads(_chunked_head, 2, reshard)
-
-
 class _StemThenBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -137,7 +131,11 @@ class _StemThenBlocks(nn.Module):
         return x
 
 
-def _container(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(
+    rank: int, world_size: int
+) -> None:
+    """It has no forward, so the other one's gathers its parameters."""
     model, whole = seeded(_StemThenBlocks), seeded(_StemThenBlocks)
     fully_shard([model.stem, model.blocks])
     fully_shard(model)
@@ -148,15 +146,11 @@ def _container(rank: int, world_size: int) -> None:
         assert_same_gradients(model, whole)
 
 
-def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(threads: Ranks) -> None:
-    """It has no forward, so the other one's gathers its parameters."""
-    threads(_container, 2)
-
-
 # -- switches ----------------------------------------------------------------------------------
 
 
-def _factor_and_back(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_no_factor_divides_by_the_number_of_ranks_again(rank: int, world_size: int) -> None:
     net, whole = fully_shard(seeded(Net)), seeded(Net)
     x = batches(world_size)
     net.set_gradient_divide_factor(0.5)
@@ -164,10 +158,6 @@ def _factor_and_back(rank: int, world_size: int) -> None:
     loss_of(net, x[rank]).backward()
     average_backward(whole, x)
     assert_same_gradients(net, whole)
-
-
-def test_no_factor_divides_by_the_number_of_ranks_again(threads: Ranks) -> None:
-    threads(_factor_and_back, 2)
 
 
 # -- the sequence of collectives ---------------------------------------------------------------
@@ -283,7 +273,12 @@ def _sequence(shard: Shard, name: str, x: torch.Tensor) -> list[Any]:
     return events
 
 
-def _same_sequence(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="named otherwise by older torch")
+@pytest.mark.parametrize("name", MODELS)
+@on_processes(2)
+def test_collectives_are_torchs_in_order_size_and_dtype(
+    rank: int, world_size: int, name: str
+) -> None:
     x = batches(world_size)[rank]
 
     def ours(module: Any, **kwargs: Any) -> Any:
@@ -303,12 +298,6 @@ def _same_sequence(rank: int, world_size: int, name: str) -> None:
             assert own[::2] == theirs[::2]
         else:
             assert own == theirs
-
-
-@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="named otherwise by older torch")
-@pytest.mark.parametrize("name", MODELS)
-def test_collectives_are_torchs_in_order_size_and_dtype(ranks: Ranks, name: str) -> None:
-    ranks(_same_sequence, 2, name)
 
 
 # -- which bits are promised -------------------------------------------------------------------
@@ -341,7 +330,12 @@ class _Transducer(nn.Module):
         return x
 
 
-def _grads_of_shared_inputs(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_gradients_of_an_input_of_several_modules_are_added_up_module_by_module(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
     x = batches(world_size).to(dtype)
     grads = []
     for as_views in (False, True):
@@ -361,14 +355,6 @@ def _grads_of_shared_inputs(rank: int, world_size: int, dtype: torch.dtype) -> N
         step = float(other.abs().max()) * torch.finfo(dtype).eps
         torch.testing.assert_close(mine, other, rtol=0, atol=2 * step)
     assert not all(map(torch.equal, found, plain)), "no test of the order"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_of_an_input_of_several_modules_are_added_up_module_by_module(
-    threads: Ranks, world_size: int, dtype: torch.dtype
-) -> None:
-    threads(_grads_of_shared_inputs, world_size, dtype)
 
 
 def _step_clipped(net: nn.Module, rank: int, max_norm: float | None) -> list[torch.Tensor]:
@@ -392,7 +378,10 @@ class _WithoutScalar(Net):
         self.gain = 1.5
 
 
-def _trains_as_both(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_over_two_ranks_the_bits_are_those_of_fsdp2_and_without_clipping_of_ddp(
+    rank: int, world_size: int
+) -> None:
     for make in (_WithoutScalar, _Transducer):
         for max_norm in (None, 0.05):
             found = {}
@@ -408,9 +397,3 @@ def _trains_as_both(rank: int, world_size: int) -> None:
             torch.testing.assert_close(ours, ddp, rtol=1e-6, atol=1e-6)
             if make is _WithoutScalar and max_norm is None:
                 assert all(map(torch.equal, ours, ddp)), "nothing is added up in another order"
-
-
-def test_over_two_ranks_the_bits_are_those_of_fsdp2_and_without_clipping_of_ddp(
-    ranks: Ranks,
-) -> None:
-    ranks(_trains_as_both, 2)

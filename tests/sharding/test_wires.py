@@ -33,6 +33,7 @@ from tests.sharding.test_communication import Gather, Scatter
 from tests.sharding.test_extension import Halved
 from tests.threads import on_hosts
 from tests.transport.encoded import through
+from tests.worlds import on_threads
 
 INT8 = Wire(gather="int8", reduce="int8")
 GRADIENTS = Wire(reduce="int8")
@@ -194,7 +195,10 @@ def test_replicas_stay_equal_to_the_bit(threads: Threads, wire: Any) -> None:
     assert len({float(shards[0]) for shards in found if shards[0].numel() == 1}) == 1
 
 
-def _seen(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_forward_and_backward_compute_with_the_same_decoded_parameters(
+    rank: int, world_size: int
+) -> None:
     net = sharded_net(transport="c10d", wire=Wire(gather="int8"))
     masters = {name: _full(param).detach().clone() for name, param in net.named_parameters()}
     seen: dict[str, torch.Tensor] = {}
@@ -220,10 +224,6 @@ def _seen(rank: int, world_size: int) -> None:
         assert torch.equal(_full(param).detach(), masters[name]), "shards stay exact"
 
 
-def test_forward_and_backward_compute_with_the_same_decoded_parameters(threads: Threads) -> None:
-    threads(_seen, 2)
-
-
 class Clamping(nn.Module):
     """Writes to one element of its weight in forward."""
 
@@ -237,7 +237,10 @@ class Clamping(nn.Module):
         return x @ self.weight.t()
 
 
-def _written(rank: int, world_size: int) -> None:
+@on_threads(3)
+def test_what_a_module_writes_to_its_parameter_changes_nothing_else(
+    rank: int, world_size: int
+) -> None:
     for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         net = fully_shard(Clamping(), transport="c10d", wire=Wire(gather="int8"), mp_policy=policy)
         expected = Clamping().weight.detach().clone()
@@ -246,11 +249,8 @@ def _written(rank: int, world_size: int) -> None:
         assert torch.equal(_full(net.weight).detach(), expected)
 
 
-def test_what_a_module_writes_to_its_parameter_changes_nothing_else(threads: Threads) -> None:
-    threads(_written, 3)
-
-
-def _mixed(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_with_bf16_parameters(rank: int, world_size: int) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     nets = [
         sharded_net(transport="c10d", mp_policy=policy, **more)
@@ -263,10 +263,6 @@ def _mixed(rank: int, world_size: int) -> None:
     torch.testing.assert_close(plain, encoded, rtol=0.1, atol=0.1)
     encoded.square().mean().backward()
     assert all(param.grad is not None for param in nets[2].parameters())
-
-
-def test_with_bf16_parameters(threads: Threads) -> None:
-    threads(_mixed, 2)
 
 
 def _unused(rank: int, world_size: int) -> None:
@@ -299,7 +295,8 @@ class Pair(nn.Module):
         return self.always(x)
 
 
-def _copied(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_a_copy_of_a_model_has_errors_of_its_own(rank: int, world_size: int) -> None:
     net = sharded_net(transport="c10d", wire=FEEDBACK)
     loss_of(net, batches(world_size)[rank]).backward()
     twin, whole = copy.deepcopy(net), seeded(Net)
@@ -307,10 +304,6 @@ def _copied(rank: int, world_size: int) -> None:
     loss_of(twin, batches(world_size, 1)[rank]).backward()
     average_backward(whole, batches(world_size, 1))
     _assert_near(twin, whole, 0.03)
-
-
-def test_a_copy_of_a_model_has_errors_of_its_own(threads: Threads) -> None:
-    threads(_copied, 2)
 
 
 def _spoiled(rank: int, world_size: int) -> tuple[int, bool]:
@@ -336,7 +329,8 @@ def test_gradients_that_are_not_finite_stay_so_and_are_counted(threads: Threads)
     assert also
 
 
-def _which(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_a_mapping_names_dimensions(rank: int, world_size: int) -> None:
     mesh = hybrid_mesh(world_size)
     net = fully_shard(seeded(Net), mesh=mesh, transport="c10d", wire={"replicate": GRADIENTS})
     chosen = group_of(net).mesh
@@ -351,11 +345,8 @@ def _which(rank: int, world_size: int) -> None:
     loss_of(net, batches(world_size)[rank]).backward()
 
 
-def test_a_mapping_names_dimensions(threads: Threads) -> None:
-    threads(_which, 4)
-
-
-def _post_forward(rank: int, world_size: int) -> None:
+@on_threads(4)
+def test_shards_over_fewer_ranks_are_not_encoded_again(rank: int, world_size: int) -> None:
     net = sharded_net(transport="c10d", wire=INT8, of_blocks={"reshard_after_forward": 2})
     whole = seeded(Net)
     smaller = group_of(net.blocks[0]).post_forward
@@ -366,14 +357,11 @@ def _post_forward(rank: int, world_size: int) -> None:
     _assert_near(net, whole, 0.1)
 
 
-def test_shards_over_fewer_ranks_are_not_encoded_again(threads: Threads) -> None:
-    threads(_post_forward, 4)
-
-
 # -- what is refused -------------------------------------------------------------------------------
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_what_a_wire_cannot_encode_is_refused_by_name(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp",))
     with pytest.raises(
         ValueError, match=r"'hosts' \(fully_shard\(Net\) on rank \d\), expected one of 'dp'"
@@ -392,11 +380,10 @@ def _refused(rank: int, world_size: int) -> None:
         fully_shard(holder, transport="c10d", wire=INT8)
 
 
-def test_what_a_wire_cannot_encode_is_refused_by_name(threads: Threads) -> None:
-    threads(_refused, 2)
-
-
-def _custom_beside(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_custom_collectives_go_with_wires_for_the_other_direction(
+    rank: int, world_size: int
+) -> None:
     """A custom gather goes with encoded gradients, and the other way round."""
     for wire, method, comm in (
         (GRADIENTS, "set_custom_all_gather", Gather(returns_work=True)),
@@ -410,14 +397,11 @@ def _custom_beside(rank: int, world_size: int) -> None:
         _assert_near(net, whole, 0.03)
 
 
-def test_custom_collectives_go_with_wires_for_the_other_direction(threads: Threads) -> None:
-    threads(_custom_beside, 2)
-
-
 # -- the other front doors, and other dtypes -------------------------------------------------------
 
 
-def _doors(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_fsdp1_and_xla_have_wires_too(rank: int, world_size: int) -> None:
     for make in (FullyShardedDataParallel, XlaFullyShardedDataParallel):
         net: Any = make(seeded(Net), transport="c10d", wire=GRADIENTS)
         assert isinstance(group_of(net.module).mesh.scatter, EncodedTransport)
@@ -425,10 +409,6 @@ def _doors(rank: int, world_size: int) -> None:
         loss_of(net, batches(world_size)[rank]).backward()
         average_backward(whole, batches(world_size))
         _assert_near(net.module, whole, 0.03)
-
-
-def test_fsdp1_and_xla_have_wires_too(threads: Threads) -> None:
-    threads(_doors, 2)
 
 
 class Other(nn.Module):
@@ -446,7 +426,8 @@ class Other(nn.Module):
         return x.double() @ weight.t()
 
 
-def _other_dtypes(rank: int, world_size: int) -> None:
+@on_threads(2)
+def test_other_dtypes_are_sent_as_they_are(rank: int, world_size: int) -> None:
     net: Any = fully_shard(seeded(Other), transport="c10d", wire=GRADIENTS)
     whole = seeded(Other)
     loss_of(net, batches(world_size)[rank]).backward()
@@ -456,7 +437,3 @@ def _other_dtypes(rank: int, world_size: int) -> None:
         torch.testing.assert_close(_full(found), wanted)
     scale = float(whole.weight.grad.abs().max())
     torch.testing.assert_close(_full(net.weight.grad), whole.weight.grad, rtol=0.0, atol=scale / 50)
-
-
-def test_other_dtypes_are_sent_as_they_are(threads: Threads) -> None:
-    threads(_other_dtypes, 2)

@@ -12,6 +12,7 @@ from shardwise.base.errors import PeerLostError
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
 from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
 
@@ -70,14 +71,11 @@ def _nobody_waits(rank: int, world_size: int) -> None:
     assert torch.equal(received, _expected(rank, world_size, 2, 200_000))
 
 
-def _all(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_rows_arrive_in_any_order_of_calls_and_waits(rank: int, world_size: int) -> None:
     for check in (_swap, _any_order, _nobody_waits):
         check(rank, world_size)
         dist.barrier()
-
-
-def test_rows_arrive_in_any_order_of_calls_and_waits() -> None:
-    run_ranks(_all, 3)
 
 
 def _alone(rank: int, world_size: int) -> str | None:

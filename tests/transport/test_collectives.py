@@ -16,6 +16,7 @@ from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 NAMES = [
     "all_gather_single",
@@ -79,7 +80,8 @@ def test_a_monitor_of_the_older_names_sees_them_too() -> None:
         assert counts == {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
 
 
-def _lone_tensors(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_tensor_alone_of_its_dtype_is_not_copied(rank: int, world_size: int) -> None:
     """A tensor alone of its dtype travels from and to its own memory."""
     transport = select_transport(dist.group.WORLD, torch.device("cpu"), "collectives")
     seen: list[int] = []
@@ -94,10 +96,6 @@ def _lone_tensors(rank: int, world_size: int) -> None:
     transport.all_gather([torch.full((3,), float(rank))], [full]).wait()
     assert seen == [full.data_ptr()]
     assert full.view(world_size, 3)[:, 0].tolist() == [0.0, 1.0]
-
-
-def test_a_tensor_alone_of_its_dtype_is_not_copied() -> None:
-    run_ranks(_lone_tensors, 2)
 
 
 def _counted(

@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.threads import run_threads
 from tests.transport.conformance import Checks, Item, check_all, fuzz
 from tests.transport.fake import FakeTransport, FakeWorld
+from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
 WORLD_SIZES = [1, 2, 3, 4]
@@ -44,7 +45,9 @@ def _transports() -> list[Transport]:
     return [found, GlooTransport(group), CollectivesTransport(group, GLOO)]
 
 
-def _check_all_transports(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
+@on_processes()
+def test_results_equal_the_reference(rank: int, world_size: int) -> None:
     # Little is large here, so that both ways are taken without many bytes.
     gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 2000
     buckets.BLOCK_BYTES = 1000
@@ -56,12 +59,11 @@ def _check_all_transports(rank: int, world_size: int) -> None:
     check_all(NcclTransport(group, GLOO), exact=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_results_equal_the_reference(world_size: int) -> None:
-    run_ranks(_check_all_transports, world_size)
-
-
-def _fuzz_all_transports(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
+@on_processes()
+def test_random_collectives_waited_for_in_any_order_equal_the_reference(
+    rank: int, world_size: int
+) -> None:
     gloo.SMALL_BYTES = gloo.SMALL_ALL_REDUCE_BYTES = collectives.SMALL_BYTES = 5000
     buckets.BLOCK_BYTES = 3000
     group = _world_group()
@@ -72,23 +74,15 @@ def _fuzz_all_transports(rank: int, world_size: int) -> None:
     fuzz(Checks(NcclTransport(group, GLOO), exact=False), 30, seed=3, largest=3000)
 
 
-def _check_large(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_large_tensors_equal_the_reference(rank: int, world_size: int) -> None:
     """Use the thresholds of real trainings."""
     checks = Checks(GlooTransport(_world_group()), exact=True)
     items = [Item(1_000_000), Item(10), Item(300_000, 7, torch.bfloat16, torch.float32)]
     checks.all_gather(items, 1).finish()
     checks.reduce_scatter(items, Reduce.AVG, 1).finish()
     checks.all_reduce(items, Reduce.AVG, 1).finish()
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_large_tensors_equal_the_reference(world_size: int) -> None:
-    run_ranks(_check_large, world_size)
-
-
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_random_collectives_waited_for_in_any_order_equal_the_reference(world_size: int) -> None:
-    run_ranks(_fuzz_all_transports, world_size)
 
 
 def test_one_rank_alone_needs_no_process_group() -> None:
@@ -162,14 +156,11 @@ def test_any_dtype_can_be_gathered(run: Run) -> None:
     run(_gather_exotic_dtypes, 2)
 
 
-def _two_transports_of_one_group(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_transports_of_one_group_do_not_mix_messages(rank: int, world_size: int) -> None:
     """Their messages carry the same tags, and are still told apart."""
     one, two = (Checks(GlooTransport(_world_group()), exact=True) for _ in range(2))
     items = [Item(5), Item(100_000)]
     first, second = one.all_gather(items, 1), two.all_gather(items, 2)
     second.finish()
     first.finish()
-
-
-def test_transports_of_one_group_do_not_mix_messages() -> None:
-    run_ranks(_two_transports_of_one_group, 3)

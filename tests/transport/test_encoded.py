@@ -24,6 +24,7 @@ from tests.harness import run_ranks
 from tests.threads import run_threads
 from tests.transport.conformance import check_cases, fuzz
 from tests.transport.encoded import CPU, SHARE, EncodedChecks, over_world, through
+from tests.worlds import on_processes
 
 INT8 = Wire(gather="int8", reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
@@ -59,7 +60,9 @@ def test_results_are_within_the_error_of_the_format(world_size: int, wire: Wire)
     run_threads(_contract, world_size, wire, 8)
 
 
-def _contract_of_all(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
+@on_processes()
+def test_messages_of_real_processes_keep_the_contract(rank: int, world_size: int) -> None:
     for wire in (INT8, Wire(gather="bf16", reduce="fp8", error_feedback=True)):
         _contract(rank, world_size, wire, 20)
     checks = EncodedChecks(over_world(INT8, "collectives"))
@@ -78,11 +81,6 @@ def _nobody_waits(rank: int, world_size: int) -> None:
     transport.all_reduce([tensor], Reduce.SUM, Label("kept")).wait()
     expected = world_size * (world_size + 1) / 2
     torch.testing.assert_close(tensor, torch.full((5000,), expected), rtol=0.01, atol=0)
-
-
-@pytest.mark.parametrize("world_size", [3, pytest.param(4, marks=pytest.mark.long)])
-def test_messages_of_real_processes_keep_the_contract(world_size: int) -> None:
-    run_ranks(_contract_of_all, world_size)
 
 
 class Source:
@@ -293,7 +291,8 @@ def test_a_rank_computes_with_what_the_others_decode_and_keeps_its_shard() -> No
 # -- which dimensions ------------------------------------------------------------------------------
 
 
-def _chosen(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_what_stays_on_the_host_is_not_encoded(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     for requested in ("auto", "shm"):
         found = compose(group, CPU, ChannelOptions(requested, INT8))
@@ -304,10 +303,6 @@ def _chosen(rank: int, world_size: int) -> None:
     assert one is compose(group, CPU, ChannelOptions("c10d", Wire(gather="int8", reduce="int8")))
     assert one is not compose(group, CPU, ChannelOptions("c10d", FEEDBACK))
     assert isinstance(compose(None, CPU, ChannelOptions("c10d", INT8)), LocalTransport)
-
-
-def test_what_stays_on_the_host_is_not_encoded() -> None:
-    run_ranks(_chosen, 2)
 
 
 def _apart(rank: int, world_size: int) -> bool:

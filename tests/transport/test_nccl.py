@@ -14,11 +14,15 @@ from shardwise.transport import carrier, collectives
 from shardwise.transport.base import Reduce
 from shardwise.transport.collectives import NcclTransport
 from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 LARGE = collectives.SMALL_BYTES  # elements: some bytes each
 
 
-def _addresses(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_large_parameters_travel_in_place_in_one_launch_and_small_ones_packed(
+    rank: int, world_size: int
+) -> None:
     """Record which memory each collective reads and writes, and how often there is a launch."""
     assert dist.group.WORLD is not None
     transport = NcclTransport(dist.group.WORLD, GLOO)
@@ -66,11 +70,10 @@ def _addresses(rank: int, world_size: int) -> None:
     assert len(pairs) == 1, "small parameters are packed"
 
 
-def test_large_parameters_travel_in_place_in_one_launch_and_small_ones_packed() -> None:
-    run_ranks(_addresses, 2)
-
-
-def _apart(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_backend_that_cannot_gather_in_place_gets_memory_apart(
+    rank: int, world_size: int
+) -> None:
     """Some backends forbid that the buffers of a collective overlap."""
     assert dist.group.WORLD is not None
     plain = dataclasses.replace(GLOO, gathers_in_place=False)
@@ -92,10 +95,6 @@ def _apart(rank: int, world_size: int) -> None:
             assert full.view(world_size, 3).tolist() == [[r + 1] * 3 for r in range(world_size)]
     assert len(ranges) == 2
     assert all(own not in output for output, own in ranges)
-
-
-def test_a_backend_that_cannot_gather_in_place_gets_memory_apart() -> None:
-    run_ranks(_apart, 2)
 
 
 def _padding(rank: int, world_size: int) -> float:

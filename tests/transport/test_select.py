@@ -13,6 +13,7 @@ from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import CustomTransport
 from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
+from tests.worlds import on_processes
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -73,16 +74,15 @@ def test_an_unknown_variable_is_named_with_the_choices(monkeypatch: pytest.Monke
         select_transport(None, CPU)
 
 
-def _shared(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_groups_of_parameters_over_the_same_ranks_share_a_transport(
+    rank: int, world_size: int
+) -> None:
     world, other = dist.group.WORLD, dist.new_group([0, 1])
     first = select_transport(world, CPU)
     assert select_transport(world, CPU) is first
     assert select_transport(world, CPU, "collectives") is not first
     assert select_transport(other, CPU) is not first
-
-
-def test_groups_of_parameters_over_the_same_ranks_share_a_transport() -> None:
-    run_ranks(_shared, 2)
 
 
 def _let_go(rank: int, world_size: int) -> list[float]:

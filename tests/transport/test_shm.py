@@ -42,6 +42,7 @@ from tests.sharding.nets import (
     seeded,
 )
 from tests.test_observe import Notes
+from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
 NUMEL = 1_000_000
@@ -72,7 +73,8 @@ def _taken(transport: ShmTransport) -> int:
 # -- memory ------------------------------------------------------------------------------------
 
 
-def _pieces(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_groups_of_one_size_take_turns_in_the_memory_of_three(rank: int, world_size: int) -> None:
     transport = _transport()
     nbytes = 4 * NUMEL * world_size
     groups = [transport.full_buffers([NUMEL * world_size], [torch.float32], CPU) for _ in range(10)]
@@ -91,11 +93,8 @@ def _pieces(rank: int, world_size: int) -> None:
     assert _taken(transport) - small <= 3 * nbytes + 2**20
 
 
-def test_groups_of_one_size_take_turns_in_the_memory_of_three() -> None:
-    run_ranks(_pieces, 2)
-
-
-def _unequal_groups(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_groups_of_other_sizes_take_turns_too(rank: int, world_size: int) -> None:
     transport = _transport()
     numels = [NUMEL + 100_000 * i for i in range(8)]
     groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
@@ -110,11 +109,8 @@ def _unequal_groups(rank: int, world_size: int) -> None:
     assert _taken(transport) <= 2 * 4 * max(numels) * world_size + 2**20
 
 
-def test_groups_of_other_sizes_take_turns_too() -> None:
-    run_ranks(_unequal_groups, 2)
-
-
-def _one_large_group(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_a_large_group_does_not_make_all_memory_large(rank: int, world_size: int) -> None:
     transport = _transport()
     large, *small = [
         transport.full_buffers([numel * world_size], [torch.float32], CPU)
@@ -132,11 +128,8 @@ def _one_large_group(rank: int, world_size: int) -> None:
     assert _taken(transport) <= (2 * 4 + 2) * 4 * NUMEL * world_size + 2**20
 
 
-def test_a_large_group_does_not_make_all_memory_large() -> None:
-    run_ranks(_one_large_group, 2)
-
-
-def _large_and_small_groups(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_small_groups_leave_the_memory_of_large_ones_alone(rank: int, world_size: int) -> None:
     transport = _transport()
     numels = 2 * [4 * NUMEL, *[NUMEL] * 4]  # an embedding, blocks, a head, the blocks again
     groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
@@ -150,11 +143,8 @@ def _large_and_small_groups(rank: int, world_size: int) -> None:
     assert _taken(transport) <= (4 + 2) * 4 * NUMEL * world_size + 2**20
 
 
-def test_small_groups_leave_the_memory_of_large_ones_alone() -> None:
-    run_ranks(_large_and_small_groups, 2)
-
-
-def _trimmed(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_the_memory_of_reductions_is_given_back_if_asked(rank: int, world_size: int) -> None:
     transport = _transport()
     fulls = [torch.arange(3.0 * NUMEL) + rank, torch.ones(5)]
     outs = [torch.empty(-(-full.numel() // world_size)) for full in fulls]
@@ -185,11 +175,10 @@ def _trimmed(rank: int, world_size: int) -> None:
     assert _taken(transport) - before < 2**20
 
 
-def test_the_memory_of_reductions_is_given_back_if_asked() -> None:
-    run_ranks(_trimmed, 3)
-
-
-def _too_large_for_the_next(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back(
+    rank: int, world_size: int
+) -> None:
     transport = _transport()
     large, small = [
         transport.full_buffers([numel * world_size], [torch.float32], CPU)
@@ -216,11 +205,10 @@ def _too_large_for_the_next(rank: int, world_size: int) -> None:
         small.free()
 
 
-def test_full_parameters_that_are_too_large_for_the_next_group_are_given_back() -> None:
-    run_ranks(_too_large_for_the_next, 3)
-
-
-def _small_beside_a_large_one(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_full_parameters_of_small_groups_are_given_back_while_there_is_a_large_one(
+    rank: int, world_size: int
+) -> None:
     transport = _transport()
     numels = [NUMEL, NUMEL, NUMEL, 4 * NUMEL]  # blocks, a head
     *blocks, head = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
@@ -249,11 +237,9 @@ def _small_beside_a_large_one(rank: int, world_size: int) -> None:
         blocks[0].free()
 
 
-def test_full_parameters_of_small_groups_are_given_back_while_there_is_a_large_one() -> None:
-    run_ranks(_small_beside_a_large_one, 3)
-
-
-def _used_up(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
+@on_processes()
+def test_gradients_that_nobody_else_has_give_their_memory_back(rank: int, world_size: int) -> None:
     transport = _transport()
     sizes = [300_001, 17, 100_000]
     with patch.object(memory, "RETURNED_BYTES", 10_000), patch.object(shm, "_AT_ONCE", 2**16):
@@ -277,12 +263,8 @@ def _used_up(rank: int, world_size: int) -> None:
                     assert changed > size / 2 if gone else changed == 0, (i, owned, changed)
 
 
-@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_gradients_that_nobody_else_has_give_their_memory_back(world_size: int) -> None:
-    run_ranks(_used_up, world_size)
-
-
-def _kept_by_a_program(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_gradients_that_a_program_keeps_stay_what_they_are(rank: int, world_size: int) -> None:
     kept: list[torch.Tensor] = []
 
     class Keeping(torch.nn.Linear):
@@ -304,11 +286,8 @@ def _kept_by_a_program(rank: int, world_size: int) -> None:
         assert [torch.equal(each, x.sum(0).expand(128, 64)) for each in kept] == [True]
 
 
-def test_gradients_that_a_program_keeps_stay_what_they_are() -> None:
-    run_ranks(_kept_by_a_program, 2)
-
-
-def _many_under_way(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_hundreds_of_collectives_under_way(rank: int, world_size: int) -> None:
     transport = _transport()
     works, outs = [], []
     for i in range(300):
@@ -320,11 +299,8 @@ def _many_under_way(rank: int, world_size: int) -> None:
         assert out.tolist() == [float(sum(i + each for each in range(world_size)))] * 10, i
 
 
-def test_hundreds_of_collectives_under_way() -> None:
-    run_ranks(_many_under_way, 2)
-
-
-def _too_many_under_way(rank: int, world_size: int) -> str:
+@on_processes(2)
+def test_too_many_collectives_under_way_are_an_error(rank: int, world_size: int) -> str:
     with patch.multiple(sync, CAPACITY=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(20)]
@@ -334,11 +310,8 @@ def _too_many_under_way(rank: int, world_size: int) -> str:
         return str(caught.value)
 
 
-def test_too_many_collectives_under_way_are_an_error() -> None:
-    run_ranks(_too_many_under_way, 2)
-
-
-def _about_to_overwrite(rank: int, world_size: int) -> None:
+@on_processes(2)
+def test_an_entry_that_is_about_to_be_overwritten_is_not_read(rank: int, world_size: int) -> None:
     with patch.multiple(sync, CAPACITY=8):
         transport = _transport()
         works = [transport.all_reduce([torch.ones(1)], Reduce.SUM) for _ in range(8)]
@@ -349,10 +322,6 @@ def _about_to_overwrite(rank: int, world_size: int) -> None:
             with pytest.raises(RuntimeError, match="is 7 behind those of rank 1"):
                 works[0].wait()
         dist.barrier()
-
-
-def test_an_entry_that_is_about_to_be_overwritten_is_not_read() -> None:
-    run_ranks(_about_to_overwrite, 2)
 
 
 def _new_groups(rank: int, world_size: int) -> list[int]:
@@ -403,7 +372,10 @@ def test_a_full_parameter_exists_once_per_host() -> None:
     assert sum(shares) == pytest.approx(whole, rel=0.1)
 
 
-def _gathered_again(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_a_second_gather_waits_for_those_who_still_read_the_first(
+    rank: int, world_size: int
+) -> None:
     transport = _transport()
     buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
     buffers.allocate()
@@ -416,11 +388,8 @@ def _gathered_again(rank: int, world_size: int) -> None:
         assert buffers.tensors[0][::1000].tolist() == expected
 
 
-def test_a_second_gather_waits_for_those_who_still_read_the_first() -> None:
-    run_ranks(_gathered_again, 3)
-
-
-def _lent_again(rank: int, world_size: int) -> None:
+@on_processes(3)
+def test_memory_is_reused_when_all_ranks_have_freed_it(rank: int, world_size: int) -> None:
     transport = _transport()
     buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
     for step in range(20):
@@ -432,10 +401,6 @@ def _lent_again(rank: int, world_size: int) -> None:
         expected = [float(step * world_size + each) for each in range(world_size)]
         assert buffers.tensors[0][::1000].tolist() == expected
         buffers.free()
-
-
-def test_memory_is_reused_when_all_ranks_have_freed_it() -> None:
-    run_ranks(_lent_again, 3)
 
 
 # -- who may share it --------------------------------------------------------------------------
@@ -688,7 +653,10 @@ def test_ranks_that_wait_sleep() -> None:
     assert run_ranks(_sleeps, 2)[0] < 0.5
 
 
-def _all_kinds(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("world_size", [2, 3])
+@on_processes()
+def test_dtypes_and_uneven_chunks(rank: int, world_size: int, dtype: torch.dtype) -> None:
     transport = _transport()
     grads = [torch.full((5,), float(each + 1), dtype=dtype) for each in range(world_size)]
     shard = torch.empty(2 if world_size == 3 else 3, dtype=torch.float32)
@@ -698,12 +666,6 @@ def _all_kinds(rank: int, world_size: int, dtype: torch.dtype) -> None:
     assert shard[:held].tolist() == [mean] * held
     transport.all_reduce([grads[rank]], Reduce.SUM).wait()
     assert grads[rank].tolist() == [mean * world_size] * 5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_dtypes_and_uneven_chunks(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(_all_kinds, world_size, dtype)
 
 
 def test_a_small_dev_shm_does_not_matter() -> None:

@@ -28,6 +28,7 @@ from shardwise.base.scratch import libc
 from shardwise.transport.base import FullBuffers, Label, Reduce
 from tests.harness import Outcome, run_ranks
 from tests.transport.streams import CPU, Stream, world_group
+from tests.worlds import on_processes
 
 pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
@@ -151,7 +152,8 @@ def test_survivors_name_a_rank_that_is_killed_at_any_moment() -> None:
         kill_one(seed)  # within the time of the test, of which the timeout is many times
 
 
-def _late_to_free(rank: int, world_size: int) -> None:
+@on_processes(2, pg_timeout=5)
+def test_memory_is_not_taken_from_a_rank_that_is_late_to_free(rank: int, world_size: int) -> None:
     """Rank 1 keeps reading what rank 0 freed long ago."""
     transport = Stream(world_group(), "late", compared=False).transport
     first, *others = (
@@ -174,10 +176,6 @@ def _late_to_free(rank: int, world_size: int) -> None:
         assert first.tensors[0].view(world_size, -1)[:, 0].tolist() == [0.0, 1.0]
         first.free()
     gather(first, 7.0)
-
-
-def test_memory_is_not_taken_from_a_rank_that_is_late_to_free() -> None:
-    run_ranks(_late_to_free, 2, pg_timeout=5)
 
 
 def _stop_one(rank: int, world_size: int, victim: int, seconds: float) -> Loss:

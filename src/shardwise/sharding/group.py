@@ -199,7 +199,8 @@ class ParamGroup:
         """
         lease, source = self._lease, None
         if lease is None:
-            self.reshard()  # frees what is left
+            if self._is_left:
+                self._free()
             self._take_over_replaced()
         elif lease.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
@@ -335,9 +336,9 @@ class ParamGroup:
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
-        if self._is_left:
-            self._free()
         if self.state is not GroupState.UNSHARDED:
+            if self._is_left:
+                self._free()
             return
         if not self.frees_after_forward:
             if any(param.form.is_tied for param in self.params):
@@ -357,7 +358,7 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return self._is_left or (asked and self.state is GroupState.UNSHARDED)
+        return (asked and self.state is GroupState.UNSHARDED) or self._is_left
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.

@@ -27,6 +27,7 @@ from shardwise.checkpoint.ranks.xla import (
 )
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.parity.models import make_model
+from tests.worlds import on_processes
 
 Ranks = Callable[..., list[Any]]
 
@@ -121,10 +122,13 @@ def test_rows_come_back_in_order_under_tensor_parallelism(ranks: Ranks, tmp_path
         assert torch.equal(model[name], value), name
 
 
-def _goes_on(rank: int, world_size: int, folder: Path) -> None:
+@on_processes(2)
+def test_the_same_ranks_go_on_from_their_own_files(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
     for last_dim in (False, True):
         setup = Setup("llama-tied", (world_size,), last_dim=last_dim)
-        prefix = f"{folder}/llama{last_dim}"
+        prefix = f"{tmp_path}/llama{last_dim}"
         model, optimizer = build(setup, seed=0)
         give_state(optimizer)
         fill(model, optimizer)
@@ -142,10 +146,6 @@ def _goes_on(rank: int, world_size: int, folder: Path) -> None:
             load_rank_checkpoint(prefix, other)
         with pytest.raises(CheckpointError, match="is missing"):
             load_rank_checkpoint(f"{prefix}-none", other)
-
-
-def test_the_same_ranks_go_on_from_their_own_files(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(_goes_on, 2, tmp_path)
 
 
 # ---- the command, and files that do not fit ----

@@ -12,8 +12,8 @@ from torch import nn
 from shardwise import FullyShardedDataParallel, XlaFullyShardedDataParallel, checkpoint, fully_shard
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.state import sharded_state_dict
-from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, seeded
+from tests.worlds import on_processes
 
 
 def _wrapped(cls: Any) -> nn.Module:
@@ -42,12 +42,16 @@ def _whole(net: nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.full_tensor() for name, value in state.items()}
 
 
-def _saves_shards(rank: int, world_size: int, folder: Path, cls: Any) -> None:
+@pytest.mark.parametrize("cls", [FullyShardedDataParallel, XlaFullyShardedDataParallel])
+@on_processes(2)
+def test_a_wrapped_model_is_saved_as_shards_and_loaded_anywhere(
+    rank: int, world_size: int, tmp_path: Path, cls: Any
+) -> None:
     net = _wrapped(cls)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     _step(net, optimizer, rank, 0)
-    checkpoint.save(folder / "one", net, optimizer)
-    weights = {entry.fqn: entry for entry in read_manifest(folder / "one").section("model")}
+    checkpoint.save(tmp_path / "one", net, optimizer)
+    weights = {entry.fqn: entry for entry in read_manifest(tmp_path / "one").section("model")}
     pieces = weights["model.blocks.0.up.weight"].pieces
     assert len(pieces) == world_size, "each rank's shard, not the whole"
     _step(net, optimizer, rank, 1)
@@ -55,12 +59,7 @@ def _saves_shards(rank: int, world_size: int, folder: Path, cls: Any) -> None:
     expected = _whole(net)
     for made in (_sharded(), _wrapped(cls)):
         other = torch.optim.AdamW(made.parameters(), lr=0.1)
-        checkpoint.load(folder / "one", made, other)
+        checkpoint.load(tmp_path / "one", made, other)
         _step(made, other, rank, 1)
         for name, value in _whole(made).items():
             assert torch.equal(value, expected[name]), name
-
-
-@pytest.mark.parametrize("cls", [FullyShardedDataParallel, XlaFullyShardedDataParallel])
-def test_a_wrapped_model_is_saved_as_shards_and_loaded_anywhere(tmp_path: Path, cls: Any) -> None:
-    run_ranks(_saves_shards, 2, tmp_path, cls)
