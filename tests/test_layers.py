@@ -26,6 +26,7 @@ LAYERS = [
     ["checkpoint"],
     ["frontends"],
     ["diloco"],
+    ["schema"],
     ["insight"],
     ["__init__"],
     ["app"],
@@ -67,12 +68,13 @@ INNER_LAYERS = {
         ["__init__"],
     ],
     "insight": [["inspect"], ["planning"], ["timeline"], ["__init__"]],
+    "schema": [["option"], ["sharding"], ["training"], ["__init__"]],
     "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
     "app/recipes": [
         ["core"],
         ["text", "vision"],
         ["lm", "mnist", "imagenet", "vit"],
-        ["catalog"],
+        ["catalog", "rank"],
         ["__init__"],
     ],
 }

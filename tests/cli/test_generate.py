@@ -15,8 +15,7 @@ import typer
 from shardwise.app.cli import main
 from shardwise.app.cli.generate import Options, with_options
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import OptionError
-from shardwise.app.recipes.core.option import GROUP, Group, Reads, option
+from shardwise.schema.option import GROUP, Group, OptionError, Reads, option
 
 
 class Shape(enum.Enum):

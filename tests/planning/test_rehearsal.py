@@ -23,13 +23,12 @@ from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import (
-    Checkpointing,
     RehearsalError,
     Settings,
     SettingsError,
-    Stepping,
     UntraceableError,
 )
+from shardwise.schema.sharding import Checkpointing, Stepping
 from tests.planning.profiled import allocated
 
 
@@ -244,8 +243,8 @@ def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_
     log = rehearse(_llama(), settings)
 
     def prepare(model: nn.Module) -> None:
-        if settings.checkpointing is not Checkpointing.NONE:
-            selective = settings.checkpointing is Checkpointing.SELECTIVE
+        if settings.activation_checkpointing is not Checkpointing.NONE:
+            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
             for block in model.model.layers:
                 checkpoint_module(block, context_fn=keep_products if selective else None)
 

@@ -17,11 +17,12 @@ from shardwise.app.recipes.core.begin import (
     require_installed,
 )
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.config import Existing, LogName, OptionError, OutputConfig
 from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import Existing, LogName, OutputConfig
 
 
 @pytest.fixture(autouse=True)

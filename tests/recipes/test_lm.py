@@ -25,7 +25,6 @@ import torch
 from shardwise.app.recipes import lm
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.model import build
@@ -40,7 +39,9 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.settings import Checkpointing, Stepping
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import Checkpointing, PrecisionName, Stepping
+from shardwise.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model

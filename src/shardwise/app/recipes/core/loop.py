@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_
 from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.app.recipes.core.config import TrainConfig
 from shardwise.app.recipes.core.journal import Journal, StepMetrics
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
@@ -39,6 +38,7 @@ from shardwise.base import devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
 from shardwise.optim import OptimizerInBackward
+from shardwise.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged
