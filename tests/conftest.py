@@ -1,4 +1,8 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share.
+
+What takes long to import is imported where it is used: the process that hands tests out to workers
+runs none, and they wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-import torch
-import typer.main
-
-from shardwise.elastic.rank import importing
-from tests.harness import run_ranks
-from tests.threads import run_threads
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile(
@@ -25,6 +23,8 @@ hypothesis.settings.load_profile("patient")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import all tests, and what they import, without looking for garbage in it."""
+    from shardwise.elastic.rank import importing
+
     with importing():
         return (yield)
 
@@ -32,6 +32,8 @@ def pytest_collection() -> Generator[None, object, object]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
     """Compute references as the ranks do: on one thread, so that sums have one order."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -46,6 +48,8 @@ def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _one_tree_of_commands() -> Generator[None]:
     """Build the tree of all commands once; a process of a user parses one command line."""
+    import typer.main
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
@@ -54,10 +58,22 @@ def _one_tree_of_commands() -> Generator[None]:
 @pytest.fixture
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(fn, world_size, *args)``: see :func:`tests.harness.run_ranks`."""
+    from tests.harness import run_ranks
+
     return run_ranks
 
 
 @pytest.fixture
 def threads() -> Callable[..., list[Any]]:
     """``threads(fn, world_size, *args)``: see :func:`tests.threads.run_threads`."""
+    from tests.threads import run_threads
+
     return run_threads
+
+
+@pytest.fixture
+def new_ranks() -> None:
+    """Give a test ranks that have run nothing: it looks at what they hold, or at their start."""
+    from tests.harness import end_kept_worlds
+
+    end_kept_worlds()

@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import faulthandler
+import functools
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -36,6 +37,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -211,14 +213,19 @@ _kept: dict[int, _World] = {}
 _file_of_kept = ""
 
 
+def end_kept_worlds() -> None:
+    """End the worlds that wait: the next run has a new one."""
+    for world in _kept.values():
+        world.end()
+    _kept.clear()
+
+
 def _take_world(world_size: int) -> _World:
     """Take a world that waits, or a new one; end those of another file."""
     global _file_of_kept
     file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
     if file != _file_of_kept:
-        for world in _kept.values():
-            world.end()
-        _kept.clear()
+        end_kept_worlds()
         _file_of_kept = file
     return _kept.pop(world_size, None) or _World(world_size)
 
@@ -369,6 +376,11 @@ def _store(port: int, *, is_master: bool) -> Any:
     )
 
 
+def remember() -> None:
+    """Note in the server what ranks have to put back between two functions."""
+    _patchable()
+
+
 def start_server() -> multiprocessing.context.ForkServerContext:
     """Return the context whose server has imported torch; start the server the first time.
 
@@ -390,7 +402,8 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
     inbox = _watch_parent(pipe)
-    environment, folder, patched = dict(os.environ), Path.cwd(), _patchable()
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = _Surroundings(dict(os.environ), Path.cwd(), handlers)
     then = _Then.STAY
     while then is _Then.STAY:
         job = inbox.get()
@@ -412,11 +425,7 @@ def _rank_main(pipe: Connection) -> None:
             then = inbox.get()
             if then is _Then.STAY:
                 assert dist.is_initialized(), "ends its process group: it needs Processes.NEW"
-                os.environ.clear()
-                os.environ.update(environment)
-                os.chdir(folder)
-                for module, values in patched.items():
-                    vars(module).update(values)
+                _put_back(before)
                 pipe.send_bytes(b"ready")
             faulthandler.unregister(signal.SIGUSR1)
     if dist.is_initialized():
@@ -424,17 +433,58 @@ def _rank_main(pipe: Connection) -> None:
     _flush()
 
 
+@functools.cache
 def _patchable() -> dict[Any, dict[str, Any]]:
-    """Functions and constants of modules that tests replace and do not put back."""
-    return {
+    """What tests replace on ranks and do not put back: functions, methods and constants."""
+    modules = [
+        module
+        for path, module in sys.modules.items()
+        if path.startswith("shardwise.") or path in ("torch.distributed", "os", "shutil", "fcntl")
+    ]
+    of_modules = {
         module: {
             name: value
             for name, value in vars(module).items()
-            if name.lstrip("_").isupper() or (callable(value) and not name.startswith("__"))
+            if name.lstrip("_").isupper() or type(value) in _FUNCTIONS
         }
-        for path, module in sys.modules.items()
-        if path.startswith("shardwise.") or path == "torch.distributed"
+        for module in modules
     }
+    classes = {
+        value
+        for module in modules
+        for value in vars(module).values()
+        if issubclass(type(value), type) and value.__module__.startswith("shardwise.")
+    }
+    of_classes = {
+        each: {name: value for name, value in vars(each).items() if type(value) in _FUNCTIONS}
+        for each in classes
+    }
+    return {**of_modules, **of_classes}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Surroundings:
+    """What a rank's process has before its first function."""
+
+    environment: Mapping[str, str]
+    folder: Path
+    handlers: Mapping[int, Any]
+
+
+_FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, property, classmethod, staticmethod)
+
+
+def _put_back(before: _Surroundings) -> None:
+    """Undo what the last function may have changed in this process."""
+    os.environ.clear()
+    os.environ.update(before.environment)
+    os.chdir(before.folder)
+    for number, handler in before.handlers.items():
+        signal.signal(number, handler)
+    for owner, values in _patchable().items():
+        for name, value in values.items():
+            if vars(owner).get(name) is not value:
+                setattr(owner, name, value)
 
 
 def _call(job: _Job) -> Any:

@@ -35,3 +35,7 @@ with importing():
         import tests.recipes.digits
         import tests.recipes.running
         import tests.recipes.small
+
+    import tests.harness
+
+    tests.harness.remember()

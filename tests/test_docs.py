@@ -14,14 +14,12 @@ import contextlib
 import dataclasses
 import re
 import types
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -21,6 +21,8 @@ from tests.harness import run_ranks
 from tests.threads import run_threads
 
 Test = Callable[..., None]
+#: The fixtures ``ranks`` and ``threads``: called with a function, a number of ranks and arguments.
+Ranks = Callable[..., list[Any]]
 
 
 def on_threads(world_size: int | None = None) -> Callable[[Test], Test]:

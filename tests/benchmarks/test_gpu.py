@@ -28,12 +28,12 @@ def _read(path: Path) -> dict[str, Any]:
     return content
 
 
-#: Parts that take long on CPUs, too. `make gpu DRY=1` runs all.
-_LONG = ("tests", "steps")
+#: The parts that start worlds take long on CPUs, too. `make gpu DRY=1` runs all.
+_QUICK = ("environment", "losses")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in _LONG else ()) for n in NAMES]
+    "name", [pytest.param(n, marks=() if n in _QUICK else pytest.mark.long) for n in NAMES]
 )
 def test_every_part_starts_on_cpus_and_writes_its_results(name: str, tmp_path: Path) -> None:
     done = call_script("gpu.py", "--dry", "--part", name, "--out", str(tmp_path))

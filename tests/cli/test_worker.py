@@ -7,7 +7,6 @@ import pickle
 import runpy
 import signal
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from shardwise.elastic.world import WORKER_JOB, World
 from shardwise.schema.option import OptionError
 from tests.recipes.running import train as train_here
 from tests.recipes.small import losses, small_config
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_recipe.py"
 WORLD = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import FSDPModule, fully_shard
-from tests.sharding.nets import Net, average_backward, batches, loss_of, seeded
+from tests.sharding.nets import Net, batches, run_backward, seeded
 from tests.worlds import on_processes
 
 # Dynamo and the compiler behind it warn of what they do themselves.
@@ -69,8 +69,7 @@ def test_compiled_and_checkpointed_blocks_train_as_on_one_process(
             optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, twin)]
             for step in range(2):
                 x = batches(world_size, step)
-                loss_of(net, x[rank]).backward()
-                average_backward(twin, x)
+                run_backward(net, twin, x, rank)
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()

@@ -15,9 +15,8 @@ import shardwise
 from shardwise import checkpoint
 from shardwise._torch import dtensor
 from tests.ecosystem.llama import full
-from tests.worlds import on_processes
+from tests.worlds import Ranks, on_processes
 
-Ranks = Callable[..., list[Any]]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 Shard = Callable[..., Any]
 

@@ -10,9 +10,7 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,10 +19,10 @@ from torch import nn
 from shardwise import checkpoint
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
+from tests.worlds import Ranks
 
 pytest.importorskip("ray.train", reason="needs Ray Train: install .[ecosystem] or .[ray]")
 
-Ranks = Callable[..., list[Any]]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 EXAMPLE = EXAMPLES / "ray_train.py"

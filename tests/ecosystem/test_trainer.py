@@ -16,6 +16,7 @@ import shardwise
 from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
 from shardwise.app.recipes.text.data import SEPARATOR
 from tests.pretrained.small import assert_same, full_tensors, save_llama
+from tests.worlds import Ranks
 
 pytest.importorskip("accelerate", reason="needs accelerate: install .[ecosystem]")
 distributed = pytest.importorskip(
@@ -30,7 +31,6 @@ pytestmark = [
     ),
 ]
 
-Ranks = Callable[..., list[Any]]
 Make = Callable[[Path, int, "Loads"], Any]
 
 

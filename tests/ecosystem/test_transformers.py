@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from tests.ecosystem.llama import assert_equal, tiny_llama, tokens, train
+from tests.worlds import Ranks
 
 distributed = pytest.importorskip(
     "transformers.distributed", reason="needs transformers>=5.20: install .[ecosystem]"
@@ -25,7 +25,6 @@ pytestmark = [
     ),
 ]
 
-Ranks = Callable[..., list[Any]]
 
 STEPS = 2
 

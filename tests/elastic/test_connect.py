@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,8 +15,7 @@ from shardwise.elastic.connect import agree_on_attempt, connected
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.transport import peers
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 WAIT = 30.0
 

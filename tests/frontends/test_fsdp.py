@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -31,9 +29,7 @@ from tests.frontends.training import (
     wrapped,
 )
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-from tests.worlds import on_processes
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 

@@ -9,7 +9,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
-from tests.sharding.nets import Net, average_backward, batches, loss_of, seeded, sharded_net
+from tests.sharding.nets import (
+    Net,
+    batches,
+    run_backward,
+    seeded,
+    sharded_net,
+)
 from tests.worlds import on_processes
 
 
@@ -24,8 +30,7 @@ def test_averages_are_sharded_and_are_those_of_the_whole_model(
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
     for step in range(3):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()

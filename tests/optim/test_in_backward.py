@@ -46,9 +46,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def adamw(params: Any) -> torch.optim.AdamW:

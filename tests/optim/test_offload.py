@@ -47,9 +47,8 @@ from tests.sharding.nets import (
     sharded_net,
 )
 from tests.sharding.nets import Net as SmallNet
-from tests.worlds import on_processes, on_threads
+from tests.worlds import Ranks, on_processes, on_threads
 
-Ranks = Callable[..., list[Any]]
 Make = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -40,8 +40,8 @@ from tests.parity.training import (
     train_in_parts,
     train_sharded,
 )
+from tests.worlds import Ranks
 
-Ranks = Callable[..., list[Any]]
 Whole = dict[str, Tensor]
 
 OTHER_SEED = 7

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from shardwise import checkpoint, fully_shard
 from tests.parity.gathering import optimizer_state, whole_parameters
 from tests.parity.models import MODELS, make_model
 from tests.parity.training import STRATEGIES, make_optimizer
+from tests.worlds import Ranks
 
-Ranks = Callable[..., list[Any]]
 Whole = dict[str, Tensor]
 
 SHARD_BY = {"ours": fully_shard, "torch": torch_fully_shard}

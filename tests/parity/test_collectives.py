@@ -18,8 +18,7 @@ from torch import nn
 
 from tests.parity.models import MODELS, make_batch, make_model
 from tests.parity.training import Case, make_sharded, naming
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 MODEL = "llama"
 GROUPS = len(MODELS[MODEL].blocks(make_model(MODEL))) + 1  # the root has parameters of its own

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -21,8 +20,7 @@ from tests.sharding.nets import (
     loss_of,
     seeded,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def _sharded(fully_shard: Callable[..., object], reshards: bool | int) -> nn.Module:

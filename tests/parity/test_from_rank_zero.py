@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from tests.sharding.nets import WIDTH, Block, batches, loss_of, seeded
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -24,8 +23,7 @@ from tests.parity.training import (
     shard,
     train_sharded,
 )
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 NAMES = ["mlp", "conv", "shared", "llama", "llama-tied"]
 

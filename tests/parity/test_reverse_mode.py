@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +15,15 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _vjp(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -68,9 +67,7 @@ def _first_order(rank: int, world_size: int, reshards: bool | int) -> None:
         for module in sharded_modules(net):
             assert group_of(module).state.value == "sharded", name
     net.set_requires_gradient_sync(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +95,7 @@ def test_gradients_of_gradients_are_refused(
     assert all(param.grad is None for param in net.parameters()), "nothing is left unreduced"
     for module in sharded_modules(net):
         module.reshard()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     for module in sharded_modules(net):
         module.reshard()
     assert_same_gradients(net, whole)

@@ -26,8 +26,8 @@ from tests.parity.training import (
     sharded_trainings,
 )
 from tests.threads import run_threads
+from tests.worlds import Ranks
 
-Ranks = Callable[..., list[Any]]
 T = TypeVar("T")
 U = TypeVar("U")
 #: How many ranks train, and over which transport.

@@ -15,9 +15,12 @@ from tests.harness import run_ranks
 from tests.pretrained.small import save_llama
 
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
-)
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
+    ),
+]
 
 MIB = 2**20
 EXTRA = 32 * MIB  # as promised; FACTOR times the shards beside it

@@ -6,9 +6,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -34,8 +32,7 @@ from shardwise.schema.option import OptionError
 from shardwise.schema.training import Existing
 from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def _model() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,7 @@ from shardwise.schema.training import Existing
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation, write_model
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 # Dynamo and the compiler behind it warn of what they do themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")

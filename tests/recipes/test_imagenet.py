@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,7 @@ from shardwise.schema.training import Existing
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 @pytest.mark.long

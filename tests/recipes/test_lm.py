@@ -15,7 +15,7 @@ import resource
 import shutil
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ from shardwise.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def train_until(

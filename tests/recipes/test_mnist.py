@@ -6,7 +6,7 @@ import dataclasses
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,8 +31,7 @@ from shardwise.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def accuracies(config: MnistConfig) -> list[tuple[int, float]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import shutil
 import signal
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +25,7 @@ from shardwise.schema.training import DilocoConfig, Existing, OptimizerName
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until
-from tests.worlds import on_processes
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 #: Exchanges begin after steps 2 (fragment 1), 4 (0), 6 (1): after step 4 one is under way.
 STREAMING = DilocoConfig(local_steps=4, wire="int8", fragments=2, overlap=1, alpha=0.5)

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,7 @@ from shardwise.schema.option import OptionError
 from shardwise.schema.training import Existing, LogName, OutputConfig
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 class FakeWandb:

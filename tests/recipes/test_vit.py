@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,7 @@ from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config
 from tests.recipes.snapshots import write_snapshots
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 #: Nothing of it is divided evenly by 4 ranks, or by 2.
 UNEVEN = {

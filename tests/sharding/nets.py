@@ -144,6 +144,18 @@ def average_backward(model: nn.Module, x: torch.Tensor) -> None:
         (loss_of(model, batch) / len(x)).backward()
 
 
+def run_backward(sharded: nn.Module, whole: nn.Module, x: torch.Tensor, rank: int) -> None:
+    """A backward of this rank's batch, and its twin's of the batches of all ranks."""
+    loss_of(sharded, x[rank]).backward()
+    average_backward(whole, x)
+
+
+def check_backward(sharded: nn.Module, whole: nn.Module, x: torch.Tensor, rank: int) -> None:
+    """:func:`run_backward`, after which the gradients are the same."""
+    run_backward(sharded, whole, x, rank)
+    assert_same_gradients(sharded, whole)
+
+
 def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
     """Compare every gradient of a sharded model with its twin's, by name."""
     expected = dict(whole.named_parameters())

@@ -32,17 +32,18 @@ from tests.sharding.nets import (
     assert_same_values,
     average_backward,
     batches,
+    check_backward,
     group_of,
     in_turn,
     loss_of,
+    run_backward,
     run_over,
     seeded,
     shard_blocks,
     sharded_net,
 )
-from tests.worlds import on_processes, on_threads, on_transport
+from tests.worlds import Ranks, on_processes, on_threads, on_transport
 
-Ranks = Callable[..., list[Any]]
 #: Returns what is to be the same, sharded or whole.
 Program = Callable[[nn.Module, torch.Tensor, int], list[torch.Tensor]]
 
@@ -308,9 +309,7 @@ def _returns_a_view(rank: int, world_size: int, transport: str) -> None:
     for _ in range(2):
         with torch.no_grad():
             torch.testing.assert_close(net(x[rank]), whole(x[rank]))
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str) -> None:
@@ -321,9 +320,7 @@ def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str
     x = batches(world_size)
     with torch.no_grad():
         torch.testing.assert_close(net(x[rank]), whole(x[rank]))
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -385,9 +382,7 @@ def test_outputs_inside_objects_of_any_class_are_found(
         fully_shard(net, transport=transport)
         x = batches(world_size)
         for _ in range(2):
-            loss_of(net, x[rank]).backward()
-            average_backward(whole, x)
-            assert_same_gradients(net, whole)
+            check_backward(net, whole, x, rank)
 
 
 def _as_is(x: torch.Tensor) -> torch.Tensor:
@@ -526,8 +521,7 @@ def test_an_optimizer_in_backward_steps_once_with_the_whole_gradient(
     theirs = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for number in range(2):
         x = batches(world_size, number)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         theirs.step()
         theirs.zero_grad()
     for (name, mine), expected in zip(net.named_parameters(), whole.parameters(), strict=True):
@@ -837,9 +831,7 @@ def test_one_rank_alone_may_read_its_state_dict(rank: int, world_size: int, tran
             torch.testing.assert_close(net(x[rank]), whole(x[rank]))
         if rank == step % 2:
             net.state_dict()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 # -- full parameters that are exchanged --------------------------------------------------------
@@ -989,9 +981,7 @@ def test_under_a_limit_of_addresses_ranks_exchange_messages_and_say_so(
     assert group_of(net).mesh.shard.name == "gloo"
     whole = seeded(Net)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
     with pytest.raises(
         ValueError, match=r"transport 'shm' is not available here: .*rank 1: ulimit"
     ):
@@ -1032,9 +1022,7 @@ def test_users_find_shards_after_an_evaluation(rank: int, world_size: int, trans
     net.zero_grad()
     net.set_requires_gradient_sync(True)
     whole.zero_grad()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(2)
@@ -1044,9 +1032,7 @@ def test_hooks_on_gradients_change_them(rank: int, world_size: int) -> None:
         for param in model.parameters():
             param.register_hook(lambda grad: grad * 0.5)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(2)
@@ -1220,9 +1206,7 @@ def test_ties_stay_if_both_names_are_given_equal_values(
         module = net.get_submodule(name.rpartition(".")[0])
         module.load_state_dict({name.rpartition(".")[2]: state[name].clone()}, False, True)
     assert net.out.weight is net.embed.weight
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
     net.load_state_dict({**state, "out.weight": state["out.weight"] * 2.0}, assign=True)
     with pytest.raises(ValueError, match="was tied to it, but is another parameter now"):
         net(x[rank])
@@ -1259,8 +1243,7 @@ def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
         for last in (False, True):
             net.set_requires_gradient_sync(last)
             x = batches(world_size, 2 * step + last)
-            loss_of(net, x[rank]).backward()
-            average_backward(whole, x)
+            run_backward(net, whole, x, rank)
         for module in (net, *net.blocks):
             module.reshard()
         assert_same_gradients(net, whole)
@@ -1357,14 +1340,12 @@ def _writes_before_the_last_backward(rank: int, world_size: int, transport: str)
     shards = list(net.parameters())
     x = batches(world_size)
     for _ in range(2):
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         with torch.no_grad():
             for param in (*shards, *whole.parameters()):
                 param.mul_(2.0)
     net.set_is_last_backward(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     for module in (net, *net.blocks):
         module.reshard()
     assert_same_gradients(net, whole)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,17 +20,16 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-from tests.worlds import on_processes, on_threads
-
-Ranks = Callable[..., list[Any]]
-
+from tests.worlds import Ranks, on_processes, on_threads
 
 # -- a hook on gradients ------------------------------------------------------------------------
 
@@ -55,9 +54,7 @@ def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
         assert not seen, "there is nothing to see before the all-reduce"
         average_backward(whole, x)
         net.set_requires_all_reduce(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
     (flat,) = seen
     params = group_of(net).params  # of its own group only
@@ -96,8 +93,7 @@ def test_a_hook_may_change_the_gradients(rank: int, world_size: int) -> None:
 
     net.set_all_reduce_hook(double)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     average_backward(whole, x)
     assert set(dtypes) == {torch.bfloat16, torch.float32, torch.float64}, "one call per dtype"
     assert len(dtypes) == 3
@@ -183,9 +179,7 @@ def _train_custom(rank: int, world_size: int, make: Any, returns_work: bool, **k
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -216,8 +210,7 @@ def test_custom_collectives_of_any_mesh(rank: int, world_size: int) -> None:
     net.set_custom_all_gather(gather)
     x = batches(world_size)
     for _ in range(2):
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
     assert_same_gradients(net, whole)
     assert [group.size() for group in gather.calls] == [4, 2, 4, 2]
 
@@ -247,9 +240,7 @@ def test_a_separate_group_to_reduce_in_can_be_switched_on_and_off(
     x = batches(world_size)
 
     def step() -> None:
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
     def scatter_groups() -> set[dist.ProcessGroup]:
         if custom:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -14,17 +12,14 @@ from torch.distributed.tensor import DTensor
 from shardwise import FSDPModule, fully_shard
 from tests.sharding.nets import (
     Net,
-    assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
+    check_backward,
     loss_of,
     seeded,
     sharded_net,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
@@ -49,9 +44,7 @@ def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
     reference = torch.optim.SGD(whole.parameters(), lr=0.1)
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(twin, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(twin, whole)
+        check_backward(twin, whole, x, rank)
         assert all(param.grad is None for param in net.parameters()), "the original is untouched"
         for each in (optimizer, reference):
             each.step()
@@ -79,9 +72,7 @@ def test_a_part_can_be_copied_alone(rank: int, world_size: int) -> None:
     twin = copy.deepcopy(net.blocks[0])
     whole = copy.deepcopy(seeded(Net).blocks[0])
     x = batches(world_size)
-    loss_of(twin, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(twin, whole)
+    check_backward(twin, whole, x, rank)
     every = copy.deepcopy(net)
     prefetched = fully_shard.state(every.blocks[0]).forward_prefetch
     assert prefetched == [fully_shard.state(every.blocks[1])], "to the copy, not the original"

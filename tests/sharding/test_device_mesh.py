@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +22,7 @@ from shardwise import (
 )
 from shardwise.diloco import DiLoCo
 from tests.harness import run_ranks
-from tests.worlds import on_processes
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 
 def _larger_than_the_world() -> None:

@@ -44,9 +44,7 @@ from tests.sharding.nets import (
     shard_blocks,
     sharded_net,
 )
-from tests.worlds import on_processes, on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes, on_threads
 
 
 def _keep_everything() -> None:

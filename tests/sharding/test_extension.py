@@ -17,9 +17,8 @@ from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.state import state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import (
-    assert_same_gradients,
-    average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
     seeded,
@@ -228,9 +227,7 @@ def _train(
     optimizers = [make(m.parameters(), lr=0.01, foreach=False) for m in (net, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -321,9 +318,7 @@ def test_an_error_in_a_subclass_leaves_a_model_that_trains_on(
         assert isinstance(net.first.weight, DTensor)
         assert group_of(net).state is GroupState.SHARDED
     Fragile.broken = False
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 class Unaddressed(Halved):
@@ -351,9 +346,7 @@ def test_a_full_tensor_needs_no_address(rank: int, world_size: int) -> None:
     net = fully_shard(seeded(lambda: Half(Unaddressed, 4)))
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 # -- what is refused ---------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +22,6 @@ from shardwise.sharding.state import gather_in_order, state_of
 from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net
 from tests.worlds import on_processes, on_threads
-
-Ranks = Callable[..., list[Any]]
 
 
 def _raises(kind: type[BaseException], fn: Callable[[], object]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise import fully_shard, materialize
-from tests.worlds import on_processes, on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes, on_threads
 
 
 class Tied(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -25,9 +25,7 @@ from tests.sharding.nets import (
     shard_blocks,
     twins,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 class Around(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,16 +15,16 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _manual(**kwargs: Any) -> tuple[Any, nn.Module]:
@@ -80,8 +79,7 @@ def test_what_backwards_have_kept_is_reduced_by_finalization(
     for sync in ([False, False, True], [False, False, False]):
         for batch, last in zip(x, sync, strict=True):
             net.set_requires_gradient_sync(last)
-            loss_of(net, batch[rank]).backward()
-            average_backward(whole, batch)
+            run_backward(net, whole, batch, rank)
         net.set_requires_gradient_sync(True)
         net.finalize_backward()
         assert_same_gradients(net, whole)
@@ -101,8 +99,7 @@ def test_finalization_without_the_all_reduce_keeps_gradients_for_it(
     x = batches(world_size)
     for reduces in (False, True):
         net.set_requires_all_reduce(reduces)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         net.finalize_backward()
         assert (net.head.weight.grad is not None) == reduces
     assert_same_gradients(net, whole)
@@ -118,8 +115,7 @@ def test_hooks_on_parameters_run_once(rank: int, world_size: int) -> None:
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(lambda _, name=name: stepped.append(name))
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     net.finalize_backward()
     expected = [name for name, param in net.named_parameters() if param.requires_grad]
     assert sorted(stepped) == sorted(expected), "each once"
@@ -157,9 +153,7 @@ def test_finalization_at_the_wrong_time_or_place_is_refused(rank: int, world_siz
     net.set_manual_backward_finalization(False)
     with pytest.raises(RuntimeError, match=r"call set_manual_backward_finalization\(True\)"):
         net.finalize_backward()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
     net = sharded_net()
     net.blocks[1].set_manual_backward_finalization(True)
@@ -183,8 +177,7 @@ def test_after_a_backward_that_raised_and_in_a_copy(rank: int, world_size: int) 
         loss_of(net, x[rank]).backward()
     hook.remove()
     net.zero_grad()
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     net.finalize_backward()
     assert_same_gradients(net, whole)
 
@@ -192,8 +185,7 @@ def test_after_a_backward_that_raised_and_in_a_copy(rank: int, world_size: int) 
     first = twin.blocks[0].up.weight
     twin.zero_grad()
     whole.zero_grad()
-    loss_of(twin, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(twin, whole, x, rank)
     assert first.grad is None, "a copy is finalized by the program, too"
     twin.finalize_backward()
     assert_same_gradients(twin, whole)
@@ -253,9 +245,7 @@ def _kept(rank: int, world_size: int, options: dict[str, Any]) -> None:
     for step in range(3):
         addresses.append([])
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         taken = [torch.empty(1 << 10) for _ in range(8)]  # what would get freed memory
         for optimizer in optimizers:
             optimizer.step()

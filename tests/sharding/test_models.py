@@ -22,6 +22,7 @@ from tests.sharding.nets import (
     batches,
     group_of,
     loss_of,
+    run_backward,
     seeded,
     train_alike,
     twins,
@@ -206,8 +207,7 @@ def test_what_stayed_whole_over_a_step_is_gathered_anew(
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, **options) for m in (net, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         with guard():
             torch.testing.assert_close(net(x[rank]), whole(x[rank]))
         for optimizer in optimizers:
@@ -281,8 +281,7 @@ def test_compiled_blocks_train_alike_with_hooks_outside_of_graphs(
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         grads = [param.grad.full_tensor() for param in net.parameters()]
         for found, param in zip(grads, whole.parameters(), strict=True):
             torch.testing.assert_close(found, param.grad)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +19,12 @@ from tests.sharding.nets import (
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
-
+from tests.worlds import Ranks, on_threads
 
 # -- when gradients are reduced ----------------------------------------------------------------
 
@@ -115,8 +112,7 @@ def test_reductions_outlive_a_backward_that_is_not_the_last(rank: int, world_siz
     for step in range(3):
         net.set_is_last_backward(step == 2)
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         if step == 0:
             assert net.blocks[0].up.weight.grad is None, "the last reduction is still under way"
     assert_same_gradients(net, whole)
@@ -137,8 +133,7 @@ def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
     net.set_gradient_divide_factor(4.0)
     for block in net.blocks:
         block.set_gradient_divide_factor(1.0)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     for name, param in whole.named_parameters():
         own_group = not name.startswith("blocks")  # the setter is not recursive
         param.grad *= world_size / 4.0 if own_group else world_size

@@ -16,8 +16,10 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
@@ -97,8 +99,7 @@ def test_reshard_after_backward(rank: int, world_size: int) -> None:
         assert group_of(net).state is UNSHARDED
         average_backward(whole, x)
     net.set_reshard_after_backward(True, recurse=False)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     assert _states(net) == [UNSHARDED] * 3
     assert group_of(net).state is SHARDED
     for module in sharded_modules(net):
@@ -177,9 +178,7 @@ def test_an_embedding_need_not_be_gathered_for_backward(rank: int, world_size: i
     net.embedding.register_forward_hook(note)
     ids = torch.tensor([[1, 2, 3], [8, 8, 0]])
     for _ in range(2):
-        loss_of(net, ids[rank]).backward()
-        average_backward(whole, ids)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, ids, rank)
     assert seen == [SHARDED] * 2
     net.embedding.set_unshard_in_backward(True)
     loss_of(net, ids[rank]).backward()

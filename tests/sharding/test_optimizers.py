@@ -27,20 +27,18 @@ from tests.sharding.nets import (
     Stack,
     assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
+    check_backward,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     shard_blocks,
     sharded_net,
     train_alike,
     twins,
 )
-from tests.worlds import on_processes, on_threads
-
-Ranks = Callable[..., list[Any]]
-
+from tests.worlds import Ranks, on_processes, on_threads
 
 # -- optimizers and norms ----------------------------------------------------------------------
 
@@ -51,8 +49,7 @@ def test_torchs_clipping_and_ours_agree(rank: int, world_size: int) -> None:
         ours, theirs, whole = sharded_net(), sharded_net(), seeded(Net)
         x = batches(world_size)
         loss_of(ours, x[rank]).backward()
-        loss_of(theirs, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(theirs, whole, x, rank)
         norms = [
             clip_grad_norm_(ours.parameters(), 0.1, norm_type),
             torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.1, norm_type).full_tensor(),
@@ -85,8 +82,7 @@ def test_an_optimizer_made_anew_from_its_state_dict_trains_on(rank: int, world_s
             for optimizer, state in zip(optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -119,15 +115,11 @@ def test_conversions_that_swap_parameters(rank: int, world_size: int, after_a_st
         assert all(param.dtype == torch.float64 for param in params)
         x = batches(world_size).double()
         for _ in range(2):
-            loss_of(net, x[rank]).backward()
-            average_backward(whole, x)
-            assert_same_gradients(net, whole)
+            check_backward(net, whole, x, rank)
         for model in (net, whole):
             model.load_state_dict({name: v.clone() for name, v in model.state_dict().items()})
             model.zero_grad()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 @on_threads(2)

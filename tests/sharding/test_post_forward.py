@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -20,14 +19,14 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
+    run_backward,
     seeded,
     shard_blocks,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 def _shard(net: nn.Module, k: int | bool, **kwargs: Any) -> nn.Module:
@@ -96,9 +95,7 @@ def test_on_a_hybrid_mesh(rank: int, world_size: int) -> None:
     whole, net = seeded(Net), seeded(Net)
     _shard(net, 2, mesh=mesh)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(4)
@@ -131,8 +128,7 @@ def test_what_an_optimizer_has_outdated_is_gathered_anew(rank: int, world_size: 
     _shard(net, 2)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     for grads in (False, True):
         with torch.set_grad_enabled(grads):
             net(x[rank])

@@ -15,6 +15,7 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
@@ -71,9 +72,7 @@ def test_the_next_step_is_as_if_nothing_had_been(
         net.zero_grad()
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 class Loose(nn.Module):
@@ -194,9 +193,7 @@ def test_an_exception_that_the_model_itself_handles(rank: int, world_size: int) 
         twin.first.register_forward_pre_hook(raise_error)
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(sharded, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(sharded, whole)
+        check_backward(sharded, whole, x, rank)
 
 
 @on_threads(2)
@@ -234,9 +231,7 @@ def test_copies_of_saved_tensors_are_refused(rank: int, world_size: int) -> None
             net(x[rank])
         with torch.no_grad():
             net(x[rank])  # saves nothing
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(2)

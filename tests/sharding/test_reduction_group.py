@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,18 @@ from shardwise import PeerLostError, RanksDivergedError, checkpoint, fully_shard
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
-    average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     sharded_modules,
     sharded_net,
 )
 from tests.sharding.test_communication import Gather, Scatter
-from tests.worlds import on_processes
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 
 def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
@@ -47,8 +45,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
         for sync in (False, True):
             net.set_requires_gradient_sync(sync)
             x = batches(world_size, 2 * step + sync)
-            loss_of(net, x[rank]).backward()
-            average_backward(whole, x)
+            run_backward(net, whole, x, rank)
         assert_same_gradients(net, whole)
         for optimizer in optimizers:
             optimizer.step()
@@ -175,9 +172,7 @@ def test_all_ranks_train_on_after_a_backward_that_raised(
         hook.remove()
         net.zero_grad()
         whole.zero_grad()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         net.zero_grad()
 
 

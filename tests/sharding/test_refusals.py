@@ -23,9 +23,8 @@ from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.mesh import DataMesh
 from tests.sharding.nets import Net, batches, loss_of, seeded
 from tests.sharding.test_extension import Half, Halved, OnlyOne
-from tests.worlds import on_threads
+from tests.worlds import Ranks, on_threads
 
-Ranks = Callable[..., list[Any]]
 WORLD_SIZE = 4
 
 

@@ -17,10 +17,11 @@ from shardwise.sharding.state import Root, state_of
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
-    average_backward,
     batches,
+    check_backward,
     group_of,
     loss_of,
+    run_backward,
     sharded_net,
     twins,
 )
@@ -49,8 +50,7 @@ def test_more_gradients_may_be_on_their_way_at_once(rank: int, world_size: int) 
     for count in (1, 3):
         net.set_reduce_scatter_max_input_buffers(count)
         most.clear()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         assert max(most) == count, f"groups on their way: {most}"
     assert_same_gradients(net, whole)
     net.set_reduce_scatter_max_input_buffers(1, recurse=False)
@@ -72,21 +72,17 @@ def test_backward_does_not_wait_for_gradients_that_cross_a_network(
     root = state_of(net).root
     x = batches(world_size)
     left = _after_every_group(net, lambda root: len(root.ledger.left_alone))
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
+    run_backward(net, whole, x, rank)
     # Gradients over a network are left to it until backward is over; what is in memory is not.
     assert left == ([0, 1, 2, 3, 4, 5] if transport == "c10d" else [0] * 6), left
     assert not root.ledger.left_alone
     assert_same_gradients(net, whole)
     net.set_is_last_backward(False)
     for _ in range(3):
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
     assert max(left) <= 6, f"more than a gradient of each of 6 groups waits: {left}"
     net.set_is_last_backward(True)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(1)

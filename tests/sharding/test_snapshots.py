@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,18 +16,16 @@ from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
 from tests.sharding.nets import (
     Net,
-    assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
+    check_backward,
     loss_of,
     seeded,
     shard_blocks,
     sharded_net,
 )
-from tests.worlds import on_processes
+from tests.worlds import Ranks, on_processes
 
-Ranks = Callable[..., list[Any]]
 pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 
@@ -37,9 +34,7 @@ def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: 
     theirs = torch.optim.AdamW(whole.parameters(), lr=0.1)
     for step in range(steps):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
         for optimizer in (mine, theirs):
             optimizer.step()
             optimizer.zero_grad()

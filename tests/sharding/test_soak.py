@@ -16,6 +16,8 @@ from shardwise.sharding.state import state_of
 from tests.harness import run_ranks
 from tests.sharding.nets import Net, batches, loss_of, sharded_net
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 WARM_UP = 300
 EVERY = 50  # steps from one look to the next
 

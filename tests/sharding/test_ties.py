@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,16 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
 from tests.sharding.nets import (
-    assert_same_gradients,
     assert_same_values,
-    average_backward,
     batches,
-    loss_of,
+    check_backward,
     seeded,
 )
-from tests.worlds import on_threads
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_threads
 
 
 class Tied(nn.Module):
@@ -58,9 +53,7 @@ def test_training_equals_unsharded_training(rank: int, world_size: int, zero: in
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (sharded, whole)]
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(sharded, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(sharded, whole)
+        check_backward(sharded, whole, x, rank)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -97,9 +90,7 @@ def test_materializing(rank: int, world_size: int) -> None:
     whole = seeded(Tied)
     whole.apply(init)
     x = batches(world_size)
-    loss_of(sharded, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(sharded, whole)
+    check_backward(sharded, whole, x, rank)
 
 
 def _meshes(rank: int, world_size: int) -> str:

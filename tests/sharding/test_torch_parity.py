@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     loss_of,
     seeded,
 )
@@ -42,9 +43,7 @@ def test_modules_may_be_unsharded_before_the_first_forward(
     for block in sharded:
         block.unshard(async_op=async_op)
     x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 @on_threads(2)
@@ -141,9 +140,7 @@ def test_a_container_may_be_in_a_group_with_a_module_that_runs_before_it(
     fully_shard(model)
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(model, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(model, whole)
+        check_backward(model, whole, x, rank)
 
 
 # -- switches ----------------------------------------------------------------------------------
@@ -155,9 +152,7 @@ def test_no_factor_divides_by_the_number_of_ranks_again(rank: int, world_size: i
     x = batches(world_size)
     net.set_gradient_divide_factor(0.5)
     net.set_gradient_divide_factor(None)
-    loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, x, rank)
 
 
 # -- the sequence of collectives ---------------------------------------------------------------

@@ -24,6 +24,7 @@ from tests.sharding.nets import (
     group_of,
     hybrid_mesh,
     loss_of,
+    run_backward,
     seeded,
     shard_blocks,
     sharded_modules,
@@ -92,8 +93,7 @@ def _gradients(rank: int, world_size: int, make: Any, wire: Wire, **how: Any) ->
         for module in sharded_modules(net):
             module.set_requires_gradient_sync(sync)
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
     _assert_near(net, whole, 0.03)
     return [param.grad.full_tensor() for param in net.parameters() if param.grad is not None]
 
@@ -274,8 +274,7 @@ def _unused(rank: int, world_size: int) -> None:
         for model in (net, whole):
             model.uses_both = step % 2 == 0
             model.zero_grad()
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
+        run_backward(net, whole, x, rank)
         _assert_near(net, whole, 0.03)
 
 

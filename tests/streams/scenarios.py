@@ -1061,7 +1061,7 @@ def separate_group_in_flight(run: Run) -> None:
 def wires(run: Run) -> None:
     """Both dimensions encode, and keep what they lost."""
     wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
-    net = shard(run, wire=wire, transport="c10d")
+    net = shard(run, make(run, depth=1), wire=wire, transport="c10d")
     train(run, net, backward=backward_with_gradients)
 
 
@@ -1088,7 +1088,8 @@ def wires_of_scalars(run: Run) -> None:
 @scenario(shape=(2, 2))
 def wires_offload(run: Run) -> None:
     wire = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
-    train(run, shard(run, wire=wire, transport="c10d", offload_policy=PINNED))
+    net = make(run, depth=1)
+    train(run, shard(run, net, wire=wire, transport="c10d", offload_policy=PINNED))
 
 
 class _Wide(nn.Module):

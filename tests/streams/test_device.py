@@ -18,8 +18,8 @@ from tests.streams.clocks import Clock
 from tests.streams.device import NAME, Device, Event, Pageable, Stream, modeled
 from tests.streams.memory import MIB, CachingAllocator
 from tests.streams.process_group import world
+from tests.worlds import Ranks
 
-Ranks = Callable[..., list[Any]]
 PROGRAMS: dict[str, tuple[Callable[[Device], None], str]] = {}
 
 

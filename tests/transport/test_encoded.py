@@ -26,6 +26,8 @@ from tests.transport.conformance import check_cases, fuzz
 from tests.transport.encoded import CPU, SHARE, EncodedChecks, over_world, through
 from tests.worlds import on_processes
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 INT8 = Wire(gather="int8", reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
 RANDOM = Wire(reduce="int8", rounding="stochastic", seed=5)

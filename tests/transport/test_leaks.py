@@ -15,7 +15,10 @@ from shardwise.base.scratch import libc
 from tests.harness import run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 
-pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64"),
+]
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
 from tests.worlds import on_processes
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 

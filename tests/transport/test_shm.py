@@ -35,10 +35,8 @@ from shardwise.transport.shm.transport import ShmTransport
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     Net,
-    assert_same_gradients,
-    average_backward,
     batches,
-    loss_of,
+    check_backward,
     seeded,
 )
 from tests.test_observe import Notes
@@ -46,7 +44,10 @@ from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
 NUMEL = 1_000_000
-pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64"),
+]
 
 
 def _transport() -> ShmTransport:
@@ -621,9 +622,7 @@ def _trains(rank: int, world_size: int, shape: tuple[int, ...]) -> list[str]:
     fully_shard(net, mesh=mesh)
     for step in range(2):
         x = batches(world_size, step)
-        loss_of(net, x[rank]).backward()
-        average_backward(whole, x)
-        assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
     mesh_of = state_of(net).groups[0].mesh
     return [mesh_of.shard.name, mesh_of.replicate.name if mesh_of.replicate else "none"]
 

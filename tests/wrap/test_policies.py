@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,8 +23,7 @@ from shardwise.frontends.wrap import (
     wrap,
 )
 from tests.sharding.nets import Block, Net
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 # Parameters: a block has 91 (49 and 42), the head 35, the scalar 1.
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]

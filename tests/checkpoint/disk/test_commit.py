@@ -31,8 +31,7 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 def names(folder: Path) -> list[str]:

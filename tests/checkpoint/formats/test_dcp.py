@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +33,7 @@ from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.parity.models import MODELS, make_model
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 NAMES = ("mlp", "frozen", "llama-tied")
 # Loading in one process, which torch remarks upon.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +26,7 @@ from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
 from tests.parity.models import make_model
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 LLAMA = "llama-tied"
 

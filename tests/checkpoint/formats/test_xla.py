@@ -27,9 +27,7 @@ from shardwise.checkpoint.ranks.xla import (
 )
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.parity.models import make_model
-from tests.worlds import on_processes
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks, on_processes
 
 NAMES = ("mlp", "frozen", "scalars", "llama-tied")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,7 @@ from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError, storage
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import make, same, train
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 class Gate:

@@ -13,17 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from shardwise import checkpoint, fully_shard
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 MIB = 2**20
 WIDTH = 4096  # 64 MiB a matrix
 EXTRA = 24 * MIB  # what the allocator, threads and plans may take beside the buffer
 BUFFER = 1 * MIB
 
-pytestmark = pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
-)
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="peaks come from Linux's /proc"
+    ),
+]
 
 
 def _kib(name: str) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +17,8 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
 from tests.checkpoint.meshes import NAMES, Setup, build, fill, give_state, random_setup, wrong
 from tests.harness import run_ranks
+from tests.worlds import Ranks
 
-Ranks = Callable[..., list[Any]]
 Saved = dict[str, Setup]
 
 WORLDS = (2, 3, 4)

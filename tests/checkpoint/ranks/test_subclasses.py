@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from shardwise._torch import c10d, dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.subclasses import SHARDS, put_together, taken_apart
 from tests.checkpoint.blocked import BLOCK, Blocked
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 @pytest.fixture(autouse=True)

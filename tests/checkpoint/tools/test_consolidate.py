@@ -29,8 +29,6 @@ from tests.harness import run_ranks
 from tests.parity.models import make_model
 from tests.programs import start_program
 
-Ranks = Callable[..., list[Any]]
-
 NAMES = ("mlp", "conv", "scalars", "llama-tied")
 MIB = 2**20
 

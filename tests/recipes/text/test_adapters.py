@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,13 @@ from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned
 from tests.recipes.text.published import chats, publish, write_lines
 from tests.recipes.text.test_finetuning import chat_batches
+from tests.worlds import Ranks
 
 pytest.importorskip("peft", reason="needs peft: install .[train]")
 
 # What peft and transformers warn of in this process is theirs.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-Ranks = Callable[..., list[Any]]
 
 # Shards of 16 elements or a multiple: torch's fused AdamW rounds what is left over of these, at the
 # end of a tensor, in another way, and shards end where full tensors do not.

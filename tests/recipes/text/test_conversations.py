@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +29,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1)

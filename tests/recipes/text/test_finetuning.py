@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +36,7 @@ from tests.recipes.running import train
 from tests.recipes.small import losses, validation
 from tests.recipes.text.plain import BatchOf, plain_losses, tuned
 from tests.recipes.text.published import chats, publish, write_lines
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ from tests.recipes.running import train_here
 from tests.recipes.small import losses
 from tests.recipes.text.plain import tuned
 from tests.recipes.text.published import chats, make_model, make_tokenizer, publish, write_lines
-
-Ranks = Callable[..., list[Any]]
+from tests.worlds import Ranks
 
 ALONE = World(0, 1, 0, 1)
 
