@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,8 @@ import pytest
 
 from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
-from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.app.recipes.rank import received
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -24,8 +23,10 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
 
     def run_here(command: Callable[[int], list[str]], *_: object) -> int:
-        job: TrainingJob = pickle.loads(Path(command(0)[-1]).read_bytes())
-        folders.append(job.config.train.output.out)
+        job, words = received(Path(command(0)[-1]))
+        out = job.config.train.output.out
+        folders.append(out)
+        assert ("--out" in words) == (out != Path("runs/lm")), "shown as what goes on with it"
         return 0
 
     monkeypatch.setattr(cli_run, "run_here", run_here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from shardwise.app.cli.main import app
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
+from shardwise.app.recipes.rank import received
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.schema.option import OptionError
 
@@ -163,9 +163,8 @@ def test_ranks_are_asked_for_the_same_in_every_attempt(
     asked: list[Any] = []
 
     def launch(command: Callable[[int], list[str]], *_: object) -> int:
-        for attempt in (0, 1):
-            job: TrainingJob = pickle.loads(Path(command(attempt)[-1]).read_bytes())
-            asked.append(job.config)
+        jobs = [received(Path(command(attempt)[-1])) for attempt in (0, 1)]
+        asked.extend(job.config for job, _ in jobs)
         return 0
 
     monkeypatch.setattr(cli_run, "run_here", launch)

@@ -223,8 +223,8 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         {},
         {"strategy": Strategy.SHARD_GRAD_OP, "accumulate": 2},
         {"param_dtype": "bf16"},
-        {"checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
-        {"checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
+        {"activation_checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
+        {"activation_checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
         {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
     ],
     ids=["fp32", "accumulated", "bf16", "full", "selective", "in backward"],
@@ -362,9 +362,6 @@ def test_errors_outside_of_the_model_say_what_was_being_done() -> None:
         rehearse(_of(nn.Linear(4, 4)), _small(batch=lambda size: 1 // 0))
     with pytest.raises(RehearsalError, match=r"a step of the optimizer: .* 'closure'"):
         rehearse(_of(nn.Linear(4, 4)), _small(optimizer=torch.optim.LBFGS))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    with pytest.raises(RehearsalError, match=r"sharding the model: .* a factor of the 2 ranks"):
-        rehearse(Blueprint("two", model, [model[0]]), _small(reshard_after_forward=3))
 
 
 @pytest.mark.parametrize(

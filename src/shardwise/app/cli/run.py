@@ -223,7 +223,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             held.callback(os.environ.pop, LOCKED)
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
-        command = command_of(job, Path(folder))
+        command = command_of(job, _words(job, chosen), Path(folder))
         if job.deadline is not None:
             code = _launch_replicas(job, command, processes, job.deadline, launch.max_restarts)
         else:
@@ -347,6 +347,16 @@ def _why_not(job: TrainingJob, world: World) -> str | None:
     except UserError as error:
         return str(error)
     return None
+
+
+def _words(job: TrainingJob, chosen: str | None) -> list[str]:
+    """Return the command line with the folder that was chosen in place of the default one."""
+    words = sys.argv[1:]
+    if chosen is None:
+        return words
+    # Behind ``train RECIPE``: whatever follows a -- is no option.
+    at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
+    return [*words[:at], "--out", str(job.config.train.output.out), *words[at:]]
 
 
 def _number(count: int, noun: str, plural: str) -> str:

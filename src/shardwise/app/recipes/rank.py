@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,22 +19,30 @@ from shardwise.elastic.rank import StopSignals, run_rank
 from shardwise.elastic.world import World, find_replica, find_world
 
 
-def command_of(job: TrainingJob, folder: Path) -> list[str]:
+def command_of(job: TrainingJob, words: Sequence[str], folder: Path) -> list[str]:
     """Return the command of a rank, and write the job for it.
 
     Args:
         job: what it trains.
+        words: the command line that asks for it, which the run only shows.
         folder: a folder of the launcher's, which only this user can write to.
     """
     file = folder / "job"
-    file.write_bytes(pickle.dumps(job))
+    file.write_bytes(pickle.dumps((job, words)))
     # -P: the current folder is the user's, not a place to import from.
     return [sys.executable, "-P", "-m", "shardwise.app.recipes.rank", str(file)]
 
 
+def received(file: Path) -> tuple[TrainingJob, Sequence[str]]:
+    """Return the job that a rank is given, and the command line that asked for it."""
+    job: tuple[TrainingJob, Sequence[str]] = pickle.loads(file.read_bytes())
+    return job
+
+
 def main() -> NoReturn:
     """Be the rank that the environment names."""
-    job: TrainingJob = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job, words = received(Path(sys.argv[1]))
+    sys.argv[1:] = words
     world = find_world()
     assert world is not None, "this is no rank"
     # The name of a file may be what no text can hold; it is shown nevertheless.
