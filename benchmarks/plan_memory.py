@@ -9,9 +9,9 @@ sampled by the parent: a page that k ranks share counts 1/k in each. Shared memo
 at the moment is taken all the same, and counts 1/k, too. Each case is trained three times, since
 the heap of the same training differs from run to run, and the median of a rank counts.
 
-Predicted is what the same rank holds before it has the model, after steps of a tiny one, plus its
-part of shared memory, plus what ``shardwise.insight.planning.heap`` says that its own memory comes
-to (see ``_plan_memory_tables.py``). The plan is made in a process of its own.
+What a rank takes above what it held before it had the model, after steps of a tiny one, is held
+against its planned tensors: how many times as much in the median is the factor of plans (see
+``_plan_memory_tables.py``). The plan is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from shardwise.frontends.activation import checkpoint_module, keep_products
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
-from shardwise.insight.planning.heap import process_bytes, shared_bytes
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.rehearsal import rehearse
@@ -59,7 +58,6 @@ WARMUP = 4  # steps: shared memory may settle only after so many
 STEPS = 3  # that are sampled
 RUNS = 3  # of each case
 
-#: The first ones are those that something is fitted on.
 CASES = (
     Case("34m", 256, "dp=1"),
     Case("34m", 256, "dp=2"),
@@ -236,14 +234,10 @@ def unmapped(pids: Sequence[int]) -> int:
 
 
 def predict(case: Case) -> dict[str, Any]:
-    """Plan a case; return the bytes of a rank at the peak of a step by kind.
-
-    Also ``own``, what the rank's own memory comes to, and ``shared``, its part of shared memory.
-    """
+    """Plan a case; return the bytes of a rank at the peak of a step by kind."""
     log = rehearse(blueprint_of(case), settings_of(case))
     values = asdict(memory(log))
-    kinds = {name: each for name, each in values.items() if isinstance(each, int | str)}
-    return {**kinds, "own": process_bytes(log), "shared": shared_bytes(log)}
+    return {name: each for name, each in values.items() if isinstance(each, int | str)}
 
 
 def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:

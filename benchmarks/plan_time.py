@@ -10,11 +10,16 @@ without it). What is compared is the lower quartile of the steps: other programs
 How fast a virtual machine is changes with what its neighbors do. So each round calibrates as
 ``shardwise calibrate`` does and then takes the steps, and the error of a case is the median over
 rounds. The calibration of the machine's user is neither read nor replaced.
+
+``--clock processor`` is for a machine that others use, too: each rank has one thread, and its
+processor time is compared with what is predicted of it, without waits and without turns. Cases over
+two hosts, which wait for bytes, are left out.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -34,15 +39,18 @@ from _plan_time_tables import Case, plan_time_tables
 from _report import announce, document, publish
 from _worlds import World, stop_server
 from shardwise.base.devices import keep_freed_memory
+from shardwise.elastic.world import usable_cores
 from shardwise.frontends.blocks import shard_blocks
-from shardwise.insight.planning.calibrate import Calibration, cores, measure_machine
+from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.timeline.recorded import measure_machine
 from shardwise.optim.norms import clip_grad_norm_
 
 _PORT = 29500
+PROCESSOR = "processor"  # time of it, in place of that on the wall
 _Found = dict[str, Any]
 
 
@@ -68,10 +76,12 @@ CASES = (
 class Worker:
     """One rank of a training."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, clock: str) -> None:
         keep_freed_memory()
         settings = case.settings
-        torch.set_num_threads(max(1, cores() // settings.mesh.size))  # hosts share this machine
+        threads = usable_cores() // settings.mesh.size  # hosts share this machine
+        torch.set_num_threads(1 if clock == PROCESSOR else max(1, threads))
+        self._now = time.process_time if clock == PROCESSOR else time.perf_counter
         model = build(case.model, seed=0)
         plan = settings.sharding
         mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
@@ -97,9 +107,9 @@ class Worker:
         goes_on = True
         while goes_on:
             dist.barrier()
-            begin = time.perf_counter()
+            begin = self._now()
             self._step()
-            took.append(time.perf_counter() - begin)
+            took.append(self._now() - begin)
             enough = torch.tensor(float(sum(took) < seconds or len(took) < 5))
             dist.all_reduce(enough, dist.ReduceOp.MAX)
             goes_on = bool(enough)
@@ -113,29 +123,34 @@ class Worker:
         self._optimizer.zero_grad()
 
 
-def measure(case: Case, seconds: float, port: int) -> list[float]:
+def measure(case: Case, seconds: float, port: int, clock: str) -> list[float]:
     """Return the seconds of each step: those of its slowest rank."""
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts(case.gbit)) if case.gbit else ()
         env = {"GLOO_SOCKET_IFNAME": "eth0"} if hosts else {}
         ranks = case.settings.mesh.size
-        world = World(str(case), ranks, Worker, case, hosts=hosts, port=port, env=env)
+        world = World(str(case), ranks, Worker, case, clock, hosts=hosts, port=port, env=env)
         by_rank = stack.enter_context(world).call("steps", seconds)
     return [max(step) for step in zip(*by_rank, strict=True)]
 
 
-def predict(case: Case, log: Log, calibration: Calibration) -> StepTime:
+def predict(case: Case, log: Log, calibration: Calibration, clock: str) -> StepTime:
     """Time the rehearsal of a case."""
     settings = case.settings
     # Hosts are namespaces of this machine: their ranks share it.
-    machine = replace(
-        calibration.machine(settings.mesh.size, case.link), ranks_per_host=settings.on_host
-    )
-    return step_time(log, machine, settings)
+    ranks = settings.mesh.size
+    if clock == PROCESSOR:
+        ranks = min(ranks, max(calibration.costs))  # more of them take turns
+    machine = replace(calibration.machine(ranks, case.link), ranks_per_host=settings.on_host)
+    found = step_time(log, machine, settings)
+    return replace(found, seconds=found.seconds - found.exposed) if clock == PROCESSOR else found
 
 
-def run(seconds: float, rounds: int, cases: Sequence[Case], console: Console) -> list[_Found]:
+def run(
+    seconds: float, rounds: int, cases: Sequence[Case], console: Console, clock: str = "wall"
+) -> list[_Found]:
     """Calibrate, take the steps of all cases and predict them, in rounds."""
+    cases = [case for case in cases if clock != PROCESSOR or not case.gbit]
     logs = [rehearse(of_module(build(case.model, 0, "meta")), case.settings) for case in cases]
     found: list[_Found] = [{"case": asdict(case), "rounds": []} for case in cases]
     impossible: set[Case] = set()
@@ -147,12 +162,12 @@ def run(seconds: float, rounds: int, cases: Sequence[Case], console: Console) ->
             if case in impossible:
                 continue
             try:
-                steps = measure(case, seconds, _PORT + number)
+                steps = measure(case, seconds, _PORT + number, clock)
             except HostsError as error:
                 console.print(f"left out: {case}: {error}", highlight=False)
                 impossible.add(case)
                 continue
-            predicted = vars(predict(case, log, calibration))
+            predicted = vars(predict(case, log, calibration, clock))
             values = {name: each for name, each in predicted.items() if name != "spans"}
             found[number]["rounds"].append({"steps": steps, "predicted": values})
     stop_server()
@@ -164,12 +179,16 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of steps in each case")
     parser.add_argument("--rounds", type=int, default=5, help="of calibration and steps")
     parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
+    parser.add_argument("--clock", choices=("wall", PROCESSOR), default="wall")
     parser.add_argument("--json", type=Path, help="write what was found to this file")
     options = parser.parse_args()
     console = announce()
     names = [int(each) for each in (options.cases or "").split(",") if each]
     cases = [CASES[name - 1] for name in names] or CASES
-    found = document("plan_time", run(options.seconds, options.rounds, cases, console))
+    if options.clock == PROCESSOR:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations, too
+    measured = run(options.seconds, options.rounds, cases, console, options.clock)
+    found = document("plan_time", measured)
     publish(console, found, plan_time_tables(found), options.json)
 
 

@@ -198,7 +198,7 @@ def run_ranks(
         ]
         then = _Then.STAY if usual and world.runs < _RUNS_OF_A_WORLD else _Then.LEAVE
         outcomes = world.run(jobs, then, timeout, stop_at_failure=not expect_failures)
-    if then is _Then.STAY:
+    if not world.ends:
         _kept[world_size] = world
     for outcome in outcomes:
         if outcome.output:
@@ -236,6 +236,7 @@ class _World:
     def __init__(self, world_size: int) -> None:
         self.store = _store(0, is_master=True)
         self.runs = 0
+        self.ends = False
         self.jobs: Sequence[_Job] = []
         self.processes: list[ForkServerProcess] = []
         self.pipes: list[Connection] = []
@@ -254,6 +255,8 @@ class _World:
 
     def __exit__(self, exc_type: object, *exc_info: object) -> None:
         if exc_type is not None or self.then is _Then.LEAVE:
+            self.ends = True
+        if self.ends:
             self.end()
 
     def end(self) -> None:
@@ -336,7 +339,9 @@ class _World:
         if self.then is _Then.STAY:
             doing = "waiting for the next function"
             with suppress(EOFError, ConnectionResetError):
-                if self.pipes[rank].poll(seconds) and self.pipes[rank].recv_bytes() == b"ready":
+                if self.pipes[rank].poll(seconds):
+                    if self.pipes[rank].recv_bytes() == b"leaving":
+                        self.ends = True
                     return
         process.join(seconds)
         if process.exitcode != 0 or self.then is _Then.STAY:
@@ -402,7 +407,7 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
     inbox = _watch_parent(pipe)
-    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = _Surroundings(dict(os.environ), Path.cwd(), handlers)
     then = _Then.STAY
     while then is _Then.STAY:
@@ -423,8 +428,10 @@ def _rank_main(pipe: Connection) -> None:
             pipe.send_bytes(report)
             del result, report
             then = inbox.get()
-            if then is _Then.STAY:
-                assert dist.is_initialized(), "ends its process group: it needs Processes.NEW"
+            if then is _Then.STAY and not dist.is_initialized():  # the function has ended its group
+                then = _Then.LEAVE
+                pipe.send_bytes(b"leaving")
+            elif then is _Then.STAY:
                 _put_back(before)
                 pipe.send_bytes(b"ready")
             faulthandler.unregister(signal.SIGUSR1)

@@ -8,6 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._devices import take_gpu
-from tests.harness import RanksFailedError, run_ranks
+from shardwise.sharding import state
+from shardwise.sharding.group import ParamGroup
+from shardwise.transport import buckets
+from tests.harness import Processes, RanksFailedError, run_ranks
 
 Ranks = Callable[..., list[Any]]
 
@@ -84,6 +88,50 @@ def test_expected_failures_are_told_apart(ranks: Ranks) -> None:
     assert killed.exitcode == -signal.SIGKILL
     assert not left.ok
     assert left.exitcode == 7
+
+
+def _process(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def _leave_things_behind(rank: int, world_size: int, folder: str) -> None:
+    os.environ["COLOR"] = "red"
+    os.chdir(folder)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    state.state_of = lambda module: None
+    ParamGroup.unshard = lambda self: None  # type: ignore[method-assign, assignment]
+    buckets.BLOCK_BYTES = 1
+
+
+def _find_them(rank: int, world_size: int, folder: str) -> list[str]:
+    found = {
+        "variable": "COLOR" in os.environ,
+        "folder": os.getcwd() == os.path.realpath(folder),
+        "handler": signal.getsignal(signal.SIGTERM) is signal.SIG_IGN,
+        "function": state.state_of.__module__ != state.__name__,
+        "method": ParamGroup.unshard.__module__ != ParamGroup.__module__,
+        "constant": buckets.BLOCK_BYTES == 1,
+    }
+    return [name for name, is_there in found.items() if is_there]
+
+
+def test_ranks_live_on_and_put_back_what_a_function_has_changed(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    processes = ranks(_process, 2)
+    assert _find_in(ranks, str(tmp_path)) == []
+    ranks(_leave_things_behind, 2, str(tmp_path))
+    assert ranks(_process, 2) == processes
+    assert _find_in(ranks, str(tmp_path)) == []
+    assert ranks(_process, 2, processes=Processes.NEW) != processes
+    with pytest.raises(RanksFailedError):
+        ranks(_raise_on_rank_one, 2)
+    assert ranks(_process, 2) != processes, "ranks that fail are not used again"
+
+
+def _find_in(ranks: Ranks, folder: str) -> list[str]:
+    first, second = ranks(_find_them, 2, folder)
+    return first + second
 
 
 def _exit_early(rank: int, world_size: int, code: int) -> None:

@@ -31,32 +31,6 @@ def test_bytes_are_counted_alike_for_both(tmp_path: Path) -> None:
     assert f"{2 * 4 * 4 * PARAMETERS / 1e6:.2f}" in done.stdout
 
 
-def test_the_table_shows_losses_and_bytes_beside_synchronous_training() -> None:
-    from _diloco_tables import diloco_tables
-
-    def figures(judged: float, sent: int) -> dict[str, float]:
-        return {"sent": sent, "sent_at_end": 0, "judged": judged, "seconds": 9.4, "last_losses": 1}
-
-    outer = {"outer_lr": 0.7, "outer_warmup": 2}
-    settings = {
-        "model": "m",
-        "ranks": 2,
-        "replicas": 2,
-        "steps": 100,
-        "every": 50,
-        "start": 0,
-        **outer,
-    }
-    contenders = {"synchronous": figures(2.0, 8_000_000), "int8:0.5": figures(2.02, 40_000)}
-    case = {"settings": {**settings, "batch": 4, "length": 128}, "contenders": contenders}
-    [table] = diloco_tables({"cases": [case]})
-    assert table.title.endswith("outer rate 0.7, momentum rises over 2 rounds")
-    assert table.rows == [
-        ["synchronous", "2.0000", "1.0000", "8.00", "1.0 x"],
-        ["DiLoCo, H = 50, int8, momentum 0.5", "2.0200", "1.0100", "0.04", "200.0 x"],
-    ]
-
-
 def test_a_sweep_trains_all_seeds_at_once_and_counts_what_replicas_send(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
     contenders = ["every=2", "every=2,wire=ternary", "every=2,wire=int4,late=1"]

@@ -8,12 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import psutil
 import pytest
 
-from tests.benchmarks.scripts import BENCHMARKS, call_script
+from tests.benchmarks.scripts import BENCHMARKS
 
 RATES = {0: 1000.0, 1: 900.0, 4: 300.0}
 
@@ -164,19 +163,6 @@ def document(*runs: dict[str, Any]) -> dict[str, Any]:
     return {"cases": [{"fault": "kill", "settings": settings, "runs": list(runs)}]}
 
 
-def test_the_table_shows_what_is_left_of_the_speed_and_the_loss_after_as_many_tokens() -> None:
-    from _goodput_tables import goodput_tables
-
-    kept, apart = goodput_tables(document(*case("sync:20", RATES), *case("diloco:10", {0: 500.0})))
-    rows = [dict(zip(kept.columns, row, strict=True)) for row in kept.rows]
-    assert [row["goodput"] for row in rows] == ["100.0 %", "90.0 %", "30.0 %", "100.0 %"]
-    assert rows[1]["loss"] == "3.3000"
-    assert rows[1]["as many, calm"] == "3.2000", "nine tenths of the way from 5 to 3"
-    assert apart.rows == [
-        ["synchronous, saves every 20", "2", "1.00", "3.00", "1.00", "1.00", "1.00", "7.00"]
-    ]
-
-
 @pytest.mark.parametrize(
     ("ours", "kept"),
     [
@@ -194,35 +180,6 @@ def test_diloco_keeps_most_where_synchronous_training_loses_most(
     assert keeps_promise(found) is kept
     found["runs"].append({"contender": "sync:20", "per_minute": 9, "ended": "the training ended"})
     assert not keeps_promise(found), "a training that ended early"
-
-
-def test_a_stored_document_is_shown_and_drawn_again(tmp_path: Path) -> None:
-    runs = [*case("sync:20", RATES), *case("diloco:10", {0: 1000.0, 1: 980.0, 4: 900.0})]
-    head = {"schema": 1, "script": "goodput", "command": "python benchmarks/goodput.py"}
-    (tmp_path / "a.json").write_text(json.dumps({**head, **document(*runs)}))
-    picture = tmp_path / "picture.svg"
-    stored = ("--stored", str(tmp_path / "a.json"), "--picture", str(picture))
-    done = call_script("goodput.py", *stored)
-    assert done.returncode == 0, done.stderr
-    assert "30.0 %" in done.stdout
-    said = "".join(ElementTree.fromstring(picture.read_text()).itertext())
-    assert "DiLoCo, H = 10" in said
-    assert "kills a minute" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--contenders", "sync"], "'sync' is neither"),
-        (["--rates", "-1"], "'-1' is not a list of rates"),
-        (["--seconds", "soon"], "'soon' is not a number of seconds"),
-        (["--stored", "nowhere.json"], "there is no file 'nowhere.json'"),
-    ],
-)
-def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
-    done = call_script("goodput.py", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr
 
 
 def test_steps_are_stretched_and_phases_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.benchmarks.scripts import call_script, run_script
+from tests.benchmarks.scripts import run_script
 
 ROUNDS, STEPS, WARMUP = 2, 2, 3
 
@@ -104,37 +104,3 @@ def test_floor_need_only_start_alike(document: dict[str, Any]) -> None:
     assert disagreement(case) is None
     case["contenders"]["floor"][0]["warmup"][0][0]["loss"] += 1
     assert "floor differs from fsdp2 first at step 0" in str(disagreement(case))
-
-
-@pytest.mark.long
-def test_table_is_computed_from_rounds(document: dict[str, Any]) -> None:
-    """Median step by its slowest rank, median over rounds; ratios are taken within a round."""
-    from _step_tables import step_tables
-
-    changed = copy.deepcopy(document)
-    seconds = {"ours": [(0.5, 0.7), (1.0, 1.4)], "fsdp2": [(1.0, 0.9), (1.9, 2.0)]}
-    for name, rounds in seconds.items():
-        for turn, by_rank in zip(changed["cases"][0]["contenders"][name], rounds, strict=True):
-            for step in turn["steps"]:
-                for rank, value in zip(step, by_rank, strict=True):
-                    rank["seconds"] = value
-    (table,) = step_tables(changed)
-    ours = dict(zip(table.columns, table.rows[0], strict=True))
-    assert ours["contender"] == "shardwise"
-    assert ours["step s"] == "1.050"
-    assert ours["x FSDP2"] == "0.70"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--params", "7b"], "'7b' is not one of tiny, 5m, 34m, 150m"),
-        (["--ranks", "2,0"], "'2,0' is not a list of positive integers"),
-        (["--contenders", "ours,horovod"], "'horovod' is not one of ours, ours-ahead"),
-        (["--steps", "none"], "'none' is not a positive integer"),
-    ],
-)
-def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
-    done = call_script("step_time.py", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr

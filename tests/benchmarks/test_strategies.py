@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from typing import Any
 from xml.etree import ElementTree
@@ -56,42 +55,6 @@ def test_interfaces_count_what_crosses_and_no_more(document: dict[str, Any]) -> 
     for meeting in case["beside"]["diloco-int8"]["meetings"]:
         assert meeting["sent"] == pytest.approx([0.28 * whole] * 2, rel=0.1)
     assert all(peak > 1e6 for each in case["beside"].values() for peak in each["memory"])
-
-
-@needs_hosts
-def test_table_shares_an_exchange_out_over_a_round(document: dict[str, Any]) -> None:
-    from _strategies_tables import strategies_tables
-
-    changed = copy.deepcopy(document)
-    (case,) = changed["cases"]
-    seconds = {"hybrid": [0.5, 0.6], "diloco-int8": [0.2, 0.2], "floor": [0.1, 0.1]}
-    for name, rounds in {**seconds, "fsdp2-hybrid": [1.0, 1.0]}.items():
-        for turn, slowest in zip(case["contenders"][name], rounds, strict=True):
-            turn["sent"] = [1e6, 2e6]
-            for rank in turn["steps"][0]:
-                rank["seconds"] = slowest
-    for meeting in case["beside"]["diloco-int8"]["meetings"]:
-        meeting |= {"seconds": 1.0, "sent": [5e6, 4e6]}
-    (table,) = strategies_tables(changed)
-    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    apart, hybrid = rows["DiLoCo, int8"], rows["HYBRID_SHARD"]
-    assert (apart["step s"], apart["utilization"], apart["MB/step"]) == ("0.400", "25 %", "3.00")
-    assert (hybrid["x FSDP2 hybrid"], hybrid["tokens/s"]) == ("0.55", "116")
-    assert "an exchange 1.000 s and 5.00 MB, shared by H = 5 steps" in "".join(table.notes)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "complaint"),
-    [
-        (["--gbit", "0"], "'0' is not a speed"),
-        (["--ranks", "3"], "3 is not even"),
-        (["--stored", "nowhere.json"], "there is no file 'nowhere.json'"),
-    ],
-)
-def test_bad_options_are_refused_at_once(arguments: list[str], complaint: str) -> None:
-    done = call_script("strategies.py", *arguments)
-    assert done.returncode == 2
-    assert complaint in done.stderr
 
 
 def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,8 @@ from tests.diloco.replicas import assert_values, sharded, whole
 from tests.harness import run_ranks
 from tests.sharding.nets import loss_of
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 EVERY = 2
 
 

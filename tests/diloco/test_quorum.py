@@ -30,6 +30,8 @@ from shardwise.elastic.store import GuardedStore, StoreRefusedError
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 PLAIN = OuterSGD(lr=1.0, momentum=0.0)  # the outer parameters become the average
 LONG, SHORT = 60.0, 0.2  # deadlines: never reached, and reached soon
 

@@ -15,6 +15,8 @@ from tests.harness import run_ranks
 from tests.sharding.nets import batches, loss_of, seeded
 from tests.worlds import on_processes
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 SECONDS = 20  # of which torch takes some to start
 
 

@@ -240,13 +240,11 @@ class Execution:
             ]
         else:
             found = self._params(action.block)
-        if action.rank is not None:
-            for param in found:
-                self._write_rows(param, action)
-            return
-        if action.form in ("data", "foreach"):
-            self.runtime.note_uncounted(found)
-        with torch.no_grad():
+        with torch.no_grad(), self.runtime.writing(found, action.form):
+            if action.rank is not None:
+                for param in found:
+                    self._write_rows(param, action)
+                return
             if action.form == "foreach" and found:
                 torch._foreach_mul_(list(found), action.factor)
                 return
@@ -264,9 +262,9 @@ class Execution:
         rows.mul_(factors.view(-1, *[1] * (rows.ndim - 1)))
 
     def _ema(self, action: p.Ema) -> None:
-        with torch.no_grad():
-            pairs = zip(self._params(action.source), self._params(action.target), strict=False)
-            for source, target in pairs:
+        sources, targets = self._params(action.source), self._params(action.target)
+        with torch.no_grad(), self.runtime.writing(targets, action.form):
+            for source, target in zip(sources, targets, strict=False):
                 if source.shape != target.shape:
                     continue
                 if action.form == "assign_data":
@@ -338,6 +336,8 @@ class Execution:
             torch.utils.swap_tensors(param, new)
 
     def _grads(self, action: p.Grads) -> None:
+        if self._in_backward and self.program.precision:
+            return  # where a plain program casts, its gradient may be on its way to the parameter
         live = dict(self.models[self._model].named_parameters())
         for name, param in self.handles[self._model].items():
             if not self._is_of(name, action.block):
@@ -345,7 +345,9 @@ class Execution:
             # While the backward of its group runs, a shard does not say whether a gradient came
             # before it was frozen: docs/torch-compatibility.md has hooks freeze what modules hold.
             held = live.get(name, param) if self._in_backward else param
-            (held if held.is_leaf else param).requires_grad_(action.to == "on")
+            if not held.is_leaf:
+                raise UndefinedError  # a copy, whose gradient may be on its way to the parameter
+            held.requires_grad_(action.to == "on")
 
     def _gather(self, action: p.Gather) -> None:
         model = self.models[self._model]

@@ -41,8 +41,9 @@ class Clock:
         began: the models that it has reached.
         uncounted: parameters that were written to in a way that autograd does not count for a
             ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
-        missed: whether a backward computed with values from before a write in it:
-            docs/torch-compatibility.md has that under "Not detected".
+        missed: whether a backward computed with values from before a write in it, or a forward
+            with those that were prefetched: docs/torch-compatibility.md has the former under "Not
+            detected", and ``FSDPModule.set_modules_to_forward_prefetch`` the latter.
     """
 
     is_running: bool = False
@@ -291,13 +292,14 @@ class Group:
 
     def _gather(self) -> None:
         now, clock = self._look(), self.gathers.clock
+        may_miss = clock.is_running or (self._snapshot is not None and not self._is_whole)
         if not self._is_whole:
             self._values = now if self._snapshot is None else self._snapshot
             self._snapshot = None
             self._is_whole = True
             for copied, place in self._copies:  # all have the same memory
                 copied.data.copy_(self._values[place])
-        if clock.is_running and self.between is not Between.NOTHING:
+        if may_miss and self.between is not Between.NOTHING:
             values = self._values.items()
             clock.missed |= any(not torch.equal(now[at], then) for at, then in values)
 

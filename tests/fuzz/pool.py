@@ -76,10 +76,10 @@ class Pool:
         return results
 
     def _with_torch(self, unit: Unit, results: _Results) -> Unit:
-        """Let ranks that are new run torch's again, where that ended alike on all ranks."""
+        """Let ranks that are new run torch's again, where that ended at one place on all ranks."""
         raised = [each.raised for each in results.get((unit.index, "torch"), {}).values()]
         ended = not any(text.startswith(("died", "hung")) for text in raised if text is not None)
-        alike = len({text is None for text in raised}) == 1
+        alike = len({text and text.partition(":")[0] for text in raised}) == 1
         return dataclasses.replace(unit, torch_ran=ended and alike)
 
     def _run_until_unfit(self, units: list[Unit], results: _Results) -> int:

@@ -6,6 +6,7 @@ step without any is.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -26,6 +27,9 @@ from tests.fuzz.program import Program
 from tests.fuzz.trace import cut
 
 TRANSPORTS = ("shm", "c10d", "collectives")
+
+#: The forms of writes that autograd does not count for a ``DTensor``.
+UNCOUNTED = ("data", "foreach")
 
 
 class UndefinedError(Exception):
@@ -62,8 +66,10 @@ class Runtime(Protocol):
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """Say ``param.data = value``."""
 
-    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
-        """Note that these are written to in a way that autograd does not count for ``DTensor``."""
+    def writing(
+        self, params: Sequence[torch.Tensor], form: str
+    ) -> contextlib.AbstractContextManager[object]:
+        """Around a write to parameters, in one of the forms of ``Write``."""
 
     def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         """Tie parameters again that were tied, by their names, if they have equal values."""
@@ -84,6 +90,8 @@ class Unsharded:
         self._syncs = True
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self.clock = Clock()
+        # In the backward that runs, by a hook.
+        self._stepped: set[torch.Tensor] = set()
         self.parted = False
 
     def shard(self, model: FuzzModel, program: Program) -> None:
@@ -99,6 +107,7 @@ class Unsharded:
         for param in params:
             param.grad = None
         self.clock.begin()
+        self._stepped.clear()
         try:
             loss.backward(retain_graph=graph == "retain")
         except BaseException:
@@ -131,6 +140,7 @@ class Unsharded:
         waiting = self._waiting.pop(param, None)
         grad = param.grad if waiting is None else waiting + param.grad
         param.grad = self._average([grad])[0]
+        self._stepped.add(param)
         return True
 
     def own_rows(self, param: torch.Tensor, rank: int) -> tuple[torch.Tensor, int]:
@@ -148,8 +158,15 @@ class Unsharded:
     def gather(self, module: nn.Module, call: str) -> None:
         pass
 
-    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
-        self.clock.uncounted.update(params)
+    def writing(
+        self, params: Sequence[torch.Tensor], form: str
+    ) -> contextlib.AbstractContextManager[object]:
+        if self._stepped.intersection(params):
+            # A sharded one steps later, when its gradient is reduced: docs/torch-compatibility.md.
+            raise UndefinedError
+        if form in UNCOUNTED:
+            self.clock.uncounted.update(params)
+        return contextlib.nullcontext()
 
     def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         # An unsharded model has two parameters then, and a sharded one of ours has one: a
@@ -184,10 +201,16 @@ class Gathered(Unsharded):
     What a hook writes to a block that has begun reaches its backward, or the next forward, as it
     does where shards are written to and the block computes with what was gathered of them. What is
     written to the latter is there afterwards.
+
+    On one rank full parameters are the shards, and autograd does not see every write to these:
+    docs/torch-compatibility.md has that under "Not detected".
     """
 
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
+        self._is_aliased = program.shards == 1 and not program.precision
+        if self._is_aliased:
+            return
         dtype = torch.bfloat16 if program.precision else None
         groups = []
         for modules, reshard in groups_of(model, program):
@@ -211,6 +234,14 @@ class Gathered(Unsharded):
         group: Any = getattr(module, "fuzz_group", None)
         if group is not None:
             getattr(group, call)()
+
+    def writing(
+        self, params: Sequence[torch.Tensor], form: str
+    ) -> contextlib.AbstractContextManager[object]:
+        usual = super().writing(params, form)
+        if self._is_aliased and params and (self.clock.is_running or form in UNCOUNTED):
+            return torch.autograd._unsafe_preserve_version_counter(tuple(params))
+        return usual
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """A sharded parameter is a ``DTensor``: torch lets it be given data, and forgets them."""
@@ -270,8 +301,10 @@ class Sharded:
         if self._resets == "by the user":
             model.reset_iter_state()  # type: ignore[operator]
 
-    def note_uncounted(self, params: Sequence[torch.Tensor]) -> None:
-        pass
+    def writing(
+        self, params: Sequence[torch.Tensor], form: str
+    ) -> contextlib.AbstractContextManager[object]:
+        return contextlib.nullcontext()
 
     def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
         pass

@@ -51,6 +51,12 @@ _TOLD = [
             "At(do=Raise(rank=1)),)), Backward()))",
             "Program(blocks=(Block(),), steps=(Forward(at=(At(when='backward', do=Load()),)), "
             "Backward()))",
+            "Program(blocks=(Block(), Block()), optimizer='in_backward', steps=(Forward(at=("
+            "At(when='backward', do=Write(block=1)),)), Backward(), Forward()))",
+            "Program(blocks=(Block(), Block()), precision='bf16', traits=('forward_prefetch',), "
+            "steps=(Forward(at=(At(when='inside', do=Write(block=1)),)),))",
+            "Program(blocks=(Block(), Block()), reshard='true', steps=(Forward(at=("
+            "At(when='backward', block=1, do=Write(block=1)),)), Backward()))",
         ),
     ),
 ]
@@ -106,9 +112,11 @@ def test_what_is_not_broken_is_no_find() -> None:
     assert judged.torch == "equal"
 
 
-def test_what_the_docs_tell_is_no_find() -> None:
-    with Pool(2, collective_seconds=WAIT) as pool:
-        judged = run_all(pool, _TOLD)
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_the_docs_tell_is_no_find(world: int) -> None:
+    programs = [dataclasses.replace(each, world=world) for each in _TOLD]
+    with Pool(world, collective_seconds=WAIT) as pool:
+        judged = run_all(pool, programs)
     assert not [each for each in judged if each.finds]
 
 
@@ -203,6 +211,7 @@ def test_one_element_is_a_difference() -> None:
 def test_a_missing_gradient_and_a_missing_entry_are_differences() -> None:
     one = torch.ones(2)
     assert "nothing in place" in str(first_difference(_trace(None), _trace(one), 1e-5))
+    assert "an empty tensor" in str(first_difference(_trace(one[:0]), _trace(None), 1e-5))
     assert "nothing after 1" in str(first_difference(_trace(one), _trace(one, one), 1e-5))
     assert "not there" in str(first_difference(_trace(one, one), _trace(one), 1e-5))
 

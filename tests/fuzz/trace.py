@@ -106,7 +106,9 @@ def _difference(mine: Entry, theirs: Entry, tolerance: float) -> str | None:
 
 
 def _brief(tensor: torch.Tensor | None) -> str:
-    return "nothing" if tensor is None else f"a tensor of up to {tensor.abs().max():.3g}"
+    if tensor is None:
+        return "nothing"
+    return f"a tensor of up to {tensor.abs().max():.3g}" if tensor.numel() else "an empty tensor"
 
 
 def tolerance_of(names: Sequence[str]) -> float:

@@ -68,7 +68,7 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     detail = _detail(ours)
     if any(text.startswith("hung") for text in raised):
         return Verdict(f"hangs ({beside})", True, detail)
-    if any(text.startswith("died: SIG") for text in raised):
+    if any(text.startswith("died") for text in raised):
         if torch_ran == "dies" and any(each.beside == "parameter" for each in program.blocks):
             # docs/torch-compatibility.md: whoever reads a view of what was freed ends the process.
             return Verdict("reads what was freed, as with torch")

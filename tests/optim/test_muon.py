@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
-import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -16,104 +12,17 @@ from shardwise import fully_shard
 from shardwise._torch import dtensor
 from shardwise.base.errors import RanksDivergedError
 from shardwise.optim import Muon, muon_groups
-from tests.optim.nets import Mesh, Net, make_muon, part_of, set_gradients
-from tests.worlds import on_threads
-
-Threads = Callable[..., list[Any]]
+from tests.optim.nets import Mesh, make_muon, part_of, set_gradients
+from tests.optim.references import HIDDEN, MuonReference
+from tests.worlds import Ranks, on_threads
 
 STEPS = 2
-HIDDEN = ("up.weight", "down.weight", "square.weight")
-
-
-class Reference:
-    """Torch's own optimizers on full tensors: each matrix of a stack is a parameter."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32, **settings: Any) -> None:
-        self.net = Net().to(dtype)
-        self.experts = [nn.Parameter(each.clone()) for each in self.net.experts.detach()]
-        hidden = [param for name, param in self.net.named_parameters() if name in HIDDEN]
-        rest = {n: p for n, p in self.net.named_parameters() if n not in (*HIDDEN, "experts")}
-        decayed = [param for param in rest.values() if param.ndim > 1]
-        vectors = [param for param in rest.values() if param.ndim == 1]
-        self.muon = torch.optim.Muon([*hidden, *self.experts], lr=0.1, **settings)
-        decay = settings.get("weight_decay", 0.1)
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=0.02,
-            betas=(0.9, 0.95),
-        )
-
-    def step(self, number: int, has: Callable[[str], bool] = lambda name: True) -> None:
-        set_gradients(self.net, number, has)
-        grad = self.net.experts.grad
-        for i, expert in enumerate(self.experts):
-            expert.grad = None if grad is None else grad[i]
-        self.muon.step()
-        self.adamw.step()
-
-    def values(self) -> dict[str, torch.Tensor]:
-        found = {name: param.detach() for name, param in self.net.named_parameters()}
-        return {**found, "experts": torch.stack([each.detach() for each in self.experts])}
-
-
-def _assert_same(net: nn.Module, wanted: dict[str, torch.Tensor], what: str) -> None:
-    for name, param in net.named_parameters():
-        found, expected = dtensor.plain(param.detach()), dtensor.plain(part_of(wanted[name], param))
-        # The end of a tensor is computed without vectors, and every rank's shard has another end.
-        worst = (found - expected).abs().max().item() if found.numel() else 0.0
-        assert worst <= 3e-7, f"{what}: {name} differs by {worst}"
-
-
-def _trains_as_one_process(rank: int, world_size: int, mesh: Mesh, settings: Any) -> None:
-    net = mesh.build()
-    muon, reference = make_muon(net, **settings), Reference(**settings)
-    for step in range(1, STEPS + 1):
-        set_gradients(net, step)
-        muon.step()
-        reference.step(step)
-        _assert_same(net, reference.values(), f"{mesh}, step {step}")
-
-
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        Mesh({"dp": 1}),
-        Mesh({"dp": 2}),
-        Mesh({"dp": 3}),
-        Mesh({"dp": 8}),
-        Mesh({"dp": 4}, dim=1),
-        Mesh({"replicate": 2, "shard": 2}),
-        Mesh({"replicate": 3, "shard": 1}),
-        Mesh({"dp": 2, "tp": 2}),
-        Mesh({"dp": 3, "tp": 2}),
-        Mesh({"replicate": 2, "shard": 2, "tp": 2}),
-    ],
-    ids=lambda mesh: "-".join(f"{n}{s}" for n, s in mesh.sizes.items()) + f"-{mesh.dim}",
-)
-def test_update_is_that_of_one_process(threads: Threads, mesh: Mesh) -> None:
-    threads(_trains_as_one_process, mesh.size, mesh, {})
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"nesterov": False, "weight_decay": 0.0},
-        {"momentum": 0.5, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
-        {"ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3, "adjust_lr_fn": "original"},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings_are_those_of_torch(threads: Threads, settings: dict[str, Any]) -> None:
-    threads(_trains_as_one_process, 2, Mesh({"dp": 2}), settings)
 
 
 @on_threads(3)
 def test_bfloat16_parameters_differ_by_their_rounding_at_most(rank: int, world_size: int) -> None:
     net = Mesh({"dp": world_size}).build(torch.bfloat16)
-    muon, reference = make_muon(net), Reference(torch.bfloat16)
+    muon, reference = make_muon(net), MuonReference(torch.bfloat16)
     for step in range(1, STEPS + 1):
         set_gradients(net, step)
         muon.step()
@@ -161,21 +70,6 @@ def test_momentum_in_bfloat16_is_not_overwritten(rank: int, world_size: int) -> 
     torch.testing.assert_close(dtensor.plain(momentum), expected, rtol=1e-2, atol=1e-6)
 
 
-@on_threads(2)
-def test_parameters_without_a_gradient_are_left_alone(rank: int, world_size: int) -> None:
-    net = Mesh({"dp": world_size}).build()
-    muon, reference = make_muon(net), Reference()
-    for step, missing in enumerate([(), ("up.weight",), ("experts", "embed.weight"), HIDDEN, ()]):
-
-        def has(name: str, missing: tuple[str, ...] = missing) -> bool:
-            return name not in missing
-
-        set_gradients(net, step, has)
-        muon.step()
-        reference.step(step, has)
-        _assert_same(net, reference.values(), f"without {missing}")
-
-
 def _gradients_differ(rank: int, world_size: int, lacks: str) -> str:
     net = Mesh({"dp": world_size}).build()
     muon = make_muon(net)
@@ -191,7 +85,7 @@ def _gradients_differ(rank: int, world_size: int, lacks: str) -> str:
     return str(caught.value)
 
 
-def test_gradients_of_some_ranks_only_are_an_error_on_all(threads: Threads) -> None:
+def test_gradients_of_some_ranks_only_are_an_error_on_all(threads: Ranks) -> None:
     first, second, third = threads(_gradients_differ, 3, "down.weight")
     assert "down.weight on rank 0 only, none on rank 1 only" in first
     assert "none on rank 1 only, down.weight on rank 0 only" in second
@@ -199,7 +93,7 @@ def test_gradients_of_some_ranks_only_are_an_error_on_all(threads: Threads) -> N
     assert "set and clear gradients alike" in first
 
 
-def test_a_rank_without_any_gradient_is_an_error_on_all(threads: Threads) -> None:
+def test_a_rank_without_any_gradient_is_an_error_on_all(threads: Ranks) -> None:
     first, *_ = threads(_gradients_differ, 2, "")
     assert "experts, up.weight, down.weight and 1 more on rank 0 only" in first
 
@@ -216,36 +110,10 @@ def _one_rank_fails(rank: int, world_size: int) -> str:
     return str(caught.value)
 
 
-def test_what_one_rank_cannot_use_stops_all_of_them(threads: Threads) -> None:
+def test_what_one_rank_cannot_use_stops_all_of_them(threads: Ranks) -> None:
     first, second = threads(_one_rank_fails, 2)
     assert "up.weight: found a momentum_buffer of shape (1,)" in second
     assert "rank 1 raised an error before it" in first
-
-
-def test_plain_tensors_need_no_process_group() -> None:
-    net, reference = Net(), Reference()
-    muon = make_muon(net)
-    for step in range(1, STEPS + 1):
-        set_gradients(net, step)
-        muon.step()
-        reference.step(step)
-    _assert_same(net, reference.values(), "one process")
-
-
-def test_a_copy_and_a_pickled_optimizer_go_on() -> None:
-    net = Net()
-    muon = make_muon(net)
-    set_gradients(net, 1)
-    muon.step()
-    twin, copied = copy.deepcopy((net, muon))
-    _, pickled = pickle.loads(pickle.dumps((net, muon)))
-    for optimizer in (muon, copied, pickled):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.ones_like(param)
-        optimizer.step()
-    for param, other in zip(net.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(param, other)
 
 
 def test_groups_of_other_muons_are_understood() -> None:
@@ -257,24 +125,6 @@ def test_groups_of_other_muons_are_understood() -> None:
         matrix.grad, vector.grad = torch.ones(3, 2), torch.ones(3)
         muon.step()
         assert set(muon.state[vector]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"lr": -1.0}, "lr: found -1.0, expected 0 or more"),
-        ({"momentum": float("nan")}, "momentum: found nan, expected 0 or more"),
-        ({"ns_steps": 100}, "ns_steps: found 100, expected 0 to 99"),
-        ({"ns_coefficients": (1.0,)}, "ns_coefficients: found (1.0,), expected three numbers"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn: found 'rms', expected one of"),
-        ({"lr": torch.ones(2)}, "lr: found a tensor of 2 elements, expected 1"),
-    ],
-)
-def test_impossible_settings_are_named(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Muon([nn.Parameter(torch.ones(2, 2))], **settings)
-    with pytest.raises(ValueError, match=re.escape(f"group 0: {message}")):
-        Muon([{"params": [nn.Parameter(torch.ones(2, 2))], **settings}])
 
 
 def test_a_vector_is_no_matrix() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def _copy_through_state_dict(
     assert not outcome.unexpected_keys
     loaded = whole_parameters(target)
     histories = [
-        train_sharded(model, make_optimizer("adamw", model.parameters()), case, rank)
+        train_sharded(model, make_optimizer("sgd", model.parameters()), case, rank)
         for model in (source, target)
     ]
     return list(state), loaded, whole_parameters(make_sharded(case, world_size)), *histories
@@ -202,7 +203,11 @@ def _load_and_train(rank: int, world_size: int, strategy: str, folder: Path) -> 
 
 
 def _cases(strategy: str) -> list[Case]:
-    return [Case(model, strategy) for model in MODELS_SAVED]
+    """The models, of which half have the optimizer whose states are the larger."""
+    return [
+        Case(model, strategy, optimizer)
+        for model, optimizer in zip(MODELS_SAVED, itertools.cycle(["adamw", "sgd"]), strict=False)
+    ]
 
 
 def _go_on(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, rank: int) -> Trained:

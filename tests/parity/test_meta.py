@@ -60,7 +60,7 @@ def _train_materialized(
             twin = make_sharded(case, world_size)
             twin.load_state_dict(model.state_dict())
             histories = [
-                train_sharded(each, make_optimizer("adamw", each.parameters()), case, rank)
+                train_sharded(each, make_optimizer("sgd", each.parameters()), case, rank)
                 for each in (model, twin)
             ]
             outcomes.append((parameters, buffers, *histories))

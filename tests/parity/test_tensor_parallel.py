@@ -27,7 +27,7 @@ Training = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def _training(net: nn.Module) -> Training:
-    return net, torch.optim.AdamW(net.parameters(), lr=0.05)
+    return net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
 
 
 def _step(training: Training, data: DeviceMesh, step: int) -> None:

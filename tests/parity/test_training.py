@@ -140,7 +140,7 @@ def _of_accumulation(world: World) -> list[Case]:
     """``shard-grad-op`` that reduces gradients after the last microbatch only is ZeRO-1."""
     ways = list(itertools.product(_strategies(world[0]), [True, False]))
     return [
-        Case("mlp", strategy, microbatches=3, sync_every=sync_every, **precision)
+        Case("mlp", strategy, "sgd", microbatches=3, sync_every=sync_every, **precision)
         for (strategy, sync_every), precision in _pairs(world, ways, [{}, BF16_OVER_FP32])
     ]
 

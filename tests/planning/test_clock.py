@@ -9,10 +9,9 @@ import pytest
 from shardwise.base.observe import Activity
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.planning.clock import StepTime, step_time
-from shardwise.insight.planning.costs import KERNEL
+from shardwise.insight.planning.costs import CALLS, KERNEL, WORK
 from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
-    GROUP,
     Device,
     Execution,
     Link,
@@ -34,9 +33,6 @@ DEVICE = Device(
     memory_efficiency=1.0,
     op_overhead=0.0,
 )
-OVERHEADS = {
-    phase.value: 0.0 for phase in (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
-}
 LINK = Link(name="test", bandwidth=WIRE, latency=0.0, launch=0.0)
 BETWEEN = Link(name="slow", bandwidth=WIRE / 10, latency=0.0, launch=0.0)
 MACHINE = Machine(device=DEVICE, inside=LINK, between=BETWEEN, ranks_per_host=2)
@@ -151,12 +147,27 @@ def test_a_host_that_computes_cannot_run_ahead() -> None:
     assert alone.host == close(1.5)
 
 
-def test_on_processors_the_runtime_takes_time_beside_each_group() -> None:
-    device = replace(DEVICE, execution=Execution.DIRECT, overheads=OVERHEADS | {GROUP: 0.25})
-    marks = [Mark(each, "g") for each in (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)]
-    found = replayed(product(1.0), *marks, machine=replace(MACHINE, device=device))
-    assert found.seconds == pytest.approx(1.5 + KERNEL)
-    assert found.host == pytest.approx(0.5)
+def test_what_was_measured_counts_by_unit_of_work() -> None:
+    costs = dict.fromkeys((*CALLS, *WORK), 0.0)
+    costs |= {"product.float32": 1e-12, "call.forward": 0.25, "call.runtime": 0.5}
+    device = replace(DEVICE, execution=Execution.DIRECT, costs=costs)
+    machine = replace(MACHINE, device=device)
+    found = replayed(product(1.0), copy(1), replace(copy(1), runtime=True), machine=machine)
+    assert found.seconds == pytest.approx(1.0 + 2 * 0.25 + 0.5)
+    assert found.host == pytest.approx(1.0)
+    queued = replace(device, execution=Execution.QUEUED, op_overhead=0.1)
+    ahead = replayed(product(1.0), copy(1), machine=replace(MACHINE, device=queued))
+    assert ahead.seconds == pytest.approx(0.1 + 1.0 + 2 * 0.25)
+    assert ahead.host == pytest.approx(0.1), (
+        "calls take time of the device, which the host is ahead of"
+    )
+
+
+def test_a_group_that_is_alone_takes_what_was_measured_for_it() -> None:
+    start = replace(gather(1, 1), ranks=1, transport="local")
+    assert replayed(start).seconds == 0
+    links = {"local": replace(LINK, launch=0.5)}
+    assert replayed(start, machine=replace(MACHINE, links=links)).seconds == close(0.5)
 
 
 def test_a_device_that_waits_for_the_host_is_bound_by_it() -> None:

@@ -9,7 +9,6 @@ import pytest
 from shardwise.insight.planning.machine import (
     DEVICES,
     LINKS,
-    Curve,
     Machine,
     MachineError,
     SharedBy,
@@ -145,10 +144,3 @@ def test_files_that_are_missing_huge_deep_or_no_text_are_refused(tmp_path: Path)
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(MachineError, match="found no TOML"):
         Machine.from_file(path)
-
-
-def test_curves_interpolate_in_logarithms() -> None:
-    curve = Curve((100.0, 10_000.0), (1.0, 4.0))
-    assert curve(1) == 1.0
-    assert curve(1_000) == pytest.approx(2.0)
-    assert curve(20_000) == pytest.approx(8.0)

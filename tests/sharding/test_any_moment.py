@@ -192,11 +192,6 @@ def _forward_without_a_backward(net: nn.Module, x: torch.Tensor, rank: int) -> l
     return seen
 
 
-def _two_forwards(net: nn.Module, x: torch.Tensor, rank: int) -> list[torch.Tensor]:
-    (net(x).sum() + net(2 * x).sum()).backward()
-    return [param.grad for param in net.parameters() if param.grad is not None]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @on_transport(2)
 def test_a_forward_uses_what_was_written_since_the_last_one(

@@ -40,7 +40,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
         for module in sharded_modules(net):
             module.set_custom_all_gather(Gather(returns_work=True))
             module.set_custom_reduce_scatter(Scatter(returns_work=False))
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (net, whole)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (net, whole)]
     for step in range(2):
         for sync in (False, True):
             net.set_requires_gradient_sync(sync)

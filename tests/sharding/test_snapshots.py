@@ -30,8 +30,8 @@ pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86
 
 
 def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: int = 3) -> None:
-    mine = torch.optim.AdamW(net.parameters(), lr=0.1)
-    theirs = torch.optim.AdamW(whole.parameters(), lr=0.1)
+    mine = torch.optim.SGD(net.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
     for step in range(steps):
         x = batches(world_size, step)
         check_backward(net, whole, x, rank)

@@ -299,69 +299,9 @@ UNPINNED = CPUOffloadPolicy(pin_memory=False)
 
 
 @scenario()
-def zero3(run: Run) -> None:
-    train(run, shard(run), optimizer=adamw, backward=backward_with_gradients)
-
-
-@scenario()
-def zero2(run: Run) -> None:
-    train(run, shard(run, reshard_after_forward=False))
-
-
-@scenario(shape=(1,))
-def one_rank(run: Run) -> None:
-    train(run, shard(run))
-
-
-@scenario(shape=(1,))
-def one_rank_mixed(run: Run) -> None:
-    train(run, shard(run, mp_policy=BF16))
-
-
-@scenario(shape=(2, 1))
-def no_shard(run: Run) -> None:
-    train(run, shard(run, reshard_after_forward=False))
-
-
-@scenario(shape=(2, 2))
-def hybrid(run: Run) -> None:
-    train(run, shard(run), backward=backward_with_gradients)
-
-
-@scenario(shape=(2, 2))
-def hybrid_zero2(run: Run) -> None:
-    train(run, shard(run, reshard_after_forward=False))
-
-
-@scenario(shape=(2, 2))
-def hybrid_mixed(run: Run) -> None:
-    train(run, shard(run, mp_policy=BF16))
-
-
-@scenario()
-def mixed(run: Run) -> None:
-    train(run, shard(run, mp_policy=BF16))
-
-
-@scenario()
 def half_reduced(run: Run) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     train(run, shard(run, mp_policy=policy))
-
-
-@scenario()
-def half(run: Run) -> None:
-    train(run, shard(run, mp_policy=FP16))
-
-
-@scenario(shape=(4,))
-def integer_reshard(run: Run) -> None:
-    train(run, shard(run, reshard_after_forward=2))
-
-
-@scenario()
-def plain_collectives(run: Run) -> None:
-    train(run, shard(run, transport="collectives"))
 
 
 @scenario()
@@ -377,37 +317,12 @@ def plain_collectives_mixed(run: Run) -> None:
 
 
 @scenario()
-def offload_pinned(run: Run) -> None:
-    train(run, shard(run, offload_policy=PINNED), optimizer=adamw)
-
-
-@scenario()
-def offload_unpinned(run: Run) -> None:
-    train(run, shard(run, offload_policy=UNPINNED), optimizer=adamw)
-
-
-@scenario()
 def offload_and_read(run: Run) -> None:
     """Shards on the host are read before any training."""
     net = shard(run, offload_policy=UNPINNED)
     for parameter in net.parameters():
         parameter.to_local().sum()
     train(run, net)
-
-
-@scenario()
-def offload_mixed(run: Run) -> None:
-    train(run, shard(run, offload_policy=PINNED, mp_policy=BF16))
-
-
-@scenario(shape=(2, 2))
-def offload_hybrid(run: Run) -> None:
-    train(run, shard(run, offload_policy=PINNED), backward=backward_with_gradients)
-
-
-@scenario(shape=(1,))
-def offload_one_rank(run: Run) -> None:
-    train(run, shard(run, offload_policy=PINNED))
 
 
 @scenario()
@@ -450,16 +365,6 @@ def offload_tied_two_streams(run: Run) -> None:
     train(run, shard(run, net, offload_policy=PINNED))
 
 
-@scenario()
-def optimizer_in_backward_offloaded(run: Run) -> None:
-    _optimizer_in_backward(run, shard(run, offload_policy=PINNED))
-
-
-@scenario()
-def optimizer_in_backward(run: Run) -> None:
-    _optimizer_in_backward(run, shard(run))
-
-
 def _optimizer_in_backward(run: Run, net: Any) -> None:
     for parameter in net.parameters():
         opt = sgd([parameter])
@@ -473,22 +378,6 @@ def _optimizer_in_backward(run: Run, net: Any) -> None:
         run_backward(net)
         for hook in run.after_step:
             hook(step_number)
-
-
-@scenario()
-def step_in_backward(run: Run) -> None:
-    _step_in_backward(run, shard(run))
-
-
-@scenario()
-def step_in_backward_offloaded(run: Run) -> None:
-    """Groups step on the host, as soon as their gradients have arrived there."""
-    _step_in_backward(run, shard(run, offload_policy=PINNED))
-
-
-@scenario(shape=(2, 2))
-def step_in_backward_hybrid(run: Run) -> None:
-    _step_in_backward(run, shard(run))
 
 
 def _step_in_backward(run: Run, net: Any) -> None:
@@ -514,23 +403,6 @@ def _small_rounds() -> Iterator[None]:
 def _muon(run: Run, net: Any) -> None:
     with _small_rounds():
         train(run, net, optimizer=lambda _: Muon(muon_groups(net), lr=0.1))
-
-
-@scenario()
-def muon(run: Run) -> None:
-    """Pieces of one round travel while another one is computed."""
-    _muon(run, shard(run))
-
-
-@scenario(shape=(2, 2))
-def muon_hybrid(run: Run) -> None:
-    """Replicas share the work too."""
-    _muon(run, shard(run))
-
-
-@scenario(shape=(1,))
-def muon_alone(run: Run) -> None:
-    _muon(run, shard(run))
 
 
 @scenario()
@@ -609,16 +481,6 @@ def _prefetching(net: Any) -> Any:
         before.set_modules_to_forward_prefetch([after])
         after.set_modules_to_backward_prefetch([before])
     return net
-
-
-@scenario()
-def prefetch(run: Run) -> None:
-    train(run, _prefetching(shard(run)))
-
-
-@scenario()
-def prefetch_mixed(run: Run) -> None:
-    train(run, _prefetching(shard(run, mp_policy=BF16)))
 
 
 @scenario()
@@ -943,19 +805,9 @@ def _customize(net: Any, *, asynchronous: bool = False) -> Any:
 
 
 @scenario()
-def custom(run: Run) -> None:
-    train(run, _customize(shard(run)))
-
-
-@scenario()
 def custom_asynchronous(run: Run) -> None:
     """The custom collective runs on a stream of the backend and returns a work."""
     train(run, _customize(shard(run), asynchronous=True))
-
-
-@scenario()
-def custom_mixed(run: Run) -> None:
-    train(run, _customize(shard(run, mp_policy=BF16)))
 
 
 @scenario()
@@ -964,21 +816,6 @@ def custom_two_dtypes(run: Run) -> None:
     for block in net.blocks:
         block.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=NAME)
     train(run, _customize(shard(run, net)))
-
-
-@scenario(shape=(2, 2))
-def custom_hybrid(run: Run) -> None:
-    train(run, _customize(shard(run)))
-
-
-@scenario()
-def custom_prefetch(run: Run) -> None:
-    train(run, _prefetching(_customize(shard(run))))
-
-
-@scenario()
-def custom_offload(run: Run) -> None:
-    train(run, _customize(shard(run, offload_policy=PINNED)))
 
 
 # -- backwards that the program completes, and memory that is kept ---------------------------------
@@ -1028,22 +865,6 @@ def kept_storage(run: Run) -> None:
 def _separate(net: Any) -> Any:
     net.set_separate_reduce_scatter_group()
     return net
-
-
-@scenario()
-def separate_group(run: Run) -> None:
-    """Reductions have a stream of their own, beside that of gathers."""
-    train(run, _separate(shard(run)))
-
-
-@scenario(shape=(2, 2))
-def separate_group_hybrid(run: Run) -> None:
-    train(run, _separate(shard(run, mp_policy=BF16)))
-
-
-@scenario()
-def separate_group_offload(run: Run) -> None:
-    train(run, _separate(shard(run, offload_policy=PINNED)))
 
 
 @scenario()
@@ -1107,52 +928,10 @@ class _Wide(nn.Module):
 # -- kinds of parameters ------------------------------------------------------------------------
 
 
-@scenario()
-def staged(run: Run) -> None:
-    """Some parameters are cut along their second dimension."""
-    train(run, shard(run, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None))
-
-
 @scenario(shape=(4,))
 def staged_integer_reshard(run: Run) -> None:
     by_columns: Any = lambda p: Shard(1) if p.dim() == 2 else None  # noqa: E731
     train(run, shard(run, reshard_after_forward=2, shard_placement_fn=by_columns))
-
-
-@scenario(shape=(4,))
-def uneven(run: Run) -> None:
-    train(run, shard(run, make(run, inner=63)))
-
-
-@scenario(shape=(4,), rank=3)
-def uneven_last_rank(run: Run) -> None:
-    train(run, shard(run, make(run, inner=63), mp_policy=BF16))
-
-
-@scenario()
-def large(run: Run) -> None:
-    """Parameters large enough for a collective of their own."""
-    train(run, shard(run, make(run, inner=1024)))
-
-
-@scenario(shape=(2, 2))
-def large_hybrid(run: Run) -> None:
-    train(run, shard(run, make(run, inner=1024)))
-
-
-@scenario()
-def large_mixed(run: Run) -> None:
-    train(run, shard(run, make(run, inner=1024), mp_policy=BF16))
-
-
-@scenario()
-def large_uneven(run: Run) -> None:
-    train(run, shard(run, make(run, inner=1023)))
-
-
-@scenario()
-def large_offload(run: Run) -> None:
-    train(run, shard(run, make(run, inner=1024), offload_policy=PINNED))
 
 
 class _Scaled(nn.Module):
@@ -1756,3 +1535,82 @@ def async_save_pageable(run: Run) -> None:
 @scenario()
 def async_save_offloaded(run: Run) -> None:
     _async_save(run, offload_policy=PINNED)
+
+
+# -- trainings that differ in options alone -------------------------------------------------------
+
+
+def _options(
+    name: str,
+    *through: Callable[[Any], Any],
+    how: Callable[[Run, Any], object] = train,
+    shape: tuple[int, ...] = (2,),
+    rank: int = 0,
+    inner: int | None = None,
+    **options: Any,
+) -> None:
+    """List a training of a net that is sharded with ``options``, and changed by ``through``."""
+
+    def run(run: Run) -> None:
+        net = shard(run, make(run, inner=inner), **options)
+        for change in through:
+            net = change(net)
+        how(run, net)
+
+    SCENARIOS[name] = Scenario(run, shape, rank)
+
+
+_options("zero3", how=functools.partial(train, optimizer=adamw, backward=backward_with_gradients))
+_options("zero2", reshard_after_forward=False)
+_options("one_rank", shape=(1,))
+_options("one_rank_mixed", shape=(1,), mp_policy=BF16)
+_options("no_shard", shape=(2, 1), reshard_after_forward=False)
+_options("hybrid", how=functools.partial(train, backward=backward_with_gradients), shape=(2, 2))
+_options("hybrid_zero2", shape=(2, 2), reshard_after_forward=False)
+_options("hybrid_mixed", shape=(2, 2), mp_policy=BF16)
+_options("mixed", mp_policy=BF16)
+_options("half", mp_policy=FP16)
+_options("integer_reshard", shape=(4,), reshard_after_forward=2)
+_options("plain_collectives", transport="collectives")
+_options("offload_pinned", how=functools.partial(train, optimizer=adamw), offload_policy=PINNED)
+_options("offload_unpinned", how=functools.partial(train, optimizer=adamw), offload_policy=UNPINNED)
+_options("offload_mixed", offload_policy=PINNED, mp_policy=BF16)
+_options(
+    "offload_hybrid",
+    how=functools.partial(train, backward=backward_with_gradients),
+    shape=(2, 2),
+    offload_policy=PINNED,
+)
+_options("offload_one_rank", shape=(1,), offload_policy=PINNED)
+_options("optimizer_in_backward_offloaded", how=_optimizer_in_backward, offload_policy=PINNED)
+_options("optimizer_in_backward", how=_optimizer_in_backward)
+_options("step_in_backward", how=_step_in_backward)
+# Groups step on the host, as soon as their gradients have arrived there.
+_options("step_in_backward_offloaded", how=_step_in_backward, offload_policy=PINNED)
+_options("step_in_backward_hybrid", how=_step_in_backward, shape=(2, 2))
+# Pieces of one round travel while another one is computed.
+_options("muon", how=_muon)
+# Replicas share the work too.
+_options("muon_hybrid", how=_muon, shape=(2, 2))
+_options("muon_alone", how=_muon, shape=(1,))
+_options("prefetch", _prefetching)
+_options("prefetch_mixed", _prefetching, mp_policy=BF16)
+_options("custom", _customize)
+_options("custom_mixed", _customize, mp_policy=BF16)
+_options("custom_hybrid", _customize, shape=(2, 2))
+_options("custom_prefetch", _customize, _prefetching)
+_options("custom_offload", _customize, offload_policy=PINNED)
+# Reductions have a stream of their own, beside that of gathers.
+_options("separate_group", _separate)
+_options("separate_group_hybrid", _separate, shape=(2, 2), mp_policy=BF16)
+_options("separate_group_offload", _separate, offload_policy=PINNED)
+# Some parameters are cut along their second dimension.
+_options("staged", shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+_options("uneven", shape=(4,), inner=63)
+_options("uneven_last_rank", shape=(4,), rank=3, inner=63, mp_policy=BF16)
+# Parameters large enough for a collective of their own.
+_options("large", inner=1024)
+_options("large_hybrid", shape=(2, 2), inner=1024)
+_options("large_mixed", inner=1024, mp_policy=BF16)
+_options("large_uneven", inner=1023)
+_options("large_offload", inner=1024, offload_policy=PINNED)

@@ -28,6 +28,8 @@ from shardwise.insight.timeline.recorder import Recorder
 from shardwise.insight.timeline.steps import Part
 from tests.timeline.test_trace import check_format
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 _SLOW = 0.3  # seconds that rank 1 takes longer
 
 

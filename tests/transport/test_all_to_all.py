@@ -14,6 +14,8 @@ from shardwise.transport.base import Label
 from tests.harness import run_ranks
 from tests.worlds import on_processes
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 CPU = torch.device("cpu")
 
 

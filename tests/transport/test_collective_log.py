@@ -12,6 +12,8 @@ from shardwise.base.errors import RanksDivergedError
 from shardwise.transport.base import NO_LABEL, Label
 from shardwise.transport.collective_log import CollectiveLog, LoggedCall
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 
 class Store:
     """A store of ``torch.distributed``, as far as logs use it."""

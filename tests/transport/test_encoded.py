@@ -20,7 +20,7 @@ from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.wire import PLAIN, Wire, WireError, Wires
-from tests.harness import run_ranks
+from tests.harness import Processes, run_ranks
 from tests.threads import run_threads
 from tests.transport.conformance import check_cases, fuzz
 from tests.transport.encoded import CPU, SHARE, EncodedChecks, over_world, through
@@ -326,8 +326,8 @@ def _together(rank: int, world_size: int) -> bool:
 
 
 def test_messages_are_encoded_where_they_leave_the_host() -> None:
-    assert run_ranks(_apart, 2) == [True, True]
-    assert run_ranks(_together, 2) == [False, False]
+    for where, encodes in ((_apart, True), (_together, False)):
+        assert run_ranks(where, 2, processes=Processes.NEW) == [encodes, encodes]
 
 
 # -- ranks that go, and ranks that disagree --------------------------------------------------------

@@ -22,6 +22,8 @@ from shardwise.transport.select import select_transport
 from shardwise.transport.waiter import Waiter
 from tests.harness import Outcome, run_ranks
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 LARGE = 2_000_000  # elements: more than the buffers of the sockets hold
 Post = Callable[[Transport, int], Work]
 

@@ -30,7 +30,7 @@ from shardwise.transport.base import Call, FullBuffers, Kind, Label, Reduce, Tra
 from shardwise.transport.select import select_transport
 from shardwise.transport.shm import handshake, sync
 from shardwise.transport.shm import transport as shm
-from shardwise.transport.shm.arena import Arena
+from shardwise.transport.shm.arena import Arena, Window
 from shardwise.transport.shm.transport import ShmTransport
 from tests.harness import run_ranks
 from tests.sharding.nets import (
@@ -402,6 +402,20 @@ def test_memory_is_reused_when_all_ranks_have_freed_it(rank: int, world_size: in
         expected = [float(step * world_size + each) for each in range(world_size)]
         assert buffers.tensors[0][::1000].tolist() == expected
         buffers.free()
+
+
+@on_processes(2)
+def test_a_group_that_gets_its_memory_again_maps_nothing(rank: int, world_size: int) -> None:
+    transport = _transport()
+    groups = [transport.full_buffers([NUMEL * world_size], [torch.float32], CPU) for _ in range(2)]
+    with patch.object(
+        Window, "open_private", autospec=True, side_effect=Window.open_private
+    ) as opened:
+        for _ in range(4):
+            for group in groups:
+                transport.all_gather([torch.ones(NUMEL)], group.tensors).wait()
+                group.free()
+    assert opened.call_count == len(groups)
 
 
 # -- who may share it --------------------------------------------------------------------------

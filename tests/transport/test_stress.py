@@ -30,7 +30,10 @@ from tests.harness import Outcome, run_ranks
 from tests.transport.streams import CPU, Stream, world_group
 from tests.worlds import on_processes
 
-pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
+pytestmark = [
+    pytest.mark.usefixtures("new_ranks"),
+    pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64"),
+]
 
 # A mesh of one dimension is the world; of two, its rows and columns have streams of their own.
 SHAPES: list[tuple[int, ...]] = [(2,), (3,), (2, 2), (4, 2)]

@@ -314,7 +314,3 @@ ATTENTION: dict[Any, int] = {
 cpu_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 #: (grad, query, key, value, out, logsumexp, dropout_p, is_causal) -> three gradients.
 cpu_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: (grad, output, dim, dtype of the input) -> gradient.
-log_softmax_backward = torch.ops.aten._log_softmax_backward_data.default
-#: (parameters, gradients, first and second moments, maximal ones, steps, ...), in place.
-fused_adamw = torch._fused_adamw_

@@ -35,11 +35,11 @@ def has_values(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-def stands_for_memory(tensor: torch.Tensor, mode: FakeTensorMode | None) -> bool:
+def stands_for_memory(tensor: torch.Tensor, mode: FakeTensorMode) -> bool:
     """Whether a tensor of the same program with values, run without ``mode``, would have memory."""
-    if isinstance(tensor, FakeTensor):
-        return tensor.fake_mode is mode and tensor.fake_device.type != "meta"
-    return mode is None and not tensor.is_meta
+    if not isinstance(tensor, FakeTensor):
+        return False
+    return tensor.fake_mode is mode and tensor.fake_device.type != "meta"
 
 
 def device_of(function: Any, args: tuple[Any, ...]) -> torch.device | None:

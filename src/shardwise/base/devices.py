@@ -258,7 +258,7 @@ def copy_to_host(tensor: torch.Tensor, how: Copy) -> torch.Tensor:
 
 # Of mallopt(3): numbers of the two settings, and the largest value that the first one takes.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-MOST_IN_HEAP = 32 * 1024 * 1024
+_MOST_IN_HEAP = 32 * 1024 * 1024
 _NEVER = 2**31 - 1
 
 #: A user who has set one of these wants something else.
@@ -280,7 +280,7 @@ def keep_freed_memory() -> bool:
         ``MALLOC_VARIABLES``.
     """
     # Setting either ends glibc's own adjustments, so both are needed.
-    return _set_allocator({_MMAP_THRESHOLD: MOST_IN_HEAP, _TRIM_THRESHOLD: _NEVER})
+    return _set_allocator({_MMAP_THRESHOLD: _MOST_IN_HEAP, _TRIM_THRESHOLD: _NEVER})
 
 
 def return_freed_memory() -> bool:

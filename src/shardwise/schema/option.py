@@ -276,8 +276,8 @@ def read_text(option: str, text: str, reads: Callable[[str], Any]) -> Any:
     except NotPossibleError as error:
         raise OptionError(option, error.found, error.expected) from None
     except ValueError:
-        assert isinstance(reads, enum.EnumMeta)
-        names = ", ".join(str(each.value) for each in reads)
+        choices: Any = reads  # an enum: no other function raises this
+        names = ", ".join(str(each.value) for each in choices)
         raise OptionError(option, text, f"one of {names}") from None
 
 
@@ -293,7 +293,7 @@ def view(*configs: Any, of: type, **own: Any) -> dict[str, Any]:
     names = kind.__dataclass_fields__.keys() - own.keys()
     shared: dict[str, Any] = {}
     for config in reversed(configs):
-        found = names.intersection(each.name for each in fields(config))
+        found = names & config.__dataclass_fields__.keys()
         shared |= {name: getattr(config, name) for name in found}
     return {**shared, **own}
 

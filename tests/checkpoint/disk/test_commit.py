@@ -33,6 +33,8 @@ from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
 from tests.worlds import Ranks
 
+pytestmark = pytest.mark.usefixtures("new_ranks")
+
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())

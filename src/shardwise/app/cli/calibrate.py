@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from rich.console import Console
 from rich.table import Table
 from typer import Option
 
 from shardwise.app.cli.values import read_path
+from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
+
+if TYPE_CHECKING:
+    from shardwise.insight.planning.calibrate import Calibration
+    from shardwise.insight.planning.machine import Link
 
 EXAMPLES = """
 [bold]Examples[/bold]
@@ -25,7 +31,16 @@ Measure this machine, once; plans for CPUs then say how long a step takes:
 """
 
 # Processors that other programs may use while a machine is measured.
-_BUSY = 0.2
+_BUSY = 0.5
+
+#: What is shown of the costs of units of work: names, and units a second.
+_RATES = {
+    "product.float32": ("matrix products in float32", "GFLOP/s"),
+    "product.bfloat16": ("matrix products in bfloat16", "GFLOP/s"),
+    "attention.float32": ("attention in float32", "GFLOP/s"),
+    "bytes.float32": ("other operations in float32", "GB/s"),
+    "bytes.optimizer": ("AdamW", "GB/s"),
+}
 
 Out = Annotated[
     Path | None,
@@ -41,16 +56,13 @@ Out = Annotated[
 def calibrate(out: Out = None) -> None:
     """Measure what this machine can do: products, memory, messages, overhead.
 
-    Takes about a minute. Nothing else should run meanwhile.
+    Records small trainings, which takes about a minute. Nothing else should run meanwhile.
     """
-    from shardwise.insight.planning.calibrate import (
-        cache_file,
-        check_writable,
-        measure_machine,
-        seconds_of_others,
-    )
+    from shardwise.insight.planning.calibrate import cache_file, check_writable
     from shardwise.insight.planning.machine import MachineError
+    from shardwise.insight.timeline.recorded import measure_machine
 
+    check_extras(["transformers"])
     console, began = Console(), time.monotonic()
 
     def say(text: str) -> None:
@@ -62,13 +74,12 @@ def calibrate(out: Out = None) -> None:
         raise UserError(f"{error}, or --out FILE") from None
     with _writing(path):
         check_writable(path)
-    before, start = seconds_of_others(), time.monotonic()
+    others = os.getloadavg()[0]
     found = measure_machine(say)
-    others = (seconds_of_others() - before) / (time.monotonic() - start)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("", *(_processes(each.ranks) for each in found.measured)):
+    for heading in ("", *map(_processes, found.costs)):
         table.add_column(heading, justify="right" if heading else "left")
-    for name, values in found.summary():
+    for name, values in _shown(found):
         table.add_row(name, *values)
     console.print(table)
     with _writing(path):
@@ -76,11 +87,30 @@ def calibrate(out: Out = None) -> None:
     show(f"saved to {path} after {time.monotonic() - began:.0f} s")
     if others > _BUSY:
         console.print(
-            f"warning: other programs used {others:.1f} processors meanwhile, so this machine "
-            "can do more than what was measured; calibrate again when nothing else runs",
+            f"warning: other programs used {others:.1f} processors in the minute before, so this "
+            "machine may do more than what was measured; calibrate again when nothing else runs",
             style="yellow",
             highlight=False,
         )
+
+
+def _shown(found: Calibration) -> Iterator[tuple[str, list[str]]]:
+    """What was measured in words: a name, and a value for each number of ranks."""
+    from shardwise.insight.planning.calibrate import links_of, rate
+
+    every = list(found.costs.values())
+    for unit, (name, per_second) in _RATES.items():
+        yield name, [f"{rate(costs, unit) / 1e9:,.0f} {per_second}" for costs in every]
+    yield "each operation of forward", [f"{1e6 * c['call.forward']:.1f} µs" for c in every]
+    links = [links_of(costs) for costs in every]
+    for name in sorted({name for each in links for name in each}):
+        words = [_words_of(each[name]) if name in each else "" for each in links]
+        yield f"collectives over {name}", words
+
+
+def _words_of(link: Link) -> str:
+    each = f"{1e6 * link.launch:,.0f} µs each"
+    return f"{1 / link.host_cost / 1e9:.2f} GB/s, {each}" if link.host_cost else each
 
 
 @contextlib.contextmanager

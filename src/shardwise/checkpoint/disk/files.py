@@ -198,6 +198,16 @@ def write_new(path: Path, data: bytes) -> None:
         file.write(data)
 
 
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that is complete as soon as it is there."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the list of the names in a folder, is on the disk.
 

@@ -23,9 +23,8 @@ from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
-from shardwise.insight.planning.heap import process_bytes, shared_bytes
 from shardwise.insight.planning.machine import Execution, Machine, MachineError, link_named
-from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import ModelError, longest_sequence
 from shardwise.insight.planning.rehearsal import rehearse
@@ -371,9 +370,9 @@ def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | No
     """Return what the allocator of a rank takes for its tensors; ``None`` if unknown."""
     if _allocates(machine):
         return reserved(log)
-    if settings.device_type != devices.CPU.type or len(log.events) > MOST_EVENTS:
+    if settings.device_type != devices.CPU.type:
         return None
-    return process_bytes(log) + shared_bytes(log)
+    return round(PROCESS_FACTOR * memory(log).peak)
 
 
 def _allocates(machine: Machine | None) -> bool:
@@ -402,8 +401,8 @@ def find_machine(
     """Return the machine to plan for; ``None`` if it is not known.
 
     Args:
-        device: name of a device; ``"cpu"``: this machine, as ``shardwise calibrate`` measured it;
-            ``None``: the same, if it was measured.
+        device: name of a device; ``"cpu"``, or the type of this host's accelerator: this machine,
+            as ``shardwise calibrate`` measured it; ``None``: the same, if it was measured.
         link: name of the link between hosts; ``None``: ``ib-400``, or that of the file.
         ranks_per_host: ranks that share a host; ``None``: 8, or that of the file.
         device_file: a file that describes a machine, in place of ``device``.
@@ -416,7 +415,7 @@ def find_machine(
         if device is not None:
             raise MachineError("--device", f"{device} with a --device-file", "one of the two")
         machine = Machine.from_file(Path(device_file))
-    elif device in (None, devices.CPU.type):
+    elif device in (None, devices.default_type()):
         return _this_machine(device, link, ranks_per_host or min(ranks, ONE_HOST))
     else:
         machine = Machine.named(str(device))

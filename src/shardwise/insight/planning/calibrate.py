@@ -1,104 +1,72 @@
-"""What this machine can do, measured in under a minute, and kept in a file for plans.
+"""What this machine can do, read from recorded steps, and kept in a file for plans.
 
-Ranks share a machine: its memory, and its processors if there are more of them. So everything is
-measured in as many processes at once as a training has ranks, each with its part of the processors.
-
-Where each process has one thread, its processor time is measured, which other programs hardly
-change. Where it has several, and for links, it is the time on the clock, so the machine should have
-nothing else to do.
+Ranks share a machine: its memory, and its processors if there are more of them. So steps are
+recorded in one process, and then in as many at once as there are accelerators or processors.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import json
 import os
 import platform
 import re
-import resource
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
-import torch.distributed as dist
 
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.files import Links, read_small
+from shardwise.checkpoint.disk.files import Links, read_small, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
-from shardwise.elastic.call import launch
-from shardwise.insight.planning import probes
-from shardwise.insight.planning.costs import FAMILIES
-from shardwise.insight.planning.events import StepPhase
+from shardwise.elastic.world import usable_cores
+from shardwise.insight.planning.costs import CALLS, WORK
 from shardwise.insight.planning.machine import (
-    GROUP,
-    Curve,
+    LINKS,
     Device,
     Execution,
     Link,
     Machine,
     MachineError,
     Progress,
-    SharedBy,
+    device_reported_as,
     link_named,
 )
-from shardwise.insight.planning.probe_steps import (
-    Sizes,
-    corrected,
-    group_overhead,
-    overheads,
-    with_costs,
-)
 
-GLOO = devices.GLOO.name
-_VERSION = 2
-_DTYPES = (torch.float32, torch.bfloat16)
+_VERSION = 3
 _MOST = 1 << 20  # bytes of the file
 #: How much more a byte costs the host through a network than on this machine, where packets are 40
-#: times as long. Fitted on one row of docs/plan.md: two hosts, 10 Gbit/s.
+#: times as long. Fitted on one row of docs/benchmarks.md: two hosts, 10 Gbit/s.
 _THROUGH_A_NETWORK = 1.5
-_PHASES = (StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER)
+_FREE = 1e15  # bytes a second, where bytes cost the processor's time and nothing else
+
+#: Seconds by unit; see :func:`shardwise.insight.timeline.recorded.costs_of_ranks`.
+Costs = Mapping[str, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Effort:
-    """How long to measure.
-
-    Attributes:
-        seconds: for a probe.
-        steps: of small models as a whole.
-        timed_steps: of those whose operations are timed one by one, and of the large model.
-        sizes: of those models.
-    """
-
-    seconds: float = 0.008
-    steps: int = 16
-    timed_steps: int = 6
-    sizes: Sizes = field(default_factory=Sizes)
+def rate(costs: Costs, unit: str) -> float:
+    """Return how much of a unit is done in a second; much, if no time of it was seen."""
+    return 1 / max(costs[unit], 1 / _FREE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredRates:
-    """What n processes at once can do, each with its part of the processors.
-
-    Attributes:
-        ranks: how many there were.
-        curves: as in :class:`~shardwise.insight.planning.machine.Device`.
-        overheads: seconds beside each operation by phase: of Python, and of autograd. In the
-            optimizer, beside each tensor that an operation reads or writes. And beside each
-            ``"group"`` in forward or backward.
-        links: by transport.
-    """
-
-    ranks: int
-    curves: Mapping[str, Curve]
-    overheads: Mapping[str, float]
-    links: Mapping[str, Link]
+def links_of(costs: Costs) -> dict[str, Link]:
+    """Return what collectives cost inside a host, by transport."""
+    names = [unit.partition(".")[2] for unit in costs if unit.startswith("launch.")]
+    return {
+        name: Link(
+            name=name,
+            bandwidth=_FREE,
+            latency=0.0,
+            progress=Progress.WAITING,
+            launch=costs[f"launch.{name}"],
+            host_cost=costs.get(f"sent.{name}", 0.0),
+        )
+        for name in names
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +74,18 @@ class Calibration:
     """Everything that was measured on this machine.
 
     Attributes:
+        device: the type that was measured, such as ``"cpu"``.
         processor: what it calls itself.
-        cores: how many of them this process may use.
+        cores: how many processors this process may use.
         torch: version.
-        measured: by ascending number of ranks.
+        costs: what n processes at once take, each with its part of the processors, by ascending n.
     """
 
+    device: str
     processor: str
     cores: int
     torch: str
-    measured: tuple[MeasuredRates, ...]
+    costs: Mapping[int, Costs]
 
     def machine(self, ranks_per_host: int, link: str | None = None) -> Machine:
         """Return this machine, as n ranks at once find it.
@@ -127,68 +97,39 @@ class Calibration:
         Raises:
             MachineError: the link is not known.
         """
-        enough = [each for each in self.measured if each.ranks >= ranks_per_host]
-        found = enough[0] if enough else self.measured[-1]
-        slower = max(1.0, ranks_per_host / found.ranks)
-        curves = {name: curve.scaled(slower) for name, curve in found.curves.items()}
-        links = {name: _slowed(each, slower) for name, each in found.links.items()}
-        messages = links.get(GLOO) or _slowed(self.measured[-1].links[GLOO], slower)
-        between = messages
-        if link is not None:
-            known = link_named(link)
-            between = dataclasses.replace(
-                messages,
-                name=link,
-                bandwidth=min(messages.bandwidth, known.bandwidth),
-                host_cost=_THROUGH_A_NETWORK * messages.host_cost,
-                latency=known.latency,
-                shared_by=known.shared_by,
-            )
+        ranks = next((n for n in self.costs if n >= ranks_per_host), max(self.costs))
+        on_cpus = self.device == devices.CPU.type
+        slower = max(1.0, ranks_per_host / ranks) if on_cpus else 1.0  # they take turns
+        costs = {unit: slower * cost for unit, cost in self.costs[ranks].items()}
+        links = links_of(costs)
+        between = LINKS["ib-400"] if link is None else link_named(link)
+        messages = links_of(self.costs[max(self.costs)]).get(devices.GLOO.name)
+        if messages is not None:
+            cost = slower * messages.host_cost
+            through = replace(between, launch=messages.launch, host_cost=_THROUGH_A_NETWORK * cost)
+            between = replace(messages, host_cost=cost) if link is None else through
+        device = self._device(costs, ranks_per_host)
         return Machine(
-            device=Device(
-                name="cpu",
-                memory=devices.free_memory(devices.CPU) // ranks_per_host,
-                memory_bandwidth=_rate(curves["copy.float32"]),
-                flops={name: _rate(curves[f"product.{name}"]) for name in ("float32", "bfloat16")},
-                execution=Execution.DIRECT,
-                overheads={name: slower * each for name, each in found.overheads.items()},
-                curves=curves,
-            ),
-            inside=links.get("shm", messages),
+            device=device,
+            inside=links.get("shm") or messages or LINKS[device.host_link],
             between=between,
             ranks_per_host=ranks_per_host,
             links=links,
         )
 
-    def summary(self) -> list[tuple[str, list[str]]]:
-        """Return what was measured in words: a name, and a value for each number of ranks."""
-
-        def rates(name: str, unit: float, words: str) -> list[str]:
-            return [f"{_rate(each.curves[name]) / unit:,.0f} {words}" for each in self.measured]
-
-        def links(name: str) -> list[str]:
-            found = [each.links.get(name) for each in self.measured]
-            return ["" if each is None else _words_of(each) for each in found]
-
-        return [
-            ("matrix products in float32", rates("product.float32", 1e9, "GFLOP/s")),
-            ("matrix products in bfloat16", rates("product.bfloat16", 1e9, "GFLOP/s")),
-            ("attention in float32", rates("attention.float32", 1e9, "GFLOP/s")),
-            ("arithmetic in float32", rates("arithmetic.float32", 1e9, "GB/s")),
-            ("AdamW in float32", rates("adamw.float32", 1e9, "GB/s")),
-            (
-                "host, each operation of forward",
-                [f"{1e6 * each.overheads['forward']:.1f} µs" for each in self.measured],
-            ),
-            ("messages (gloo)", links(GLOO)),
-            ("shared memory", links("shm")),
-        ]
-
-    def to_json(self) -> dict[str, Any]:
-        """Convert to values that ``json`` can write."""
-        return {"version": _VERSION, **dataclasses.asdict(self)} | {
-            "measured": [_json_of(each) for each in self.measured]
-        }
+    def _device(self, costs: Costs, ranks_per_host: int) -> Device:
+        on_cpus = self.device == devices.CPU.type
+        known = None if on_cpus else device_reported_as(self.processor)
+        if known is None:
+            memory = devices.free_memory(devices.current(self.device))
+            known = Device(
+                name=self.device,
+                memory=memory // ranks_per_host if on_cpus else memory,
+                memory_bandwidth=rate(costs, "bytes.float32"),
+                flops={name: rate(costs, f"product.{name}") for name in ("float32", "bfloat16")},
+            )
+        execution = Execution.DIRECT if on_cpus else Execution.QUEUED
+        return replace(known, execution=execution, costs=costs, op_overhead=costs.get("host", 0.0))
 
     def save(self, path: Path) -> None:
         """Write the file.
@@ -196,12 +137,8 @@ class Calibration:
         Raises:
             OSError: it cannot be written.
         """
-        part = _part_of(path)
-        try:
-            part.write_text(json.dumps(self.to_json()), encoding="utf-8")
-            part.replace(path)
-        finally:
-            part.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, json.dumps({"version": _VERSION, **asdict(self)}).encode())
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -217,110 +154,26 @@ class Calibration:
             if version != _VERSION:
                 expected = f"version {_VERSION}: run `shardwise calibrate` again"
                 raise MachineError(str(path), f"version {version}", expected)
-            return cls._of(fields)
+            by_ranks = Fields(fields.object("costs"), f"{path.name}, 'costs'")
+            if not by_ranks.all() or not all(ranks.isdecimal() for ranks in by_ranks.all()):
+                refuse(by_ranks.where, list(by_ranks.all()), "costs by number of ranks")
+            found = {int(n): _costs(Fields(by_ranks.object(n), path.name)) for n in by_ranks.all()}
+            return cls(
+                device=fields.text("device"),
+                processor=fields.text("processor"),
+                cores=fields.number("cores", 1),
+                torch=fields.text("torch"),
+                costs=dict(sorted(found.items())),
+            )
         except CheckpointError as error:
             expected = "what `shardwise calibrate` writes: run it again"
             raise MachineError(str(path), f"a damaged file ({error})", expected) from None
 
-    @classmethod
-    def _of(cls, fields: Fields) -> Self:
-        measured = tuple(
-            _measured_of(Fields(each, f"{fields.where}, measured"))
-            for each in fields.items("measured", 100)
-        )
-        if not measured:
-            refuse(fields.where, "no measurements", "some")
-        if GLOO not in measured[-1].links:
-            refuse(fields.where, "no messages", f"the link {GLOO} between the most ranks")
-        return cls(
-            processor=fields.text("processor"),
-            cores=fields.number("cores", 1),
-            torch=fields.text("torch"),
-            measured=measured,
-        )
 
-
-def _words_of(link: Link) -> str:
-    each = f"{1e6 * link.launch:,.0f} µs a collective"
-    if link.progress is Progress.WAITING:
-        return each
-    return f"{link.bandwidth / 1e9:.2f} GB/s, {each}"
-
-
-def _slowed(link: Link, slower: float) -> Link:
-    return dataclasses.replace(
-        link,
-        bandwidth=link.bandwidth / slower,
-        launch=link.launch * slower,
-        host_cost=link.host_cost * slower,
-    )
-
-
-def _rate(curve: Curve) -> float:
-    """Return the size by second where it is highest."""
-    return max(size / took for size, took in zip(curve.sizes, curve.seconds, strict=True))
-
-
-def _json_of(measured: MeasuredRates) -> dict[str, Any]:
-    values = dataclasses.asdict(measured)
-    for link in values["links"].values():
-        link["shared_by"], link["progress"] = link["shared_by"].value, link["progress"].value
-    return values
-
-
-def _measured_of(fields: Fields) -> MeasuredRates:
-    known = {f"{family}.{dtype}" for family in FAMILIES for dtype in ("float32", "bfloat16")}
-    for name, needed in (
-        ("curves", known),
-        ("overheads", {GROUP, *(phase.value for phase in _PHASES)}),
-    ):
-        missing = sorted(needed - fields.object(name).keys())
-        if missing:
-            refuse(f"{fields.where}, {name!r}", f"none of {missing[0]}", "all that plans need")
-    return MeasuredRates(
-        ranks=fields.number("ranks", 1, 1 << 20),
-        curves={
-            name: _curve_of(Fields(each, f"{fields.where}, {name}"))
-            for name, each in fields.object("curves").items()
-        },
-        overheads={
-            name: Fields(fields.object("overheads"), fields.where).real(name)
-            for name in fields.object("overheads")
-        },
-        links={
-            name: _link_of(Fields(each, f"{fields.where}, {name}"))
-            for name, each in fields.object("links").items()
-        },
-    )
-
-
-def _curve_of(fields: Fields) -> Curve:
-    columns = [fields.items(name, 1000) for name in ("sizes", "seconds")]
-    for column in columns:
-        if not all(type(each) in (int, float) and 0 < each < 1e30 for each in column):
-            refuse(fields.where, "numbers out of range", "positive ones")
-    sizes, seconds = (tuple(map(float, column)) for column in columns)
-    if not sizes or len(sizes) != len(seconds) or sorted(set(sizes)) != list(sizes):
-        refuse(fields.where, "no curve", "as many seconds as ascending sizes")
-    return Curve(sizes, seconds)
-
-
-def _link_of(fields: Fields) -> Link:
-    bandwidth = fields.real("bandwidth")
-    if not bandwidth:
-        refuse(fields.where, 0, "a bandwidth above 0")
-    by, progress = fields.text("shared_by"), fields.text("progress")
-    if by not in [each.value for each in SharedBy] or progress not in [p.value for p in Progress]:
-        refuse(fields.where, f"{by}, {progress}", "known words")
-    return Link(
-        name=fields.text("name"),
-        bandwidth=bandwidth,
-        latency=fields.real("latency"),
-        shared_by=SharedBy(by),
-        progress=Progress(progress),
-        launch=fields.real("launch"),
-        host_cost=fields.real("host_cost"),
-    )
+def _costs(fields: Fields) -> Costs:
+    for missing in sorted({*CALLS, *WORK} - fields.all().keys()):
+        refuse(fields.where, f"no cost of {missing}", "all that plans need")
+    return {unit: fields.real(unit) for unit in fields.all()}
 
 
 # -- the file --------------------------------------------------------------------------------------
@@ -343,22 +196,15 @@ def cache_file() -> Path:
 
 
 def check_writable(path: Path) -> None:
-    """Check that a calibration can be written, before half a minute is spent on it.
+    """Check that a calibration can be written, before a minute is spent on it.
 
     Raises:
         OSError: it cannot.
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    part = _part_of(path)
-    part.touch()
-    part.unlink()
-
-
-def _part_of(path: Path) -> Path:
-    """Make the folder; return the file that becomes ``path`` once it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return path.with_name(f".{path.name}.{os.getpid()}")
+    tempfile.TemporaryFile(dir=path.parent).close()
 
 
 def stored() -> Calibration | None:
@@ -371,161 +217,17 @@ def stored() -> Calibration | None:
     if not os.path.lexists(path):
         return None
     found = Calibration.load(path)
-    now = (processor(), cores(), torch.__version__)
-    then = (found.processor, found.cores, found.torch)
-    if now != then:
-        was, is_now = (
-            f"{name}, {count} core{'' if count == 1 else 's'}, torch {v}"
-            for name, count, v in (then, now)
-        )
-        raise MachineError(str(path), was, f"{is_now}: run `shardwise calibrate` again")
+    was = f"{found.processor}, torch {found.torch}, cores: {found.cores}"
+    now = f"{processor()}, torch {torch.__version__}, cores: {usable_cores()}"
+    if was != now:
+        raise MachineError(str(path), was, f"{now}: run `shardwise calibrate` again")
     return found
 
 
 def processor() -> str:
-    """Return what the processor calls itself."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-# -- measuring -------------------------------------------------------------------------------------
-
-
-def seconds_of_others() -> float:
-    """Return how long processors have worked for other programs; 0 where that is unknown.
-
-    Counted are all programs but this process and its children that have ended, in seconds of a
-    processor since the machine was started.
-
-    Source: ``proc_stat(5)``.
-    """
-    try:
-        with open("/proc/stat") as stat:
-            ticks = [int(word) for word in stat.readline().split()[1:8]]
-    except (OSError, ValueError):
-        return 0.0
-    user, nice, system, _idle, _iowait, irq, softirq = ticks
-    every = (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return every - sum(each.ru_utime + each.ru_stime for each in used)
-
-
-def measure_machine(
-    say: Callable[[str], None] = lambda _: None, effort: Effort | None = None
-) -> Calibration:
-    """Measure this machine.
-
-    Takes about a minute if nothing else runs. Starts one process, and then one on each processor
-    (at most 16).
-
-    Args:
-        say: is called with what is measured next.
-        effort: how long to measure; less of it is for tests.
-
-    Raises:
-        RankFailedError: a process was killed.
-    """
-    found = []
-    for ranks in sorted({1, min(16, max(2, cores()))}):
-        say(f"{ranks} at once" if ranks > 1 else "one process alone")
-        found.append(_mean(launch(_measure, (effort or Effort(),), nproc=ranks)))
-    return Calibration(
-        processor=processor(), cores=cores(), torch=torch.__version__, measured=tuple(found)
-    )
-
-
-def _mean(measured: Sequence[MeasuredRates]) -> MeasuredRates:
-    """Return the mean over ranks."""
-    first = measured[0]
-
-    curves = {
-        name: Curve(
-            curve.sizes,
-            tuple(
-                statistics.fmean(each.curves[name].seconds[at] for each in measured)
-                for at in range(len(curve.sizes))
-            ),
-        )
-        for name, curve in first.curves.items()
-    }
-    overheads = {
-        name: statistics.fmean(each.overheads[name] for each in measured)
-        for name in first.overheads
-    }
-    return dataclasses.replace(first, curves=curves, overheads=overheads)
-
-
-def _measure(effort: Effort) -> MeasuredRates:
-    """Measure on one rank of a job."""
-    devices.keep_freed_memory()
-    dist.init_process_group(GLOO)
-    try:
-        ranks = dist.get_world_size()
-        alone = torch.get_num_threads() == 1
-        clock = time.thread_time if alone else time.perf_counter
-        curves: dict[str, Curve] = {}
-        for dtype in _DTYPES:
-            found = probes.measure(dtype, effort.seconds, dist.barrier, clock)
-            name = str(dtype).removeprefix("torch.")
-            curves |= {f"{family}.{name}": curve for family, curve in found.items()}
-        for dtype in _DTYPES:
-            curves = corrected(curves, dtype, effort.sizes, effort.timed_steps, clock)
-        beside = {GROUP: 0.0, **overheads(curves, effort.sizes.middle, effort.steps, clock)}
-        steps = effort.steps, effort.timed_steps
-        if ranks == 1:
-            beside |= {GROUP: group_overhead(effort.sizes.middle, effort.steps, clock)}
-            return MeasuredRates(ranks=ranks, curves=curves, overheads=beside, links={})
-        links = {GLOO: _gloo(), "shm": _SHM}
-        links = {
-            name: with_costs(
-                link, transport, curves, beside, effort.sizes, steps, time.perf_counter
-            )
-            for (name, link), transport in zip(links.items(), ("c10d", "shm"), strict=True)
-        }
-        return MeasuredRates(ranks=ranks, curves=curves, overheads=beside, links=links)
-    finally:
-        dist.destroy_process_group()
-
-
-#: Copies are operations of the log; what is left is to wait for each other.
-_SHM = Link(name="shm", bandwidth=1e15, latency=0.0, progress=Progress.WAITING, launch=0.0)
-
-
-def _gloo(nbytes: int = 8 * 2**20, times: int = 12) -> Link:
-    """Measure messages that all ranks send to their neighbors at once."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    leaving, arriving = (
-        torch.ones(nbytes, dtype=torch.uint8),
-        torch.empty(nbytes, dtype=torch.uint8),
-    )
-    walls, costs = [], []
-    for _ in range(times):
-        dist.barrier()
-        wall, cpu = time.perf_counter(), time.process_time()
-        works = [
-            dist.isend(leaving, (rank + 1) % ranks),
-            dist.irecv(arriving, (rank - 1) % ranks),
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
-        walls.append(time.perf_counter() - wall)
-        costs.append(time.process_time() - cpu)
-    slowest = torch.tensor(statistics.quantiles(walls, n=4)[0])
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return Link(
-        name=GLOO,
-        bandwidth=nbytes / slowest.item(),
-        latency=0.0,
-        launch=0.0,
-        host_cost=min(statistics.median(costs), slowest.item()) / nbytes,
-    )
+    """Return what the accelerator calls itself, or the processor if there is none."""
+    if (device := devices.accelerator()) is not None:
+        return devices.name(device)
+    known = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    found = re.search(r"^model name\s*: (.+)", known, re.MULTILINE)
+    return found[1].strip() if found else platform.machine()

@@ -17,10 +17,9 @@ from dataclasses import dataclass, replace
 
 from shardwise.base.observe import Activity
 from shardwise.insight.planning.compiled import fused, in_float8
-from shardwise.insight.planning.costs import calls_of, op_seconds
+from shardwise.insight.planning.costs import host_seconds, op_seconds
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
-    GROUP,
     Device,
     Execution,
     Link,
@@ -160,8 +159,6 @@ class _Replay:
                 case Wait():
                     self._wait(event.number)
                 case Mark() if event.activity in _PARTS:
-                    if event.activity is not Activity.OPTIMIZER:
-                        self._issue(self._device.overheads.get(GROUP, 0.0))
                     self._mark(event.activity, event.group)
         for number in [number for number, start in self._starts.items() if start.ranks > 1]:
             self._wait(number)  # reading the results waits
@@ -172,7 +169,7 @@ class _Replay:
 
     def _compute(self, op: Op) -> None:
         seconds = op_seconds(op, self._device)
-        self._issue(self._overhead(op))
+        self._issue(host_seconds(op, self._device))
         self._now += seconds
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
@@ -181,13 +178,6 @@ class _Replay:
         else:
             part = _Part.PRODUCTS if op.flops else _Part.MEMORY
         self._spent[part] += seconds
-
-    def _overhead(self, op: Op) -> float:
-        overheads = self._device.overheads
-        if not overheads:
-            return self._device.op_overhead
-        phase = StepPhase.FORWARD if op.phase is StepPhase.RECOMPUTE else op.phase
-        return overheads[phase.value] * calls_of(op)
 
     def _issue(self, seconds: float) -> None:
         """Let the host issue something, and the device wait for it if it has nothing to do."""
@@ -202,6 +192,8 @@ class _Replay:
     def _start(self, start: Start) -> None:
         self._starts[start.number] = start
         if start.ranks == 1:
+            alone = self._machine.links.get(start.transport)
+            self._issue(0.0 if alone is None else alone.launch)
             return
         link = self._link(start)
         self._issue(link.launch)

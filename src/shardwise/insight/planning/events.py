@@ -47,14 +47,6 @@ class Op:
     runtime: bool
 
 
-class StorageRegion(enum.Enum):
-    """Where a storage lies."""
-
-    OWN = "in memory of the rank's own"
-    THREADS = "in memory that threads of a backend allocate for themselves"
-    SHARED = "in memory that the ranks of a host share"
-
-
 @dataclass(frozen=True, slots=True)
 class Change:
     """Memory is allocated or freed.
@@ -64,16 +56,12 @@ class Change:
         nbytes: positive if it is allocated, negative if it is freed.
         module: whose it is: the innermost module, or the group.
         moment: what the rank is doing, such as ``"backward of model.layers.31"``.
-        storage: the number of the storage; no other storage of the log has it.
-        place: where the storage lies.
     """
 
     kind: Memory
     nbytes: int
     module: str
     moment: str
-    storage: int = 0
-    place: StorageRegion = StorageRegion.OWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +127,6 @@ class Log:
         formulas: modules that could not be traced, and why; their figures come from formulas.
         offloaded: bytes of states and parameters that the rank keeps on its host or on a disk.
         exchanged: bytes that the rank sends in an exchange of DiLoCo.
-        storages: what the rank holds when the step begins, one by one: ``before`` is their sum.
     """
 
     rank: int
@@ -148,6 +135,5 @@ class Log:
     tokens: int
     flops: int
     formulas: Mapping[str, str] = field(default_factory=dict)
-    storages: tuple[Change, ...] = ()
     offloaded: int = 0
     exchanged: int = 0

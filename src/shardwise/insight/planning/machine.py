@@ -32,10 +32,8 @@ A file is TOML:
 
 from __future__ import annotations
 
-import bisect
 import difflib
 import enum
-import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,9 +46,6 @@ from shardwise.checkpoint.disk.files import Links, read_small
 
 _GIB = 2**30
 _MAX_BYTES = 1 << 16  # of a file that describes a machine
-
-#: The overhead beside each forward or backward of a group of parameters.
-GROUP = "group"
 
 
 class MachineError(ValueError):
@@ -88,37 +83,6 @@ class SharedBy(enum.Enum):
     HOST = "host"  # the ranks of a host share one
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Measured seconds by size.
-
-    Between two sizes, interpolation is linear in logarithms. Below the first size, a call takes as
-    long as there; above the last, seconds grow in proportion to the size.
-
-    Attributes:
-        sizes: bytes or operations, ascending and positive.
-        seconds: of one call of that size, positive.
-    """
-
-    sizes: tuple[float, ...]
-    seconds: tuple[float, ...]
-
-    def __call__(self, size: float) -> float:
-        """Return the seconds of one call."""
-        sizes, seconds = self.sizes, self.seconds
-        if size <= sizes[0]:
-            return seconds[0]
-        if size >= sizes[-1]:
-            return seconds[-1] * size / sizes[-1]
-        at = bisect.bisect_right(sizes, size)
-        share = math.log(size / sizes[at - 1]) / math.log(sizes[at] / sizes[at - 1])
-        return seconds[at - 1] * math.pow(seconds[at] / seconds[at - 1], share)
-
-    def scaled(self, factor: float) -> Curve:
-        """Return the curve of something that takes ``factor`` times as long."""
-        return Curve(self.sizes, tuple(factor * each for each in self.seconds))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Device:
     """What one rank computes on.
@@ -136,9 +100,8 @@ class Device:
         reported_as: words of the name that the device reports to torch, such as ``"H100 PCIe"``.
         host_link: name of the link between devices of a host.
         execution: whether the host runs ahead of the device.
-        curves: measured seconds, by family of operations and dtype; see
-            :mod:`shardwise.insight.planning.costs`. Empty if it was not measured.
-        overheads: measured in place of ``op_overhead``, by phase, and for each :data:`GROUP`.
+        costs: measured seconds by unit of work; see :mod:`shardwise.insight.planning.costs`. Empty
+            if it was not measured.
     """
 
     name: str
@@ -152,8 +115,7 @@ class Device:
     reported_as: str = ""
     host_link: str = "pcie4"
     execution: Execution = Execution.QUEUED
-    curves: Mapping[str, Curve] = field(default_factory=dict)
-    overheads: Mapping[str, float] = field(default_factory=dict)
+    costs: Mapping[str, float] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """Return operations a second in a dtype; in an unknown one, those of the next wider."""

@@ -35,7 +35,6 @@ from shardwise.insight.planning.events import (
     Op,
     Start,
     StepPhase,
-    StorageRegion,
     Wait,
 )
 from shardwise.insight.planning.formulas import MOST_READS, stand_in
@@ -68,9 +67,6 @@ class Held:
         kind: what it is for, as far as that is known.
         module: whose it is.
         phase: the part of the step in which it was made.
-        round: the microbatch in which it was made, counted from 0.
-        number: which storage it is, counted from 1.
-        place: where it lies.
         outlives: whether it was still there when its phase was over.
     """
 
@@ -78,9 +74,6 @@ class Held:
     kind: Memory | None
     module: str
     phase: StepPhase | None
-    round: int
-    number: int
-    place: StorageRegion = StorageRegion.OWN
     outlives: bool = False
 
     @property
@@ -93,10 +86,6 @@ class Held:
             return Memory.ACTIVATIONS
         return Memory.OTHER
 
-    def change(self, nbytes: int, moment: str) -> Change:
-        """Return a change of the storage's size, as a log has it."""
-        return Change(self.settled, nbytes, self.module, moment, self.number, self.place)
-
 
 @dataclass(frozen=True, slots=True)
 class _Growth:
@@ -106,18 +95,20 @@ class _Growth:
     nbytes: int
     moment: str
 
+    def change(self) -> Change:
+        """Return it as a log has it, now that the kind is known."""
+        return Change(self.held.settled, self.nbytes, self.held.module, self.moment)
+
 
 class Recorded(NamedTuple):
     """A step.
 
     Attributes:
         before: bytes by kind when it begins.
-        storages: those bytes by storage.
         events: of the step.
     """
 
     before: Mapping[Memory, int]
-    storages: tuple[Change, ...]
     events: tuple[Event, ...]
 
 
@@ -125,29 +116,23 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
 
     Args:
-        mode: makes the fake tensors of the rehearsal; ``None`` for a step with values.
+        mode: makes the fake tensors of the rehearsal.
         dimensions: name and number of ranks of each process group of the mesh, by its name.
 
     Attributes:
-        round: the microbatch that is computed.
         formulas: modules whose results depend on values, and why; see ``formulas.py``.
     """
 
-    def __init__(
-        self, mode: fake.ReplayMode | None, dimensions: Mapping[str, tuple[str, int]]
-    ) -> None:
+    def __init__(self, mode: fake.ReplayMode, dimensions: Mapping[str, tuple[str, int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._dimensions = dimensions
         self._records = False
         self._phase = StepPhase.FORWARD
-        self.round = 0
         self._events: list[Event | _Growth] = []
         self._held: dict[int, Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._storages = 0
         self._before: dict[Memory, int] = {}
-        self._held_before: list[Change] = []
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._ends: frozenset[str] = frozenset()
@@ -239,7 +224,6 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             kind = held.kind or Memory.OTHER
             self._before[kind] = self._before.get(kind, 0) + held.nbytes
             held.kind = kind
-            self._held_before.append(held.change(held.nbytes, "between steps"))
 
     def enter(self, phase: StepPhase) -> None:
         """Begin a part of the step."""
@@ -250,10 +234,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
     def finish(self) -> Recorded:
         """Return what has been recorded."""
         events = tuple(
-            each.held.change(each.nbytes, each.moment) if isinstance(each, _Growth) else each
-            for each in self._events
+            each.change() if isinstance(each, _Growth) else each for each in self._events
         )
-        return Recorded(self._before, tuple(self._held_before), events)
+        return Recorded(self._before, events)
 
     # -- the runtime's reports, as an observer ---------------------------------------------------
 
@@ -345,9 +328,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         call: fake.ReplayedCall | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
-            known = None
-            if out is None and self._mode is not None:
-                known = self._mode.again(func, args, kwargs)
+            known = None if out is not None else self._mode.again(func, args, kwargs)
             if known is not None:
                 out, call = known
             elif out is None:
@@ -370,7 +351,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
                 self._keep_size(storage)
             else:
                 held = self._hold(storage, module, phase)
-                held.kind, held.place = source.kind, source.place
+                held.kind = source.kind
                 if source.kind is None and module in self._ends and phase is StepPhase.FORWARD:
                     held.module = LOSS
                 made += 1
@@ -447,8 +428,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def _hold(self, storage: torch.UntypedStorage, module: str, phase: StepPhase | None) -> Held:
         key, nbytes = id(storage), storage.nbytes()
-        self._storages += 1
-        held = Held(nbytes, None, module, phase, self.round, self._storages)
+        held = Held(nbytes, None, module, phase)
         self._held[key] = held
         self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
         self._grow(held, nbytes)
@@ -513,12 +493,10 @@ class _Source:
     Attributes:
         runtime: whether the sharding runtime does.
         kind: what the memory that it allocates there is for, if the file says so.
-        place: where that memory lies.
     """
 
     runtime: bool
     kind: Memory | None = None
-    place: StorageRegion = StorageRegion.OWN
 
 
 _MODEL = _Source(runtime=False)
@@ -534,20 +512,16 @@ _KINDS = {
     "optim/whole.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
 }
-#: Functions of those files that allocate for something else.
+#: Functions of those files that allocate for something else, or what stands for it.
 _EXCEPTIONS = {
     "accumulate_grad": Memory.GRADIENTS,
     "zeros_for_grad": Memory.GRADIENTS,
     "take": Memory.TRANSPORT,  # of a loan of scratch
     "_block": Memory.TRANSPORT,
     "add_in_order": Memory.OTHER,
-}
-#: Functions that allocate what stands for memory elsewhere, or of others -> its kind and place.
-_STAND_INS = {
-    "_shared_full_parameters": (Memory.FULL_PARAMETERS, StorageRegion.SHARED),
-    "_shared_staging": (Memory.TRANSPORT, StorageRegion.SHARED),
-    "_copy_of_gloo": (Memory.OTHER, StorageRegion.OWN),
-    "_copy_of_a_thread": (Memory.OTHER, StorageRegion.THREADS),
+    "_shared_full_parameters": Memory.FULL_PARAMETERS,
+    "_shared_staging": Memory.TRANSPORT,
+    "_copy_of_gloo": Memory.OTHER,
 }
 
 
@@ -557,9 +531,6 @@ def _source(frame: FrameType | None) -> _Source:
         code = frame.f_code
         source = _source_of_file(code.co_filename)
         if source is not None:
-            stands_for = _STAND_INS.get(code.co_name)
-            if stands_for is not None:
-                return _Source(runtime=True, kind=stands_for[0], place=stands_for[1])
             kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None
             return source if kind is None else _Source(runtime=True, kind=kind)
         frame = frame.f_back

@@ -123,7 +123,6 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
     return Log(
         rank=rank,
         before=recorded.before,
-        storages=recorded.storages,
         events=recorded.events,
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
@@ -455,7 +454,6 @@ def _step(
     """Take one optimizer step, as the loop of trainings does."""
     assert isinstance(model, FSDPModule)
     for micro, batch in enumerate(batches):
-        recorder.round = micro
         if len(batches) > 1:
             model.set_requires_gradient_sync(micro == len(batches) - 1)
         recorder.enter(StepPhase.FORWARD)

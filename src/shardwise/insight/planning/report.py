@@ -118,8 +118,8 @@ class Plan:
         machine: the device and the links, in words; ``""`` if they are not known.
         available: the memory of a rank; ``None`` if it is not known.
         reserved: bytes that the allocator takes for the first kind of rank, at the peak or above:
-            the caching allocator of the device, or glibc's heap on CPUs; ``None`` if it is not
-            known.
+            by the rules of the caching allocator of a device, or by a measured factor on CPUs;
+            ``None`` if it is not known.
         exchanged: bytes that a rank sends in each exchange of DiLoCo's replicas.
         formulas: modules that could not be traced, and why. Their figures come from formulas.
         alternatives: other ways to train the model, if the fastest that fits was looked for.

@@ -112,9 +112,9 @@ class _GlooWork:
     """A collective of gloo: what torch's process group copies for it.
 
     A reduce-scatter works on a copy of what it reads, until the work is dropped. For a gather there
-    is a copy of the result while it is launched, and then another one, which the thread of gloo
-    that does the work makes and frees. Seen in the allocations of real collectives of torch 2.13.
-    What gloo allocates itself, a seventh of a tensor that it reduces, is left out.
+    is a copy of the result while it is launched, and one in the thread of gloo that does the work.
+    Seen in the allocations of real collectives of torch 2.13. What gloo allocates itself, a seventh
+    of a tensor that it reduces, is left out.
 
     Args:
         tensors: those of the call: the result, and what is sent unless it is the result.
@@ -128,7 +128,6 @@ class _GlooWork:
                 self._copies.append(_copy_of_gloo(each))
             else:
                 _copy_of_gloo(result)
-                _copy_of_a_thread(result)
 
     def wait(self) -> None:
         """Return at once."""
@@ -138,10 +137,6 @@ class _GlooWork:
 
 
 def _copy_of_gloo(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor)
-
-
-def _copy_of_a_thread(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor)
 
 

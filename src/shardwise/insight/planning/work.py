@@ -1,7 +1,6 @@
 """What one call of an operation computes: its arithmetic, its bytes, its shapes.
 
-The recorder of a rehearsal and the probes of this machine ask here, so that a plan and what it is
-timed by count alike.
+The recorder of a rehearsal asks here; ``costs.py`` says what such work takes.
 """
 
 from __future__ import annotations

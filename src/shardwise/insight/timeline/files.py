@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.disk.files import read_small
+from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.insight.timeline.merged import Timeline, together
 from shardwise.insight.timeline.page import page
@@ -35,10 +35,10 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    _replace_file(root / TIMELINE, _dumps(timeline.to_json()))
-    _replace_file(root / TRACE, _dumps(trace(timeline)))
+    replace_file(root / TIMELINE, _dumps(timeline.to_json()))
+    replace_file(root / TRACE, _dumps(trace(timeline)))
     # A name or an error may hold half a surrogate pair, which no encoding has.
-    _replace_file(root / PAGE, page(timeline).encode(errors="replace"))
+    replace_file(root / PAGE, page(timeline).encode(errors="replace"))
 
 
 def read(path: str | Path) -> Timeline:
@@ -94,7 +94,7 @@ def leave(mine: Timeline, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     [rank] = mine.ranks
-    _replace_file(_part_file(folder, rank.rank), _dumps(mine.to_json()))
+    replace_file(_part_file(folder, rank.rank), _dumps(mine.to_json()))
     with _one_at_a_time(folder):
         write(read_parts(folder), folder)
 
@@ -114,16 +114,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 def _part_file(folder: Path, rank: int) -> Path:
     """Return where a rank keeps what it recorded, if the ranks cannot put it together."""
     return folder / f"rank-{rank:05}.json"
-
-
-def _replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete as soon as it is there."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _dumps(value: Any) -> bytes:

@@ -1,0 +1,33 @@
+"""Options of benchmarks that cannot be meant are refused before anything is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.scripts import call_script
+
+
+@pytest.mark.parametrize(
+    ("command", "complaint"),
+    [
+        ("goodput --contenders sync", "'sync' is neither"),
+        ("goodput --rates -1", "'-1' is not a list of rates"),
+        ("goodput --seconds soon", "'soon' is not a number of seconds"),
+        ("goodput --stored nowhere.json", "there is no file 'nowhere.json'"),
+        ("scaling --axes ranks,hosts", "'hosts' is not one of ranks, params, groups"),
+        ("scaling --groups 5", "'5' is not one of 4, 16, 64, 256"),
+        ("scaling --stored nowhere.json", "there is no file 'nowhere.json'"),
+        ("step_time --params 7b", "'7b' is not one of tiny, 5m, 34m, 150m"),
+        ("step_time --ranks 2,0", "'2,0' is not a list of positive integers"),
+        ("step_time --contenders ours,horovod", "'horovod' is not one of ours, ours-ahead"),
+        ("step_time --steps none", "'none' is not a positive integer"),
+        ("strategies --gbit 0", "'0' is not a speed"),
+        ("strategies --ranks 3", "3 is not even"),
+        ("strategies --stored nowhere.json", "there is no file 'nowhere.json'"),
+    ],
+)
+def test_bad_options_are_refused_at_once(command: str, complaint: str) -> None:
+    script, *arguments = command.split()
+    done = call_script(f"{script}.py", *arguments)
+    assert done.returncode == 2
+    assert complaint in done.stderr
