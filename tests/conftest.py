@@ -7,6 +7,7 @@ runs none, and they wait for it.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -53,6 +54,14 @@ def _one_tree_of_commands() -> Generator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(typer.main, "get_command", functools.cache(typer.main.get_command))
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _worlds_of_a_file() -> Generator[None]:
+    """End the ranks that waited for the next test of a file, and their store, with the file."""
+    yield
+    if "tests.harness" in sys.modules:
+        sys.modules["tests.harness"].end_kept_worlds()
 
 
 @pytest.fixture

@@ -210,7 +210,6 @@ def run_ranks(
 _RUNS_OF_A_WORLD = 20
 #: Worlds whose ranks wait for their next function, by size: of one file of tests.
 _kept: dict[int, _World] = {}
-_file_of_kept = ""
 
 
 def end_kept_worlds() -> None:
@@ -221,12 +220,7 @@ def end_kept_worlds() -> None:
 
 
 def _take_world(world_size: int) -> _World:
-    """Take a world that waits, or a new one; end those of another file."""
-    global _file_of_kept
-    file = os.environ.get("PYTEST_CURRENT_TEST", "").partition("::")[0]
-    if file != _file_of_kept:
-        end_kept_worlds()
-        _file_of_kept = file
+    """Take a world that waits, or a new one."""
     return _kept.pop(world_size, None) or _World(world_size)
 
 

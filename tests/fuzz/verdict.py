@@ -22,6 +22,8 @@ _REFUSED_STALE = (
     "were written to while it was kept unsharded for another forward",
     "were replaced (by load_state_dict(assign=True), to() or swap_tensors) between a forward",
     "load_state_dict() would have replaced values that its running forward or backward needs",
+    # Modules hold full parameters after an exception in backward: docs/torch-compatibility.md.
+    "both its full parameter, which its module holds while it runs, and its shard were written to",
 )
 
 _Ranks = Mapping[int, Report]

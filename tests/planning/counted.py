@@ -36,7 +36,7 @@ from shardwise.insight.planning.settings import DTYPES, Settings
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
-from tests.harness import run_ranks
+from tests.harness import Processes, run_ranks
 from tests.transport.encoded import on_host
 
 #: The kinds whose bytes must be equal.
@@ -228,7 +228,7 @@ def planned(training: Training, rank: int) -> Found:
 
 def counted(training: Training) -> list[Found]:
     """Train in real processes; return what each rank counted in its third step."""
-    found: list[Found] = run_ranks(count, training.world_size, training)
+    found: list[Found] = run_ranks(count, training.world_size, training, processes=Processes.NEW)
     return found
 
 

@@ -163,13 +163,6 @@ def test_what_was_measured_counts_by_unit_of_work() -> None:
     )
 
 
-def test_a_group_that_is_alone_takes_what_was_measured_for_it() -> None:
-    start = replace(gather(1, 1), ranks=1, transport="local")
-    assert replayed(start).seconds == 0
-    links = {"local": replace(LINK, launch=0.5)}
-    assert replayed(start, machine=replace(MACHINE, links=links)).seconds == close(0.5)
-
-
 def test_a_device_that_waits_for_the_host_is_bound_by_it() -> None:
     device = replace(DEVICE, op_overhead=1.0)
     found = replayed(copy(0.1), copy(0.1), machine=replace(MACHINE, device=device))

@@ -192,8 +192,6 @@ class _Replay:
     def _start(self, start: Start) -> None:
         self._starts[start.number] = start
         if start.ranks == 1:
-            alone = self._machine.links.get(start.transport)
-            self._issue(0.0 if alone is None else alone.launch)
             return
         link = self._link(start)
         self._issue(link.launch)

@@ -39,7 +39,7 @@ from shardwise.insight.planning.events import (
 )
 from shardwise.insight.planning.formulas import MOST_READS, stand_in
 from shardwise.insight.planning.settings import UntraceableError
-from shardwise.insight.planning.work import CallWork, Traits, tensors_in, traits_of, work_of
+from shardwise.insight.planning.work import Traits, tensors_in, traits_of, work_of
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -123,7 +123,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         formulas: modules whose results depend on values, and why; see ``formulas.py``.
     """
 
-    def __init__(self, mode: fake.ReplayMode, dimensions: Mapping[str, tuple[str, int]]) -> None:
+    def __init__(
+        self, mode: fake.FakeTensorMode, dimensions: Mapping[str, tuple[str, int]]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._dimensions = dimensions
@@ -325,13 +327,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return device
         kwargs = kwargs or {}
         traits = traits_of(func)
-        call: fake.ReplayedCall | None = None
         try:
             out = fake.grouped_product(func, args, kwargs)
-            known = None if out is not None else self._mode.again(func, args, kwargs)
-            if known is not None:
-                out, call = known
-            elif out is None:
+            if out is None:
                 out = func(*args, **kwargs)
         except fake.UNTRACEABLE as error:
             out = self._stand_in(traits.name, args, error)
@@ -362,13 +360,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        work: CallWork
-        if call is None or call.facts is None:
-            work = work_of(func, args, kwargs, out, written)
-            if call is not None:
-                call.facts = work
-        else:
-            work = call.facts
+        work = work_of(func, args, kwargs, out, written)
         if not source.runtime and phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
             self.model_flops += work.flops.needed
         self._events.append(

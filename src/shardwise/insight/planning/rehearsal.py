@@ -96,7 +96,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             model, blocks = _without_values(blueprint, settings)
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         stack.enter_context(_fake_as_real())
-        mode = stack.enter_context(fake.ReplayMode())
+        mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
             built = _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):

@@ -218,7 +218,7 @@ def work_of_parts(log: Log) -> list[Mapping[str, float]]:
     for event in log.events:
         if isinstance(event, Mark) and event.activity is not Activity.OPTIMIZER:
             parts.append(Counter())
-        elif isinstance(event, Start):
+        elif isinstance(event, Start) and event.ranks > 1:
             parts[-1][f"launch.{event.transport}"] += 1
             parts[-1][f"sent.{event.transport}"] += sent(event)
         elif isinstance(event, Op):
