@@ -113,7 +113,7 @@ def test_there_must_be_a_checkpoint_to_resume(tmp_path: Path) -> None:
 def facts(**changes: Any) -> dict[str, Any]:
     """What a host says about its run; changes are of the settings, or ``model`` and ``data``."""
     own = {name: changes.pop(name) for name in ("recipe", "model", "data") if name in changes}
-    settings = {"seed": 0, "train": {"batch_size": 4, "out": "a", "betas": [0.9, 0.95]}}
+    settings = {"seed": 0, "train": {"batch_size": 4, "out": "a", "beta1": 0.9}}
     model, data = {"settings": {"layers": 2}}, {"name": "here", "fingerprint": "1234"}
     return {
         "recipe": "lm",
@@ -134,7 +134,7 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
     [
         ({"seed": 1}, "--seed: found 1 on host 2, expected 0, as on host 0"),
         ({"batch_size": 8}, "--batch-size: found 8 on host 2, expected 4, as on host 0"),
-        ({"betas": [0.5, 0.9]}, "--beta1 and --beta2: found .* on host 2"),
+        ({"beta1": 0.5}, "--beta1: found .* on host 2"),
         ({"recipe": "mnist"}, "train: found mnist on host 2, expected lm, as on host 0"),
         ({"model": {"settings": {"layers": 3}}}, "--model: found settings with checksum "),
         ({"data": {"fingerprint": "5678"}}, "--data: found data with fingerprint 5678 on host 2"),
