@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.core.begin import (
+    _check_fixed,
     check_alike,
     check_extras,
     compared,
@@ -143,6 +144,13 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
 def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_alike([facts(), facts(), facts(**changes)])
+
+
+@pytest.mark.parametrize("before", [{"beta1": 0.9, "beta2": 0.95}, {"betas": [0.9, 0.95]}])
+def test_a_run_goes_on_with_its_betas_however_it_wrote_them(before: dict[str, Any]) -> None:
+    _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.95})
+    with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as the run began"):
+        _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.5})
 
 
 def test_the_order_of_a_models_settings_does_not_matter() -> None:
