@@ -381,7 +381,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "keep_best": True, "compile": False,
         "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "log": "wandb,jsonl",
-        "existing": "overwrite",
+        "existing": "overwrite", "log_every": 1,
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
         "pretrained": None, "chat": [], "packing": "packed", "eval_data": [],

@@ -400,6 +400,17 @@ def test_a_training_goes_on_while_one_checkpoint_is_written(
         assert made == 5 if step == 5 else made > step, shown
 
 
+def test_every_other_step_is_printed_and_the_last_one_and_all_are_recorded(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(tmp_path, steps=5, log_every=2)
+    assert ranks(train, 1, config) == [["finished"]]
+    shown = capfd.readouterr().out.splitlines()
+    printed = [line.split()[0] for line in shown if line.startswith("step=")]
+    assert printed == ["step=2", "step=4", "step=5"]
+    assert [step for step, _, _ in losses(config)] == [1, 2, 3, 4, 5]
+
+
 def train_on_a_full_disk(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
     """Train; while the second checkpoint is saved, files may not grow any more on one rank."""
     run = Saving.run

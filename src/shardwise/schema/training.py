@@ -405,6 +405,12 @@ class OutputConfig(Config):
             completions=("auto",),
         ),
     )
+    log_every: Count = field(
+        default=1,
+        metadata=option(
+            "Steps from one printed line to the next; metrics.jsonl has all steps.", OUTPUT
+        ),
+    )
     log: str = field(
         default="jsonl",
         metadata=option(

@@ -292,7 +292,8 @@ class Loop:
             mfu=None if peak is None else speed / peak,
         )
         self._journal.step(metrics, outcome.ranks)
-        self._display.step(metrics)
+        if metrics.step % self._config.output.log_every == 0 or not metrics.eta_s:
+            self._display.step(metrics)
 
     def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
         every = self._config.output.eval_every
