@@ -5,9 +5,9 @@
 
 What was not given is known, so that it can take a default that depends on what was: on ``--model``.
 
-Libraries that make a command line of typed configurations were tried. tyro reports a mistake as a
-box on several lines, has one panel for a class and shows every old name; cyclopts takes twice the
-time for ``--help``, and does not change single values of a default configuration.
+Of the libraries that make a command line of typed configurations, two were tried. tyro reports a
+mistake as a box of several lines, has one panel for each class, and shows every old name. cyclopts
+forgets the other values of a default configuration, such as those of a model, where one is given.
 """
 
 from __future__ import annotations
