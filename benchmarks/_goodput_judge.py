@@ -10,12 +10,12 @@ import torch
 from _worlds import World
 from shardwise import checkpoint, fully_shard
 from shardwise.app.recipes.core.build import make_adamw
-from shardwise.app.recipes.core.config import OptimizerConfig
 from shardwise.app.recipes.core.model import build, initialize, next_token_loss
 from shardwise.app.recipes.text.config import PRESETS
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
+from shardwise.schema.training import OptimizerConfig
 
 JUDGED = 1024  # sequences
 

@@ -24,7 +24,8 @@ from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Checkpointing, Settings
+from shardwise.insight.planning.settings import Settings
+from shardwise.schema.sharding import Checkpointing
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
@@ -116,7 +117,7 @@ def planned_peak(case: Case) -> int | None:
         seq_length=case.tokens,
         param_dtype=None if case.dtype == "fp32" else "bf16",
         clip_grad=0.0,
-        checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
+        activation_checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
         device_type=case.device,
     )
     return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak

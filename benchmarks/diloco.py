@@ -31,12 +31,6 @@ from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
 from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
-from shardwise.app.recipes.core.config import (
-    OptimizerConfig,
-    OptimizerName,
-    ShardingConfig,
-    TransportName,
-)
 from shardwise.app.recipes.core.model import build, decoder_layers, initialize, next_token_loss
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import TrainContext
@@ -45,6 +39,8 @@ from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, lo
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
+from shardwise.schema.sharding import ShardingConfig, TransportName
+from shardwise.schema.training import OptimizerConfig, OptimizerName
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {

@@ -29,12 +29,12 @@ from _options import positive_int
 from _report import announce, document, save
 from _stacked_lm import Shape, StackedLM
 from shardwise.app.recipes.core.build import learning_rate
-from shardwise.app.recipes.core.config import OptimizerConfig
 from shardwise.app.recipes.text.data import VOCAB_SIZE, Sequences, load_text
 from shardwise.diloco import OuterSGD
 from shardwise.diloco.average import Average
 from shardwise.diloco.settings import keeps_errors
 from shardwise.optim import Muon
+from shardwise.schema.training import OptimizerConfig
 from shardwise.transport.wire import WireFormat
 
 JUDGED = 256  # sequences

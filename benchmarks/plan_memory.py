@@ -49,8 +49,9 @@ from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Checkpointing, Settings
+from shardwise.insight.planning.settings import Settings
 from shardwise.optim.norms import clip_grad_norm_
+from shardwise.schema.sharding import Checkpointing
 
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 WARMUP = 4  # steps: shared memory may settle only after so many
@@ -87,7 +88,7 @@ def settings_of(case: Case) -> Settings:
         seq_length=case.size if text else None,
         param_dtype=None if case.dtype == "fp32" else case.dtype,
         transport=case.transport,
-        checkpointing=Checkpointing(case.checkpointing),
+        activation_checkpointing=Checkpointing(case.checkpointing),
         accumulate=case.accumulate,
     )
 
@@ -104,8 +105,8 @@ class Training:
 
     def __init__(self, case: Case) -> None:
         settings, blueprint = settings_of(case), blueprint_of(case)
-        if settings.checkpointing is not Checkpointing.NONE:
-            selective = settings.checkpointing is Checkpointing.SELECTIVE
+        if settings.activation_checkpointing is not Checkpointing.NONE:
+            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
             for block in blueprint.blocks:
                 checkpoint_module(block, context_fn=keep_products if selective else None)
         plan = settings.sharding

@@ -34,7 +34,8 @@ from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.machine import Machine
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Checkpointing, Compiled, Products, Settings
+from shardwise.insight.planning.settings import Compiled, Products, Settings
+from shardwise.schema.sharding import Checkpointing
 
 H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)
@@ -141,7 +142,7 @@ def _rehearsed(model: str, ranks: int, batch: int, length: int, kept: Kept) -> A
         seq_length=length,
         param_dtype="bf16",
         reduce_dtype="fp32",
-        checkpointing=Checkpointing.FULL if kept is Kept.NOTHING else Checkpointing.NONE,
+        activation_checkpointing=Checkpointing.FULL if kept is Kept.NOTHING else Checkpointing.NONE,
         device_type="cuda",
         backend="nccl",
     )

@@ -29,14 +29,6 @@ from _report import announce, document, save
 from _vit_build_tables import too_high, vit_build_tables
 from _worlds import World as Processes
 from shardwise.app.recipes.core.build import make_adamw
-from shardwise.app.recipes.core.config import (
-    OptimizerConfig,
-    OutputConfig,
-    PrecisionName,
-    ShardingConfig,
-    TrainConfig,
-    TransportName,
-)
 from shardwise.app.recipes.core.model import (
     build_classifier,
     decoder_layers,
@@ -52,7 +44,8 @@ from shardwise.frontends.strategies import SHARD, WantedMesh
 from shardwise.insight.inspect.api import Blueprint, plan
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.planning.presets import VIT_PRESETS
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.sharding import Checkpointing, PrecisionName, ShardingConfig, TransportName
+from shardwise.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise.app.recipes.core.checkpointing import _random_state, _set_random_state
-from shardwise.app.recipes.core.config import AUTO, OptionError
 from shardwise.app.recipes.core.training import _choose_device
 from shardwise.base import devices
 from shardwise.base.devices import GLOO, NCCL, Backend, Copy, Model, backend_of, backends_for
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import AUTO
 
 CUDA = torch.device("cuda", 1)
 

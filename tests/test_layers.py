@@ -26,6 +26,7 @@ LAYERS = [
     ["checkpoint"],
     ["frontends"],
     ["diloco"],
+    ["schema"],
     ["insight"],
     ["__init__"],
     ["app"],
@@ -38,7 +39,8 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # The same inside packages that have packages.
 INNER_LAYERS = {
     "base": [
-        ["devices", "errors", "lazy", "mixing", "optim_names", "optim_states", "plain", "units"],
+        ["devices", "errors", "lazy", "mixing", "optim_names", "optim_states", "places"],
+        ["plain", "units"],
         ["observe", "scratch"],
         ["offload"],
         ["__init__"],
@@ -67,12 +69,13 @@ INNER_LAYERS = {
         ["__init__"],
     ],
     "insight": [["inspect"], ["planning"], ["timeline"], ["__init__"]],
+    "schema": [["option"], ["sharding"], ["training"], ["__init__"]],
     "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
     "app/recipes": [
         ["core"],
         ["text", "vision"],
         ["lm", "mnist", "imagenet", "vit"],
-        ["catalog"],
+        ["catalog", "rank"],
         ["__init__"],
     ],
 }

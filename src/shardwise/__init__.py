@@ -57,7 +57,9 @@ if TYPE_CHECKING:
     from shardwise.insight import timeline
     from shardwise.insight.inspect.api import inspect
     from shardwise.insight.planning.api import plan
+    from shardwise.insight.planning.settings import MachineConfig, PlannedStep
     from shardwise.optim.norms import clip_grad_norm_
+    from shardwise.schema.sharding import StrategyConfig
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.transport.wire import Wire
 
@@ -77,6 +79,7 @@ __all__ = [
     "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "MachineConfig",
     "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadError",
@@ -84,6 +87,7 @@ __all__ = [
     "OptimStateDictConfig",
     "OptimStateKeyType",
     "PeerLostError",
+    "PlannedStep",
     "RankFailedError",
     "RanksDivergedError",
     "ShardedOptimStateDictConfig",
@@ -93,6 +97,7 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StrategyConfig",
     "UnshardHandle",
     "Wire",
     "XlaFullyShardedDataParallel",
@@ -130,6 +135,7 @@ _HOME = {
     "GradientReductionHandle": "shardwise.sharding.ledger",
     "LocalOptimStateDictConfig": "torch.distributed.fsdp",
     "LocalStateDictConfig": "torch.distributed.fsdp",
+    "MachineConfig": "shardwise.insight.planning.settings",
     "MixedPrecision": "torch.distributed.fsdp",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadError": "shardwise.base.errors",
@@ -137,6 +143,7 @@ _HOME = {
     "OptimStateDictConfig": "torch.distributed.fsdp",
     "OptimStateKeyType": "torch.distributed.fsdp",
     "PeerLostError": "shardwise.base.errors",
+    "PlannedStep": "shardwise.insight.planning.settings",
     "RankFailedError": "shardwise.base.errors",
     "RanksDivergedError": "shardwise.base.errors",
     "ShardedOptimStateDictConfig": "torch.distributed.fsdp",
@@ -146,6 +153,7 @@ _HOME = {
     "StateDictConfig": "torch.distributed.fsdp",
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
+    "StrategyConfig": "shardwise.schema.sharding",
     "UnshardHandle": "shardwise.frontends.module",
     "Wire": "shardwise.transport.wire",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",

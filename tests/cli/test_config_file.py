@@ -6,20 +6,24 @@ import dataclasses
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.app.cli import main, train
+from shardwise.app.cli import main, run, train
 from shardwise.app.cli.config_file import ConfigFile
 from shardwise.app.cli.generate import Options
 from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.recipes import rank
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import OptionError, ScheduleName
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import Checkpointing
+from shardwise.schema.training import ScheduleName
 
 
 @pytest.fixture
@@ -185,6 +189,35 @@ def test_a_saved_file_repeats_the_command(
         call(monkeypatch, f"train {line} --save-config saved.yaml")
 
 
+def test_an_edited_file_does_not_change_a_run_that_restarts(
+    monkeypatch: pytest.MonkeyPatch, no_world: Path
+) -> None:
+    """Its ranks get a value in every attempt, and read neither the line nor the file."""
+    file = no_world / "run.yaml"
+    file.write_text("steps: 7\nlr: 0.5\ndata: data.txt\ndevice: cpu")
+    (no_world / "data.txt").write_text("shard gather reduce " * 2000)
+    trained: list[Any] = []
+
+    def launch(command: Callable[[int], list[str]], *_: object) -> int:
+        for attempt, text in enumerate(("steps: 9\nlr: 2", "no: option", None)):
+            file.unlink() if text is None else file.write_text(text)
+            *_, module, path = command(attempt)
+            monkeypatch.setattr(sys, "argv", [module, path])
+            rank.main()
+        return 0
+
+    monkeypatch.setattr(run, "run_here", launch)
+    world = World(0, 1, 0, 1)
+    monkeypatch.setattr(rank, "find_world", lambda: world)
+    monkeypatch.setattr(TrainingJob, "run", lambda job, *_: trained.append(job.config.train))
+    monkeypatch.setattr(rank, "run_rank", lambda world, train: train(world, None))
+    monkeypatch.setattr(sys, "argv", ["shardwise", "train", "lm", "--config", str(file)])
+    with pytest.raises(SystemExit) as ended:
+        main.app()
+    assert ended.value.code == 0
+    assert [(train.steps, train.optimizer.lr) for train in trained] == [(7, 0.5)] * 3
+
+
 def test_a_file_name_that_is_no_text_survives(
     monkeypatch: pytest.MonkeyPatch, started: list[Any]
 ) -> None:
@@ -208,9 +241,7 @@ def test_every_option_has_a_key(recipe: str) -> None:
         for each in train._COMMANDS
         if each.recipe.name == recipe
     ]
-    keys = set()
-    for each in (options, Options(default=LaunchConfig())):
-        for setting in each.settings():
-            keys |= {name.partition("/")[0] for name in setting.option.parts or [setting.name]}
+    every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))
+    keys = {setting.key for each in every for setting in each.settings()}
     assert re.match("--", min(keys))
     assert shown - flags - own <= keys

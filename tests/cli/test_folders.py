@@ -11,22 +11,26 @@ import pytest
 from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.app.recipes.rank import received
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What ranks would have been started with, in place of starting them."""
-    commands: list[list[str]] = []
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders that ranks would have trained into, in place of starting them."""
+    folders: list[Path] = []
 
     def run_here(command: Callable[[int], list[str]], *_: object) -> int:
-        commands.append(command(0))
+        job, words = received(Path(command(0)[-1]))
+        out = job.config.train.output.out
+        folders.append(out)
+        assert ("--out" in words) == (out != Path("runs/lm")), "shown as what goes on with it"
         return 0
 
     monkeypatch.setattr(cli_run, "run_here", run_here)
-    return commands
+    return folders
 
 
 def make_run(folder: str) -> bytes:
@@ -45,34 +49,22 @@ def train(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
 
 
 def test_a_second_run_takes_the_next_number_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
 ) -> None:
     assert train(monkeypatch, "--steps", "3") == 0
-    assert started[0][-4:] == ["train", "lm", "--steps", "3"], "the default folder is free"
+    assert started == [Path("runs/lm")], "the default folder is free"
     before = make_run("runs/lm-2"), make_run("runs/lm-3")
     (Path("runs/lm") / "run.json").write_text("{}")
     capsys.readouterr()
     assert train(monkeypatch, "--steps", "3") == 0
-    assert started[1][-6:] == ["train", "lm", "--out", "runs/lm-4", "--steps", "3"]
+    assert started[1] == Path("runs/lm-4")
     line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm goes on with it"
     assert line in capsys.readouterr().out.splitlines()
     assert before == tuple(Path(f"runs/lm-{n}/run.json").read_bytes() for n in (2, 3))
 
 
-@pytest.mark.parametrize("words", ["-- train lm", "train -- lm"])
-def test_ranks_get_the_folder_behind_the_name_of_the_recipe(
-    monkeypatch: pytest.MonkeyPatch, started: list[list[str]], words: str
-) -> None:
-    make_run("runs/lm")
-    monkeypatch.setattr(sys, "argv", ["shardwise", *words.split(), "--steps", "3"])
-    with pytest.raises(SystemExit):
-        main.app()
-    expected = [*words.split(), "--out", "runs/lm-2", "--steps", "3"]
-    assert started[0][-len(expected) :] == expected
-
-
 def test_a_folder_that_the_user_names_is_never_another_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
 ) -> None:
     before = make_run("runs/lm")
     assert train(monkeypatch, "--out", "runs/lm") == 2
@@ -82,17 +74,17 @@ def test_a_folder_that_the_user_names_is_never_another_one(
 
 
 def test_overwrite_means_the_default_folder(
-    monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, started: list[Path]
 ) -> None:
     make_run("runs/lm")
     second = make_run("runs/lm-2")
     assert train(monkeypatch, "--overwrite") == 0
-    assert started[0][-3:] == ["train", "lm", "--overwrite"]
+    assert started == [Path("runs/lm")]
     assert Path("runs/lm-2/run.json").read_bytes() == second
 
 
 def test_resume_goes_on_with_the_newest_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[list[str]]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
 ) -> None:
     make_run("runs/lm")
     make_run("runs/lm-2")

@@ -20,8 +20,7 @@ from shardwise.app.cli.main import app
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import OptionError, check_bounds
-from shardwise.app.recipes.core.option import Bounds
+from shardwise.schema.option import Bounds, OptionError
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -39,11 +38,9 @@ def _numbers() -> Iterator[tuple[str, str, type]]:
     seen = set()
     for command, config in _CONFIGS.items():
         for setting in Options(default=config).settings():
-            kind = float if setting.option.parts else setting.kind
-            for name in setting.option.parts or (setting.name,):
-                if kind in (int, float) and name not in seen:
-                    seen.add(name)
-                    yield command, name, kind
+            if setting.kind in (int, float) and setting.name not in seen:
+                seen.add(setting.name)
+                yield command, setting.name, setting.kind
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]) -> str:
@@ -81,7 +78,7 @@ _OUTER = ("lr", "momentum", "warmup")
 
 @pytest.mark.parametrize("command", _CONFIGS)
 def test_defaults_are_within_their_bounds(command: str) -> None:
-    check_bounds(_CONFIGS[command])
+    _CONFIGS[command].check_bounds()
 
 
 def test_what_is_out_of_bounds_is_named_with_what_is_expected() -> None:
@@ -92,7 +89,7 @@ def test_what_is_out_of_bounds_is_named_with_what_is_expected() -> None:
         for bounds in (Bounds(least=1), Bounds(above=0), Bounds(least=0, below=1), inclusive):
             assert bounds.expected_for(value) is not None
     with pytest.raises(OptionError, match="--steps: found 0, expected 1 or more"):
-        check_bounds(replace(RECIPES["lm"].config.train, steps=0))
+        replace(RECIPES["lm"].config.train, steps=0).check_bounds()
 
 
 @pytest.mark.parametrize(("text", "steps"), [("1e3", 1000), ("2.5e2", 250), ("7", 7), ("1E1", 10)])

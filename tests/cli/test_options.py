@@ -17,10 +17,11 @@ from shardwise.app.cli import run as cli_run
 from shardwise.app.cli import train as cli_train
 from shardwise.app.cli.main import app
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
+from shardwise.app.recipes.rank import received
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
+from shardwise.schema.option import OptionError
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -159,17 +160,18 @@ def test_ranks_are_asked_for_the_same_in_every_attempt(
     monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...]
 ) -> None:
     """Whether the attempt before had begun the run is known from its folder alone."""
-    commands: list[list[str]] = []
+    asked: list[Any] = []
 
     def launch(command: Callable[[int], list[str]], *_: object) -> int:
-        commands.extend(command(attempt) for attempt in (0, 1))
+        jobs = [received(Path(command(attempt)[-1])) for attempt in (0, 1)]
+        asked.extend(job.config for job, _ in jobs)
         return 0
 
     monkeypatch.setattr(cli_run, "run_here", launch)
     options = ("--device", "cpu", "--max-restarts", "1", *option)
     assert call(monkeypatch, "train", "lm", *options) == 0
-    assert commands[0][-2 - len(options) :] == ["train", "lm", *options]
-    assert commands[1] == commands[0]
+    assert asked[0].train.output.existing.value == (option or ("--refuse",))[0][2:]
+    assert asked[1] == asked[0]
 
 
 def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
@@ -360,7 +362,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
-    from shardwise.app.recipes.core.config import as_json, flatten
+    from shardwise.schema.option import as_json, flatten
 
     assert flatten(as_json(jobs[0].config)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
@@ -368,18 +370,18 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "batch_size": 3,
         "accumulate": 2, "stepping": "in-backward",
         "seed": 9, "device": "cpu", "algorithm": "muon", "momentum": 0.5,
-        "lr": 0.5, "betas": [0.9, 0.5],
+        "lr": 0.5, "beta1": 0.9, "beta2": 0.5,
         "param_groups": ["*norm*:lr=1", "embed*:lr=0.1,weight-decay=0"],
         "weight_decay": 0.0, "warmup": 1, "schedule": "warmup-stable-decay", "decay_steps": 3,
         "min_lr": 0.0, "clip_grad": 0.0, "strategy": "hybrid", "replicas": 2,
         "mesh": None, "param_dtype": "bf16", "shard_dtype": "bf16", "reduce_dtype": "bf16",
         "offload": "disk:/tmp/x", "offload_parameters": "disk:y", "master_dtype": "fp32",
         "transport": "collectives",
-        "collective_wire": None, "reshard_after_forward": None,
+        "collective_wire": "gather=fp32,reduce=fp32", "reshard_after_forward": None,
         "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
         "keep_best": True, "compile": False,
         "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "log": "wandb,jsonl",
-        "existing": "overwrite",
+        "existing": "overwrite", "log_every": 1,
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
         "pretrained": None, "chat": [], "packing": "packed", "eval_data": [],
@@ -431,7 +433,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
 
 
 def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.app.recipes.core.config import as_json, flatten
+    from shardwise.schema.option import as_json, flatten
 
     jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from shardwise.app.cli import main
 from shardwise.app.cli.worker import train
 from shardwise.app.recipes.core import loop
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.base.errors import PeerLostError
 from shardwise.elastic import worker
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import WORKER_JOB, World
+from shardwise.schema.option import OptionError
 from tests.recipes.running import train as train_here
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks

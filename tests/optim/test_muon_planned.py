@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import shardwise
+from shardwise import PlannedStep, StrategyConfig
 from shardwise.frontends.strategies import Strategy
 
 #: Bytes by which ranks check that they have the same gradients: a number for every other rank.
@@ -43,11 +44,9 @@ def test_all_to_alls_of_the_first_rank_are_planned(
 ) -> None:
     plan = shardwise.plan(
         Pair(),
-        mesh=mesh,
-        strategy=strategy,
-        optimizer="muon",
-        transport="c10d",
-        batch=lambda count: torch.zeros(count, 64),
+        mesh,
+        sharding=StrategyConfig(strategy=strategy, transport="c10d"),
+        step=PlannedStep(optimizer="muon", batch=lambda count: torch.zeros(count, 64)),
     )
     planned = sum(each.sent for each in plan.traffic if each.collective == "all-to-all")
     assert planned == sent + NUMBER * (ranks - 1)

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise.base.errors import OffloadError, StepInterruptedError
-from shardwise.base.offload import OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.base.scratch import file as scratch
 from shardwise.base.scratch import file as scratch_file
 from shardwise.diloco import DiLoCo

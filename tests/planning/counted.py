@@ -134,7 +134,7 @@ class Training:
             optimizer=self.optimizer,
             reshard_after_forward=self.reshard_after_forward,
             transport=self.transport,
-            wire=self.wire,
+            collective_wire=self.wire,
             ranks_per_host=self.per_host or None,
             outer_states=self.outer_states,
             batch=lambda size: torch.ones(size, width),

@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.insight.inspect.api import Blueprint
-from shardwise.insight.planning.settings import Settings, Stepping
+from shardwise.insight.planning.settings import Settings
 from shardwise.optim import in_backward
+from shardwise.schema.sharding import Stepping
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
 from transformers import MixtralConfig
 
 import shardwise
+from shardwise import MachineConfig, PlannedStep, StrategyConfig
 from shardwise.base import devices
 from shardwise.base.observe import Memory
 from shardwise.frontends.strategies import MeshError, WantedMesh
@@ -32,9 +32,13 @@ from shardwise.insight.planning.memory import PROCESS_FACTOR
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import Settings, SettingsError
+from shardwise.schema.option import OptionError
 from tests.recipes.small import write_model
 
-TINY: dict[str, Any] = {"seq_length": 16}
+TINY = PlannedStep(seq_length=16)
+
+
+ROWS = PlannedStep(batch=lambda count: torch.zeros(count, 8))
 
 
 class Perceptron(nn.Module):
@@ -55,11 +59,13 @@ def test_any_module_is_planned_for_with_a_batch_of_its_own_and_stays_as_it_is() 
     plan = shardwise.plan(
         model,
         mesh={"dp": 2},
-        strategy=ShardingStrategy.SHARD_GRAD_OP,
-        optimizer="sgd",
-        batch_size=3,
-        batch=lambda count: torch.zeros(count, 8),
-        step=lambda model, x: model(x).square().mean(),
+        sharding=StrategyConfig(strategy="grad-op"),
+        step=PlannedStep(
+            optimizer="sgd",
+            batch_size=3,
+            batch=lambda count: torch.zeros(count, 8),
+            step=lambda model, x: model(x).square().mean(),
+        ),
     )
     assert plan.model == "Perceptron"
     assert plan.ranks[0].optimizer == 0
@@ -68,7 +74,8 @@ def test_any_module_is_planned_for_with_a_batch_of_its_own_and_stays_as_it_is() 
 
 
 def test_bytes_follow_from_the_shards_and_times_from_a_known_device() -> None:
-    plan = shardwise.plan("llama-tiny", mesh="dp=8", device="h100", ranks_per_host=4, **TINY)
+    machine = MachineConfig(device="h100", ranks_per_host=4)
+    plan = shardwise.plan("llama-tiny", mesh="dp=8", step=TINY, machine=machine)
     (rank,) = plan.ranks
     per_rank = plan.numel * 4 / 8
     assert rank.parameters == pytest.approx(per_rank, rel=2e-3)
@@ -89,19 +96,21 @@ def test_bytes_follow_from_the_shards_and_times_from_a_known_device() -> None:
 def test_a_larger_batch_keeps_more_activations_and_checkpointing_fewer(tmp_path: Path) -> None:
     model = str(write_model(tmp_path))
 
-    def activations(**values: Any) -> int:
-        (rank,) = shardwise.plan(model, mesh="dp=2", seq_length=64, **values).ranks
+    def activations(batch_size: int, checkpointing: str = "none") -> int:
+        step = PlannedStep(seq_length=64, batch_size=batch_size)
+        sharding = StrategyConfig(activation_checkpointing=checkpointing)
+        (rank,) = shardwise.plan(model, mesh="dp=2", sharding=sharding, step=step).ranks
         return rank.most[Memory.ACTIVATIONS]
 
-    one, four = activations(), activations(batch_size=4)
+    one, four = activations(1), activations(4)
     assert four == pytest.approx(4 * one, rel=0.1)
-    assert activations(batch_size=4, activation_checkpointing="full") < four / 2
+    assert activations(4, "full") < four / 2
 
 
 def test_sequences_have_the_usual_length_unless_the_model_is_shorter() -> None:
     assert shardwise.plan("llama-tiny", mesh="dp=1").settings.seq_length == 1024
     with pytest.raises(SettingsError, match="at most 1,024, the positions of llama-tiny"):
-        shardwise.plan("llama-tiny", mesh="dp=1", seq_length=1025)
+        shardwise.plan("llama-tiny", mesh="dp=1", step=PlannedStep(seq_length=1025))
 
 
 @pytest.mark.parametrize(
@@ -109,34 +118,53 @@ def test_sequences_have_the_usual_length_unless_the_model_is_shorter() -> None:
     [
         ({"mesh": "dp=2,tp=3"}, MeshError, "a tp that divides the 4 attention heads"),
         ({"mesh": "pp=2"}, MeshError, "one of dp_replicate, dp"),
-        ({"strategy": "zero9"}, SettingsError, "strategy: found zero9, expected one of full"),
-        ({"param_dtype": torch.int8}, SettingsError, "param_dtype: found torch.int8"),
-        ({"activation_checkpointing": "some"}, SettingsError, "one of none, full, selective"),
-        ({"device": "h1000"}, MachineError, "h100"),
-        ({"device": "h100", "link": "carrier-pigeon"}, MachineError, "ib-400"),
-        ({"device": "h100", "device_file": "x.toml"}, MachineError, "one of the two"),
+        ({"step": PlannedStep(batch_size=0)}, SettingsError, "batch_size: found 0, expected 1"),
+        ({"step": PlannedStep(optimizer="no:sgd")}, SettingsError, "optimizer: found no:sgd"),
+        ({"machine": MachineConfig(device="h1000")}, MachineError, "h100"),
+        ({"machine": MachineConfig(device="h100", link="carrier-pigeon")}, MachineError, "ib-400"),
+        (
+            {"machine": MachineConfig(device="h100", device_file=Path("x.toml"))},
+            MachineError,
+            "one of the two",
+        ),
     ],
 )
 def test_what_cannot_be_planned_for_is_refused(
     values: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        shardwise.plan("llama-tiny", **{**TINY, **values})
+        shardwise.plan("llama-tiny", **{"step": TINY, **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"strategy": "zero9"}, "--strategy: found zero9, expected one of full"),
+        ({"param_dtype": "fp16"}, "--param-dtype: found fp16, expected one of fp32, bf16"),
+        ({"activation_checkpointing": "some"}, "one of none, full, selective"),
+        ({"collective_wire": "int9"}, "--wire: found 'int9', expected fp32, bf16"),
+    ],
+)
+def test_names_that_stand_for_nothing_are_refused_at_once(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        StrategyConfig(**values)
 
 
 def test_without_tensor_parallel_styles_a_mesh_with_tp_is_refused() -> None:
     with pytest.raises(MeshError, match="Perceptron, which has no tensor parallel plan"):
-        shardwise.plan(Perceptron(), mesh="dp=2,tp=2", batch=lambda count: torch.zeros(count, 8))
+        shardwise.plan(Perceptron(), mesh="dp=2,tp=2", step=ROWS)
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_gradients_are_refused_as_in_a_training(kind: Any) -> None:
     model = nn.Sequential(kind(10, 8, sparse=True), Perceptron())
-    tokens = {"batch": lambda count: torch.zeros(count, 4, dtype=torch.long)}
+    tokens = PlannedStep(batch=lambda count: torch.zeros(count, 4, dtype=torch.long))
     with pytest.raises(SettingsError, match=r"model: found module '0' with sparse gradients.*den"):
-        shardwise.plan(model, mesh="dp=2", **tokens)
+        shardwise.plan(model, mesh="dp=2", step=tokens)
     model[0].weight.requires_grad_(False)  # nothing is to be reduced then
-    assert shardwise.plan(model, mesh="dp=2", **tokens).peak > 0
+    assert shardwise.plan(model, mesh="dp=2", step=tokens).peak > 0
 
 
 def test_a_token_counts_for_its_own_experts_only(tmp_path: Path) -> None:
@@ -153,7 +181,7 @@ def test_a_token_counts_for_its_own_experts_only(tmp_path: Path) -> None:
         )
         folder = tmp_path / str(experts)
         config.save_pretrained(folder)
-        plan = shardwise.plan(str(folder), mesh="dp=1", seq_length=128)
+        plan = shardwise.plan(str(folder), mesh="dp=1", step=PlannedStep(seq_length=128))
         assert not plan.formulas
         return plan.ranks[0].most[Memory.ACTIVATIONS]
 
@@ -168,7 +196,7 @@ def test_a_damaged_calibration_stops_no_plan_that_does_not_need_it(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     try:
-        plan = shardwise.plan(Perceptron(), mesh="dp=1", batch=lambda n: torch.zeros(n, 8))
+        plan = shardwise.plan(Perceptron(), mesh="dp=1", step=ROWS)
         with pytest.raises(MachineError, match=re.escape(str(path))):
             find_machine("cpu")
         assert find_machine("h100") is not None
@@ -184,7 +212,7 @@ def test_ranks_on_cpus_share_what_is_free_and_take_more_than_their_tensors(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(devices, "free_memory", lambda device: 3 << 10)
-    plan = shardwise.plan(Perceptron(), mesh="dp=3", batch=lambda count: torch.zeros(count, 8))
+    plan = shardwise.plan(Perceptron(), mesh="dp=3", step=ROWS)
     assert plan.available == Available(nbytes=1 << 10, source="free on this host, over 3 ranks")
     assert plan.reserved == round(PROCESS_FACTOR * plan.peak)
     assert plan.needed > plan.peak
@@ -206,7 +234,7 @@ def test_links_are_named_where_they_are_used() -> None:
 
 
 def test_the_page_has_the_plan_and_the_layout(tmp_path: Path) -> None:
-    plan = shardwise.plan(Perceptron(), mesh="dp=2", batch=lambda count: torch.zeros(count, 8))
+    plan = shardwise.plan(Perceptron(), mesh="dp=2", step=ROWS)
     path = plan.to_html(tmp_path / "plan.html")
     html = path.read_text()
     assert "<h2>Plan</h2>" in html
@@ -239,22 +267,22 @@ def test_many_ranks_on_cpus_are_rehearsed_with_plain_collectives() -> None:
     assert transport("dp=17") == "collectives"
     assert transport("dp=17", asked="c10d") == "c10d"
     assert transport("dp=17", device="h100") == "auto"
-    few = shardwise.plan(Perceptron(), mesh="dp=16", batch=lambda size: torch.ones(size, 8))
-    many = shardwise.plan(Perceptron(), mesh="dp=17", batch=lambda size: torch.ones(size, 8))
+    few = shardwise.plan(Perceptron(), mesh="dp=16", step=ROWS)
+    many = shardwise.plan(Perceptron(), mesh="dp=17", step=ROWS)
     assert "Plain collectives" not in str(few)
     assert "Plain collectives among 17 ranks on CPUs" in " ".join(str(many).split())
 
 
 def test_errors_after_a_plan_are_not_those_of_a_rank() -> None:
     before = sys.excepthook
-    shardwise.plan(Perceptron(), mesh="dp=2", batch=lambda count: torch.zeros(count, 8))
+    shardwise.plan(Perceptron(), mesh="dp=2", step=ROWS)
     assert sys.excepthook is before
 
 
 def test_ranks_whose_shards_differ_are_kinds_of_their_own() -> None:
     def plan(mesh: str, strategy: str) -> Any:
         return shardwise.plan(
-            Perceptron(), mesh=mesh, strategy=strategy, batch=lambda size: torch.ones(size, 8)
+            Perceptron(), mesh=mesh, sharding=StrategyConfig(strategy=strategy), step=ROWS
         )
 
     even, uneven = plan("dp=4", "full"), plan("dp_replicate=2,dp_shard=3", "hybrid")

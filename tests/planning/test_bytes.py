@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardwise.app.recipes.core.wire_option import parse_wires
 from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
+from shardwise.schema.sharding import parse_wires
 from tests.planning.counted import Training, counted, planned
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.

@@ -13,7 +13,8 @@ from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.fit import Measured, NothingFitsError, fit, shortened
 from shardwise.insight.planning.models import find_model
-from shardwise.insight.planning.settings import Checkpointing, Settings
+from shardwise.insight.planning.settings import Settings
+from shardwise.schema.sharding import Checkpointing
 from tests.inspect.plans import styles_of
 from tests.sharding.nets import Block
 
@@ -55,17 +56,17 @@ class World:
         kept = {Checkpointing.NONE: 4, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 1}
         again = {Checkpointing.NONE: 3, Checkpointing.SELECTIVE: 3.1, Checkpointing.FULL: 4}
         batch, cut = settings.batch_size, settings.mesh.tensor_parallel
-        activations = layers * batch * kept[settings.checkpointing] / cut
+        activations = layers * batch * kept[settings.activation_checkpointing] / cut
         sent = layers * (2 if sharded else 1) + (cut - 1) * layers * batch
         return Measured(
             peak=(states / cut + activations + 1) * GiB,
-            seconds=layers * batch * again[settings.checkpointing] / cut + sent,
+            seconds=layers * batch * again[settings.activation_checkpointing] / cut + sent,
         )
 
 
 def test_with_much_memory_nothing_is_recomputed_and_little_is_sent() -> None:
     found = fit(_blueprint(), _settings(), 10_000 * GiB, World()).settings
-    assert found.checkpointing is Checkpointing.NONE
+    assert found.activation_checkpointing is Checkpointing.NONE
     assert found.strategy in (Strategy.SHARD_GRAD_OP, Strategy.NO_SHARD)
     assert found.batch_size == 64
 

@@ -55,10 +55,11 @@ def test_a_strategy_that_does_not_fit_the_mesh_is_refused(
     ("values", "message"),
     [
         ({"batch_size": 0}, "batch_size: found 0, expected 1 or more"),
-        ({"batch_size": 10**23}, "expected at most 1,000,000,000"),
+        ({"batch_size": 10**23}, "2,147,483,647 at most"),
         ({"accumulate": 1001}, "accumulate: found 1,001, expected at most 1,000"),
         ({"seq_length": -1}, "seq_length: found -1"),
-        ({"param_dtype": "float8"}, "param_dtype: found float8, expected one of fp32, bf16, fp16"),
+        ({"reshard_after_forward": 3}, "reshard_after_forward: found 3, expected host or a number"),
+        ({"param_dtype": "float8"}, "param_dtype: found float8, expected one of fp32, bf16"),
         ({"optimizer": "lamb"}, "optimizer: found lamb, expected one of adamw"),
         ({"transport": "tcp"}, "transport: found tcp, expected one of auto, shm"),
         ({"clip_grad": float("nan")}, "clip_grad: found nan"),

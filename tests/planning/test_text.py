@@ -8,8 +8,9 @@ import pytest
 
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.report import Available, Traffic
-from shardwise.insight.planning.settings import Checkpointing, Compiled, Products, Settings
+from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.planning.text import as_text
+from shardwise.schema.sharding import Checkpointing
 from tests.planning.test_report import LOG, RANK, STEP, MiB, make_plan
 
 
@@ -81,8 +82,8 @@ def test_the_first_lines_say_what_was_planned_for() -> None:
         seq_length=512,
         param_dtype="bf16",
         shard_dtype="fp32",
-        checkpointing=Checkpointing.SELECTIVE,
-        compiled=Compiled.BLOCKS,
+        activation_checkpointing=Checkpointing.SELECTIVE,
+        compile=True,
         products=Products.FLOAT8,
     )
     text = as_text(make_plan(settings=settings), 100)

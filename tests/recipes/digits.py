@@ -8,9 +8,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.recipes.core.config import OptimizerConfig
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.files import CLASSES, SIDE
+from shardwise.schema.training import OptimizerConfig
 from tests.recipes.small import train_config
 
 
@@ -64,9 +64,7 @@ def small_mnist(folder: Path, name: str = "run", **changes: Any) -> MnistConfig:
     config = MnistConfig(
         data_dir=data,
         nested=given.pop("nested", False),
-        train=train_config(
-            folder / name, given, OptimizerConfig(lr=5e-3, warmup=2, betas=(0.9, 0.999))
-        ),
+        train=train_config(folder / name, given, OptimizerConfig(lr=5e-3, warmup=2, beta2=0.999)),
     )
     assert not given, f"unknown settings: {sorted(given)}"
     return config

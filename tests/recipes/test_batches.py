@@ -14,7 +14,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.text.batches import (
     VALIDATION_SEQUENCES,
@@ -26,6 +25,7 @@ from shardwise.app.recipes.text.batches import (
 )
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Bytes, Sequences, load_text
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 from tests.recipes.small import small_config
 
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.core.begin import (
+    _check_fixed,
     check_alike,
     check_extras,
     compared,
@@ -17,11 +18,12 @@ from shardwise.app.recipes.core.begin import (
     require_installed,
 )
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.config import Existing, LogName, OptionError, OutputConfig
 from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import Existing, LogName, OutputConfig
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +114,7 @@ def test_there_must_be_a_checkpoint_to_resume(tmp_path: Path) -> None:
 def facts(**changes: Any) -> dict[str, Any]:
     """What a host says about its run; changes are of the settings, or ``model`` and ``data``."""
     own = {name: changes.pop(name) for name in ("recipe", "model", "data") if name in changes}
-    settings = {"seed": 0, "train": {"batch_size": 4, "out": "a", "betas": [0.9, 0.95]}}
+    settings = {"seed": 0, "train": {"batch_size": 4, "out": "a", "beta1": 0.9}}
     model, data = {"settings": {"layers": 2}}, {"name": "here", "fingerprint": "1234"}
     return {
         "recipe": "lm",
@@ -133,7 +135,7 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
     [
         ({"seed": 1}, "--seed: found 1 on host 2, expected 0, as on host 0"),
         ({"batch_size": 8}, "--batch-size: found 8 on host 2, expected 4, as on host 0"),
-        ({"betas": [0.5, 0.9]}, "--beta1 and --beta2: found .* on host 2"),
+        ({"beta1": 0.5}, "--beta1: found .* on host 2"),
         ({"recipe": "mnist"}, "train: found mnist on host 2, expected lm, as on host 0"),
         ({"model": {"settings": {"layers": 3}}}, "--model: found settings with checksum "),
         ({"data": {"fingerprint": "5678"}}, "--data: found data with fingerprint 5678 on host 2"),
@@ -142,6 +144,13 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
 def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         check_alike([facts(), facts(), facts(**changes)])
+
+
+@pytest.mark.parametrize("before", [{"beta1": 0.9, "beta2": 0.95}, {"betas": [0.9, 0.95]}])
+def test_a_run_goes_on_with_its_betas_however_it_wrote_them(before: dict[str, Any]) -> None:
+    _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.95})
+    with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as the run began"):
+        _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.5})
 
 
 def test_the_order_of_a_models_settings_does_not_matter() -> None:

@@ -17,13 +17,8 @@ from shardwise.app.recipes.core.build import (
     make_sgd,
     set_lr,
 )
-from shardwise.app.recipes.core.config import (
-    OptimizerConfig,
-    OptimizerName,
-    ScheduleName,
-    SgdConfig,
-)
 from shardwise.elastic.errors import UserError
+from shardwise.schema.training import OptimizerConfig, OptimizerName, ScheduleName, SgdConfig
 
 
 @pytest.fixture
@@ -35,7 +30,7 @@ def model() -> nn.Sequential:
 
 
 def test_adamw_decays_matrices_and_neither_norms_nor_biases(model: nn.Sequential) -> None:
-    config = OptimizerConfig(lr=1e-3, weight_decay=0.3, betas=(0.8, 0.9))
+    config = OptimizerConfig(lr=1e-3, weight_decay=0.3, beta1=0.8, beta2=0.9)
     matrices, vectors = make_adamw(model, config).param_groups
     linear, norm, _ = model
     assert [id(p) for p in matrices["params"]] == [id(linear.weight)]
@@ -73,7 +68,7 @@ def test_sgd_decays_everything_that_it_trains(model: nn.Sequential) -> None:
 
 def test_muon_gets_hidden_matrices_and_adamw_the_rest(model: nn.Sequential) -> None:
     config = OptimizerConfig(
-        algorithm=OptimizerName.MUON, lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), momentum=0.5
+        algorithm=OptimizerName.MUON, lr=0.1, weight_decay=0.3, beta1=0.8, beta2=0.9, momentum=0.5
     )
     muon, adamw = make_optimizer(model, config).param_groups
     assert [id(p) for p in muon["params"]] == [id(model[0].weight)]

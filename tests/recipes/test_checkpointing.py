@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise import checkpoint
 from shardwise.app.recipes.core.begin import newest_step
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError, on_rank_zero
-from shardwise.app.recipes.core.config import Existing, OptionError
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.app.recipes.core.rundir import RunDir
@@ -29,6 +28,8 @@ from shardwise.checkpoint.disk.commit import steps
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import Existing
 from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
 from tests.worlds import Ranks

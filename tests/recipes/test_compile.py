@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from shardwise.app.recipes.core import build
-from shardwise.app.recipes.core.config import Existing
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.sharding import Checkpointing
+from shardwise.schema.training import Existing
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation, write_model

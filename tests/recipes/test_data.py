@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.position import permute
 from shardwise.app.recipes.text.data import (
     SEPARATOR,
@@ -24,6 +23,7 @@ from shardwise.app.recipes.text.data import (
     load_vocabulary,
 )
 from shardwise.elastic.errors import UserError
+from shardwise.schema.option import OptionError
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

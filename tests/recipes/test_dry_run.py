@@ -12,7 +12,6 @@ import pytest
 
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import DilocoConfig, PrecisionName, ShardingConfig
 from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.plan import plan_training
@@ -20,6 +19,8 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import memory_rows, traffic_rows
+from shardwise.schema.sharding import PrecisionName, ShardingConfig
+from shardwise.schema.training import DilocoConfig
 from tests.recipes.small import ONE_BLOCK
 from tests.recipes.test_plan import planned_config
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.vision.files import (
     SUFFIXES,
     IdxSet,
@@ -19,6 +18,7 @@ from shardwise.app.recipes.vision.files import (
     find_images,
     load_mnist,
 )
+from shardwise.schema.option import OptionError
 from tests.recipes.digits import idx, write_digits
 
 

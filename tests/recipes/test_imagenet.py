@@ -12,14 +12,15 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from shardwise.app.recipes.core.begin import check_folder
-from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.files import Lookup, find_images
 from shardwise.app.recipes.vision.images import Augment, FolderImages, center_box, random_box
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import Checkpointing, PrecisionName
+from shardwise.schema.training import Existing
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots

@@ -12,25 +12,19 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.core import job as job_module
-from shardwise.app.recipes.core.config import (
-    Existing,
-    OptionError,
-    OutputConfig,
-    SgdConfig,
-    TrainConfig,
-    as_json,
-)
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Recipe
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import World
+from shardwise.schema.option import Config, OptionError, as_json
+from shardwise.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
 
 ALONE = World(0, 1, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
+class ToyConfig(Config):
     """A configuration that has nothing but what every training has."""
 
     train: TrainConfig
@@ -57,7 +51,7 @@ class Checked:
         return TrainingSpan.of(self.train, per_epoch=10)
 
     def facts(self) -> dict[str, Any]:
-        return {"config": as_json(Config(train=self.train)), "model": {}, "data": {}}
+        return {"config": as_json(ToyConfig(train=self.train)), "model": {}, "data": {}}
 
     def check_same(self, before: Mapping[str, Any]) -> None: ...
 
@@ -65,7 +59,7 @@ class Checked:
 def job_of(out: Path, folder: Folder = Folder.DEFAULT, **changes: Any) -> TrainingJob:
     output = OutputConfig(out=out, existing=changes.pop("existing", Existing.REFUSE))
     settings = {"steps": 10, "batch_size": 2, **changes}
-    config = Config(train=TrainConfig(**settings, optimizer=SgdConfig(lr=0.1), output=output))
+    config = ToyConfig(train=TrainConfig(**settings, optimizer=SgdConfig(lr=0.1), output=output))
     return TrainingJob(Recipe(name="toy", config=config, module="no.such.module"), config, folder)
 
 
@@ -84,7 +78,7 @@ def test_a_new_run_takes_the_first_free_number_and_says_why(tmp_path: Path) -> N
     make_runs(default, "toy", "toy-2")
     job = job_of(default)
     line = job.choose_folder()
-    assert job.chosen == job.config.train.output.out == tmp_path / "toy-3"
+    assert job.config.train.output.out == tmp_path / "toy-3"
     assert line == (
         f"run        {tmp_path}/toy-3; {default} has a run; "
         f"--resume --out {default} goes on with it"
@@ -117,7 +111,6 @@ def test_a_folder_that_was_asked_for_stays(
     job = job_of(default, folder, existing=existing)
     before = job.config
     assert job.choose_folder() is None
-    assert job.chosen is None
     assert job.config is before
 
 

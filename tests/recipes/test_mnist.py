@@ -19,14 +19,15 @@ from torch import nn
 
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import RunningStatistics
-from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.images import Images, TrainingImages
 from shardwise.app.recipes.vision.task import Classifier, ImageData, vision_task
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import Checkpointing, PrecisionName
+from shardwise.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one
 from tests.recipes.small import losses

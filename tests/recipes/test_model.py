@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.model import (
     Utilization,
     build,
@@ -18,6 +17,7 @@ from shardwise.app.recipes.core.model import (
 )
 from shardwise.app.recipes.text.config import with_microbatches
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE
+from shardwise.schema.option import OptionError
 from tests.recipes.small import MODEL, small_config
 
 

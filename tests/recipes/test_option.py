@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import DilocoConfig, TrainConfig
-from shardwise.app.recipes.core.option import (
+from shardwise.schema.option import (
     DILOCO,
     GROUP,
     HOSTS,
@@ -26,6 +25,7 @@ from shardwise.app.recipes.core.option import (
     option,
     option_name,
 )
+from shardwise.schema.training import DilocoConfig, TrainConfig
 
 
 def options(config: Any) -> Iterator[tuple[str, Option]]:

@@ -11,16 +11,6 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import (
-    DilocoConfig,
-    OptimizerConfig,
-    OptimizerName,
-    OutputConfig,
-    PrecisionName,
-    SgdConfig,
-    ShardingConfig,
-    TrainConfig,
-)
 from shardwise.app.recipes.core.plan import (
     check_fits,
     kept_for_the_run,
@@ -33,7 +23,15 @@ from shardwise.base import devices
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.sharding import Checkpointing, PrecisionName, ShardingConfig
+from shardwise.schema.training import (
+    DilocoConfig,
+    OptimizerConfig,
+    OptimizerName,
+    OutputConfig,
+    SgdConfig,
+    TrainConfig,
+)
 from tests.recipes.small import ONE_BLOCK
 
 TWO = World(0, 2, 0, 2)
@@ -149,7 +147,7 @@ def test_what_replicas_exchange_is_counted() -> None:
 
 def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
     roomy = _plan("lm")
-    assert roomy.settings.checkpointing is Checkpointing.NONE
+    assert roomy.settings.activation_checkpointing is Checkpointing.NONE
     two_ranks = 2 * (roomy.needed - MiB)
     monkeypatch.setattr(devices, "free_memory", lambda device: two_ranks)
     tight = _plan("lm")

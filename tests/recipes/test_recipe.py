@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import OptionError, as_json, check_train, flatten
 from shardwise.app.recipes.core.recipe import Recipe
+from shardwise.schema.option import OptionError, as_json, flatten
 
 
 def leaves(values: dict[str, object]) -> int:
@@ -29,7 +29,7 @@ def test_a_recipe_is_found_by_its_own_name_and_has_a_module(name: str) -> None:
 @pytest.mark.parametrize("name", RECIPES)
 def test_the_defaults_of_a_recipe_are_a_training(name: str) -> None:
     train = RECIPES[name].config.train
-    check_train(train)
+    train.check_values()
     assert train.steps is not None or train.epochs is not None, "it ends"
     assert train.output.out.name == name
 

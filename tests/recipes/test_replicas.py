@@ -16,12 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.app.recipes.core.config import DilocoConfig, Existing, OptimizerName
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.checkpoint.disk import commit
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
+from shardwise.schema.training import DilocoConfig, Existing, OptimizerName
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until

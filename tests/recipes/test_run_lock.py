@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.recipes.core import rundir, training
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.recipe import Task
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.runs.files import is_locked
 from shardwise.base import devices
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
+from shardwise.schema.option import OptionError
 from tests.recipes.small import small_config
 
 

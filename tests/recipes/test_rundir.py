@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.core.config import Existing, OptionError, OutputConfig
 from shardwise.app.recipes.core.rundir import RunDir, check_same, write_text
 from shardwise.elastic.errors import UserError
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import Existing, OutputConfig
 
 
 def output(folder: Path, existing: Existing = Existing.REFUSE) -> OutputConfig:

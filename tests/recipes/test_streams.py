@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.text.batches import validation_tokens
 from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
 from shardwise.app.recipes.text.documents import (
@@ -32,6 +31,7 @@ from shardwise.app.recipes.text.streams import (
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 from tests.recipes.corpora import (
     texts,
     write_hub_folder,

@@ -14,13 +14,14 @@ import torch
 
 from shardwise import timeline
 from shardwise.app.recipes.core import loop
-from shardwise.app.recipes.core.config import OptionError, check_train, steps_to_record
 from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.app.recipes.core.timeline import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.observe import Activity, is_observed
 from shardwise.insight.timeline import recording
 from shardwise.insight.timeline.merged import prediction_to_json
+from shardwise.schema.option import OptionError
+from shardwise.schema.training import steps_to_record
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 from tests.timeline.test_trace import PREDICTION as PREDICTED
@@ -48,7 +49,7 @@ def test_steps_are_those_that_are_asked_for(
 @pytest.mark.parametrize("asked", ["", "-", "5-", "-8", "8-5", "0-3", "5..8", "all", "5-8-9", "²"])
 def test_anything_else_is_refused_before_a_training_starts(asked: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--timeline"):
-        check_train(small_config(tmp_path, timeline=asked).train)
+        small_config(tmp_path, timeline=asked).train.check_values()
 
 
 def test_a_training_records_its_steps(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:

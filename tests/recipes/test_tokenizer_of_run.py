@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.app.recipes.core.config import Existing, OutputConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import load_vocabulary
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import consolidate, convert
+from shardwise.schema.training import Existing, OutputConfig
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train
 from tests.recipes.small import small_config

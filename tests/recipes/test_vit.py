@@ -29,17 +29,6 @@ from shardwise.app.cli.main import app
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import make_adamw, shard_bytes
-from shardwise.app.recipes.core.config import (
-    Existing,
-    OptimizerConfig,
-    OptionError,
-    OutputConfig,
-    PrecisionName,
-    ShardingConfig,
-    TrainConfig,
-    TransportName,
-    resolve_sharding,
-)
 from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.app.recipes.core.plan import plan_training
@@ -56,7 +45,15 @@ from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.planning.presets import VIT_PRESETS
-from shardwise.insight.planning.settings import Checkpointing
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import (
+    Checkpointing,
+    PrecisionName,
+    ShardingConfig,
+    TransportName,
+    resolve_sharding,
+)
+from shardwise.schema.training import Existing, OptimizerConfig, OutputConfig, TrainConfig
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config

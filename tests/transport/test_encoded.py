@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.app.recipes.core.wire_option import parse_wires
 from shardwise.base.errors import PeerLostError, RanksDivergedError
+from shardwise.schema.sharding import parse_wires
 from shardwise.transport.base import Call, Kind, Label, LocalTransport, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport

@@ -156,12 +156,12 @@ def resolve(
 HOST = "host"
 
 
-def reshard_over(plan: ShardingPlan, asked: str, ranks_per_host: int) -> bool | int:
+def reshard_over(plan: ShardingPlan, asked: str | int, ranks_per_host: int) -> bool | int:
     """Read ``--reshard-after-forward``: where backward gathers parameters from.
 
     Args:
         plan: what the strategy says.
-        asked: ``host``, or a number of ranks.
+        asked: ``host``, or a number of ranks; ``True`` and ``False`` are what ``fully_shard`` gets.
         ranks_per_host: how many consecutive ranks of the sharding dimension share a host.
 
     Returns:
@@ -170,6 +170,9 @@ def reshard_over(plan: ShardingPlan, asked: str, ranks_per_host: int) -> bool | 
     Raises:
         MeshError: parameters cannot be kept over that number of ranks.
     """
+    if isinstance(asked, bool):
+        return asked
+    asked = str(asked)
     if not plan.reshard_after_forward:
         raise MeshError(
             f"{asked} with a strategy that keeps full parameters for backward",

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from shardwise.app.recipes.core.config import OptimizerConfig, ScheduleName
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.conversations import TargetBatch
+from shardwise.schema.training import OptimizerConfig, ScheduleName
 from tests.recipes.small import train_config
 
 #: The part of a microbatch that a rank takes: step, microbatch, rank -> batch.

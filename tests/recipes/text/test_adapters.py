@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from shardwise.app.recipes import lm
-from shardwise.app.recipes.core.config import Existing, OptionError, PrecisionName
 from shardwise.app.recipes.core.plan import plan_training
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
@@ -25,6 +24,9 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import PrecisionName
+from shardwise.schema.training import Existing
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned

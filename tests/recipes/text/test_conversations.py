@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.text.chat import ChatError, ChatLines, load_chats
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
@@ -28,6 +27,7 @@ from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines
 from tests.worlds import Ranks
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.app.recipes.core.config import Existing
 from shardwise.app.recipes.text.chat import ChatData
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.conversations import (
@@ -31,6 +30,7 @@ from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.world import World
+from shardwise.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.running import train
 from tests.recipes.small import losses, validation

@@ -56,7 +56,8 @@ Out = Annotated[
 def calibrate(out: Out = None) -> None:
     """Measure what this machine can do: products, memory, messages, overhead.
 
-    Records small trainings, which takes about a minute. Nothing else should run meanwhile.
+    Records small trainings, which takes about a minute. Nothing else should run
+    meanwhile.
     """
     from shardwise.insight.planning.calibrate import cache_file, check_writable
     from shardwise.insight.planning.machine import MachineError

@@ -21,18 +21,18 @@ import enum
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 
-from shardwise.app.cli.generate import Keys, Options, Setting, parameter_name
+from shardwise.app.cli.generate import Options, Setting, parameter_name
 from shardwise.app.cli.values import read_integer, read_name, read_path
 from shardwise.app.recipes.core.begin import require_installed
-from shardwise.app.recipes.core.option import Reads
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
+from shardwise.schema.option import Reads
 
 _MAX_BYTES = 1 << 20  # of a file of options
 
@@ -78,7 +78,7 @@ class ConfigFile:
             UserError: it cannot be read, or has an option that does not exist, twice, or with a
                 value that cannot be; the message names line and column.
         """
-        readers = {name: reader for each in options for name, reader in _readers(each)}
+        readers = {s.key: _reader_of(s) for each in options for s in each.settings()}
         found: dict[str, _Value] = {}
         for key, node in _pairs(path):
             place = _place(path, key)
@@ -103,20 +103,14 @@ class ConfigFile:
         for name in names:
             self.values.pop(name, None)
 
+    def given(self) -> dict[str, Any]:
+        """Return all values by the names of their options."""
+        return {name: found.value for name, found in self.values.items()}
+
     def value(self, name: str) -> Any:
         """Return the value of an option; None: the file does not have it."""
         found = self.values.get(name)
         return None if found is None else found.value
-
-    def by_keys(self, options: Options[Any]) -> dict[Keys, Any]:
-        """Return the values by the fields of a configuration; absent parts of a tuple are None."""
-        values: dict[Keys, Any] = {}
-        for setting in options.settings():
-            names = _names(setting)
-            found = [self.value(name) for name in names]
-            if any(value is not None for value in found):
-                values[setting.keys] = tuple(found) if setting.option.parts else found[0]
-        return values
 
     def place(self, name: str) -> str | None:
         """Return where an option is in the file; None: nowhere."""
@@ -138,14 +132,12 @@ def written(command: str, values: Iterable[tuple[Setting, Any]]) -> str:
     ]
     panel: str | None = ""
     for setting, value in values:
-        names = _names(setting)
-        if value is None or names[0] in _OF_ONE_START:
+        if value is None or setting.key in _OF_ONE_START:
             continue
         if setting.option.panel != panel:
             panel = setting.option.panel
             lines += ["", *([f"# {panel}"] if panel else [])]
-        parts = value if setting.option.parts else (value,)
-        lines += [f"{n[2:]}: {_text(v)}" for n, v in zip(names, parts, strict=True)]
+        lines.append(f"{setting.key[2:]}: {_text(value)}")
     return "\n".join(lines) + "\n"
 
 
@@ -162,11 +154,6 @@ def save(path: Path, text: str) -> None:
         raise UserError(f"--save-config: found {path}, expected the name of a new file") from None
     except OSError as error:
         raise UserError(f"--save-config: {path}: {error.strerror}") from None
-
-
-def _names(setting: Setting) -> list[str]:
-    """Return the options of a setting, one for each of its parts."""
-    return list(setting.option.parts) or [setting.name.partition("/")[0]]
 
 
 # -- from a file to nodes --------------------------------------------------------------------------
@@ -223,42 +210,30 @@ _NULL = "tag:yaml.org,2002:null"
 _Reader = Callable[[Any, str, str], Any]
 
 
-def _readers(options: Options[Any]) -> Iterator[tuple[str, _Reader]]:
-    """Return what reads the values of all options, by their names."""
-    for setting in options.settings():
-        kind: Any = float if setting.option.parts else setting.kind
-        choices = options.choices(setting) if _is_enum(kind) else []
-        read = _reader_of(kind, setting, choices)
-        for name in _names(setting):
-            yield name, read
+def _reader_of(setting: Setting) -> _Reader:
+    """Return what reads the values of an option."""
+    kind = setting.kind
+    if get_origin(kind) is not tuple:
+        return _scalar_reader(kind, setting)
+    inner = _scalar_reader(get_args(kind)[0], setting)
+
+    def read_all(node: Any, place: str, key: str) -> Any:
+        if node.id != "sequence":
+            value = inner(node, place, key)
+            return None if value is None else (value,)
+        path = Path(place.rpartition(", line ")[0])
+        for each in node.value:
+            if each.tag == _NULL:
+                raise UserError(
+                    f"{_place(path, each)}: found nothing in the list for {key}, expected text"
+                )
+        return tuple(inner(each, _place(path, each), key) for each in node.value)
+
+    return read_all
 
 
-def _is_enum(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, enum.Enum)
-
-
-def _reader_of(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) -> _Reader:
-    if get_origin(kind) is tuple:
-        inner = _scalar_reader(get_args(kind)[0], setting, choices)
-
-        def read_all(node: Any, place: str, key: str) -> Any:
-            if node.id != "sequence":
-                value = inner(node, place, key)
-                return None if value is None else (value,)
-            path = Path(place.rpartition(", line ")[0])
-            for each in node.value:
-                if each.tag == _NULL:
-                    raise UserError(
-                        f"{_place(path, each)}: found nothing in the list for {key}, expected text"
-                    )
-            return tuple(inner(each, _place(path, each), key) for each in node.value)
-
-        return read_all
-    return _scalar_reader(kind, setting, choices)
-
-
-def _scalar_reader(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) -> _Reader:
-    by_name = {each.value: each for each in choices}
+def _scalar_reader(kind: Any, setting: Setting) -> _Reader:
+    by_name = {each.value: each for each in setting.choices}
 
     def read(node: Any, place: str, key: str) -> Any:
         if node.id != "scalar":
@@ -274,7 +249,7 @@ def _scalar_reader(kind: Any, setting: Setting, choices: Sequence[enum.Enum]) ->
             raise UserError(f"{place}: {error.message} for {key}") from None
 
     convert: Callable[[str], Any]
-    if _is_enum(kind):
+    if by_name and not callable(setting.option.reads):
         convert, expected = by_name.__getitem__, f"one of {', '.join(by_name)}"
     elif kind is bool:
         convert, expected = _BOOLEANS.__getitem__, "true or false"

@@ -1,14 +1,13 @@
-"""Options generated from frozen configurations: a default, its type and its help stand there alone.
+"""Options of a command, generated from a configuration of :mod:`shardwise.schema`.
 
-    configuration      fields with metadata, and fields that are configurations themselves
-    Options            what a command takes of it
+    Options            what a command takes of a configuration
     with_options       the function that typer sees, with a parameter for each option
 
 What was not given is known, so that it can take a default that depends on what was: on ``--model``.
 
-Of the libraries for this, those for typer (typantic, pydantic-typer) want models of pydantic, and
-others (tyro, simple-parsing, jsonargparse) are parsers of their own, which name the options of
-inner configurations ``--train.output.out``.
+Of the libraries that make a command line of typed configurations, two were tried. tyro reports a
+mistake as a box of several lines, has one panel for each class, and shows every old name. cyclopts
+forgets the other values of a default configuration, such as those of a model, where one is given.
 """
 
 from __future__ import annotations
@@ -20,20 +19,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
 from pathlib import Path
-from types import NoneType
-from typing import Annotated, Any, Generic, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 
 import typer
 
 from shardwise.app.cli.values import read_integer, read_name, read_path
-from shardwise.app.recipes.core.config import OptionError, check_bounds
-from shardwise.app.recipes.core.option import (
+from shardwise.schema.option import (
     BY_MODEL,
     GROUP,
     OPTION,
+    Config,
     Group,
     Option,
+    OptionError,
     Reads,
+    kinds_of,
     option_name,
 )
 
@@ -45,13 +45,23 @@ _ARGUMENTS = "arguments"
 
 @dataclass(frozen=True)
 class Setting:
-    """A field of a configuration that is an option."""
+    """A field of a configuration that is an option.
+
+    Attributes:
+        keys: the fields that lead to it.
+        option: how this command shows it.
+        kind: its type, without None.
+        default: its value in the default configuration.
+        group: what it belongs to, if it goes with one value of another setting.
+        choices: the values of an enum.
+    """
 
     keys: Keys
     option: Option
-    kind: Any  # its type, without None
+    kind: Any
     default: Any
-    group: Group | None  # what it belongs to, if it goes with one value of another setting
+    group: Group | None
+    choices: tuple[enum.Enum, ...] = ()
 
     @property
     def name(self) -> str:
@@ -59,6 +69,29 @@ class Setting:
         name = self.option.name or option_name(self.keys[-1])
         alone = self.kind is bool and "/" not in name
         return f"{name}/--no-{name[2:]}" if alone else name
+
+    @property
+    def key(self) -> str:
+        """What a file calls it, with its hyphens: ``--batch-size``."""
+        return self.name.partition("/")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The names on a command line: the one that is shown, and those that are not.
+
+        Of ``--on/--off`` the flag that changes the default is shown.
+        """
+        on, _, off = self.name.partition("/")
+        pair = [off, on] if off and self.default else [on, off]
+        return [*filter(None, pair), *self.option.former]
+
+    @property
+    def flags(self) -> dict[str, enum.Enum]:
+        """The values of an enum that has flags, by these."""
+        flags = {flag: value for flag, (value, _) in self.option.flags.items()}
+        if flags:
+            flags |= dict.fromkeys(self.option.former, next(iter(flags.values())))
+        return flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,19 +101,36 @@ class Options(Generic[C]):
     Attributes:
         default: the configuration with all its defaults.
         without: fields that are no options of this command.
-        help: help of fields that mean something special here.
+        shows: what this command says of a field in other words than the field itself, by its name:
+            attributes of :class:`Option`.
         by_model: fields whose default depends on ``--model``.
     """
 
     default: C
     without: frozenset[str] = frozenset()
-    help: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     by_model: frozenset[str] = frozenset()
 
     def parameters(self) -> Iterator[Parameter]:
         """Return the parameters of a command, in the order of the fields."""
         for setting in self.settings():
-            yield from self._parameters_of(setting)
+            option = setting.option
+            if option.flags:
+                for flag, (_, text) in option.flags.items():
+                    yield _parameter(setting, flag, bool, text, default=False)
+                for flag in option.former:
+                    yield _parameter(setting, flag, bool, "", default=False, hidden=True)
+                continue
+            default = False if setting.kind is bool else setting.default  # of the flag
+            if setting.keys[-1] in self.by_model:
+                default = None
+            for name in setting.names:
+                hidden = name != setting.names[0]
+                kind = setting.kind
+                yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
+            if option.takes_arguments:
+                info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
+                yield _keyword(_ARGUMENTS, None, Annotated[list[str] | None, info])
 
     def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
         """Return all settings with their values in a configuration; None: it has none."""
@@ -94,7 +144,7 @@ class Options(Generic[C]):
         self,
         given: Mapping[str, Any],
         default: C | None = None,
-        file: Mapping[Keys, Any] | None = None,
+        file: Mapping[str, Any] | None = None,
     ) -> C:
         """Return the configuration that the options of a command line ask for.
 
@@ -102,7 +152,7 @@ class Options(Generic[C]):
             given: values by the names of parameters in the order of the command line, None where
                 not given.
             default: what the others are; None: as in :attr:`default`.
-            file: values that a file gives, by fields; the command line wins.
+            file: values that a file gives, by :attr:`Setting.key`; the command line wins.
 
         Raises:
             OptionError: options contradict each other.
@@ -110,71 +160,69 @@ class Options(Generic[C]):
         config = self.default if default is None else default
         changes: dict[Keys, Any] = {}
         groups: dict[Keys, Group] = {}
-        for setting, usual in self.values_of(config):
-            value = _value_of(setting, given, (file or {}).get(setting.keys), usual)
+        names = {}
+        for setting in self.settings():
+            value = _said(setting, given)
+            if value is None:
+                value = (file or {}).get(setting.key)
             if value is not None:
-                changes[setting.keys] = value
+                changes[setting.keys], names[setting.keys] = value, setting.names[0]
             if setting.group is not None:
                 groups[setting.keys[:-1]] = setting.group
         for keys, group in groups.items():
             inside = [name for name in changes if name[: len(keys)] == keys]
-            decided = _find(_changed(config, _outside(changes, keys)), group.setting)
+            outside = {name: value for name, value in changes.items() if name not in inside}
+            decided = _find(_changed(config, outside), group.setting)
             if decided is group.value:
                 config = _changed(config, {keys: group.default})
             elif inside:
-                found = _find_setting(self.settings(), inside[0])
                 raise OptionError(
-                    _names_of(found)[0],
+                    names[inside[0]],
                     f"{group.setting} {decided.value}",
                     f"{option_name(group.setting)} {group.value.value} with it",
                 )
-        changed: C = _changed(config, changes)
-        check_bounds(changed)
-        return changed
+        changed: Any = _changed(config, changes)
+        changed.check_bounds()
+        return cast("C", changed)
 
     def settings(self) -> Iterator[Setting]:
         """Return all settings that are options, in the order of the fields."""
-        yield from _settings_of(self.default, (), None, self.without)
+        yield from self._settings_of(self.default, (), None)
 
-    def _parameters_of(self, setting: Setting) -> Iterator[Parameter]:
-        option = setting.option
-        name = setting.keys[-1]
-        text = self.help.get(name, option.help)
-        if "{choices}" in text:
-            text = text.format(choices=", ".join(each.value for each in self.choices(setting)))
-        if option.flags:
-            for flag, (_, flag_help) in option.flags.items():
-                yield _parameter(flag, bool, option, flag_help, default=False)
-            for flag in option.former:
-                yield _parameter(flag, bool, option, text, default=False, hidden=True)
-            return
-        if option.parts:
-            for (part, part_help), default in zip(
-                option.parts.items(), setting.default, strict=True
-            ):
-                yield _parameter(part, float, option, part_help, default=default)
-            return
-        default = setting.default
-        if name in self.by_model:
-            option, default = dataclasses.replace(option, shown=BY_MODEL), None
-        first, *others = _names_of(setting)
-        if setting.kind is bool:
-            default = False  # of the flag
-        yield _parameter(first, setting.kind, option, text, default=default)
-        for other in others:
-            yield _parameter(other, setting.kind, option, text, default=default, hidden=True)
-        if option.takes_arguments:
-            yield _arguments()
+    def _settings_of(self, config: Any, keys: Keys, group: Group | None) -> Iterator[Setting]:
+        kinds = kinds_of(config)
+        for field in dataclasses.fields(config):
+            if field.name in self.without:
+                continue
+            value, inner = getattr(config, field.name), (*keys, field.name)
+            if OPTION in field.metadata:
+                kind = kinds[field.name].kind
+                shows = {**self.shows.get(field.name, {})}
+                if field.name in self.by_model:
+                    shows["shown"] = BY_MODEL
+                option = dataclasses.replace(field.metadata[OPTION], **shows)
+                choices = self._choices(kind)
+                text = option.help.format(choices=", ".join(str(each.value) for each in choices))
+                option = dataclasses.replace(option, help=text) if choices else option
+                yield Setting(inner, option, kind, value, group, choices)
+            elif GROUP in field.metadata:
+                within: Group = field.metadata[GROUP]
+                yield from self._settings_of(within.default, inner, within)
+            elif isinstance(value, Config):
+                yield from self._settings_of(value, inner, group)
 
-    def choices(self, setting: Setting) -> list[enum.Enum]:
+    def _choices(self, kind: Any) -> tuple[enum.Enum, ...]:
         """Return the values of an enum, but those that need a group which is no option here."""
+        if not isinstance(kind, enum.EnumMeta):
+            return ()
         needed = {
             field.metadata[GROUP].value
             for config in _configurations(self.default)
             for field in dataclasses.fields(config)
             if GROUP in field.metadata and field.name in self.without
         }
-        return [value for value in setting.kind if value not in needed]
+        values: Any = kind
+        return tuple(value for value in values if value not in needed)
 
 
 def with_options(
@@ -208,52 +256,16 @@ def with_options(
     return command
 
 
-# -- from fields to settings -----------------------------------------------------------------------
-
-
-def _settings_of(
-    config: Any, keys: Keys, group: Group | None, without: frozenset[str]
-) -> Iterator[Setting]:
-    hints = get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        if field.name in without:
-            continue
-        value, inner = getattr(config, field.name), (*keys, field.name)
-        if OPTION in field.metadata:
-            kind = _without_none(hints[field.name])
-            yield Setting(inner, field.metadata[OPTION], kind, value, group)
-        elif GROUP in field.metadata:
-            within: Group = field.metadata[GROUP]
-            yield from _settings_of(within.default, inner, within, without)
-        elif dataclasses.is_dataclass(value):
-            yield from _settings_of(value, inner, group, without)
-
-
 def _configurations(config: Any) -> Iterator[Any]:
     """Return a configuration and all that it holds."""
     yield config
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
-        if dataclasses.is_dataclass(value):
+        if isinstance(value, Config):
             yield from _configurations(value)
 
 
-def _without_none(hint: Any) -> Any:
-    kinds = [kind for kind in get_args(hint) if kind is not NoneType]
-    return kinds[0] if NoneType in get_args(hint) else hint
-
-
 # -- from settings to parameters -------------------------------------------------------------------
-
-
-def _names_of(setting: Setting) -> list[str]:
-    """Return the names of an option: the one that is shown, and those that are not.
-
-    Of ``--on/--off`` the flag that changes the default is shown.
-    """
-    on, _, off = setting.name.partition("/")
-    pair = [off, on] if off and setting.default else [on, off]
-    return [*filter(None, pair), *setting.option.former]
 
 
 def parameter_name(name: str) -> str:
@@ -263,15 +275,14 @@ def parameter_name(name: str) -> str:
 
 
 def _parameter(
-    name: str, kind: Any, option: Option, text: str, *, default: Any, hidden: bool = False
+    setting: Setting, name: str, kind: Any, text: str, *, default: Any, hidden: bool = False
 ) -> Parameter:
-    parser: Any = None
-    if kind is Path:
-        parser = read_path
-    elif kind is int:
-        parser = read_integer
-    elif option.reads is Reads.NAME:
+    option = setting.option
+    parser: Any = {Path: read_path, int: read_integer}.get(kind)
+    if option.reads is Reads.NAME:
         parser = read_name
+    elif callable(option.reads):
+        kind, default = str, None  # the configuration reads it
     if get_origin(kind) is tuple:
         kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
     complete = None
@@ -291,68 +302,43 @@ def _parameter(
         hidden=hidden,
         autocompletion=complete,
     )
-    return Parameter(
-        parameter_name(name),
-        Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind if default is not None else kind | None, info],
+    return _keyword(
+        parameter_name(name), default, Annotated[kind if default is not None else kind | None, info]
     )
 
 
-def _arguments() -> Parameter:
-    info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
-    return Parameter(
-        _ARGUMENTS,
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[list[str] | None, info],
-    )
+def _keyword(name: str, default: Any, annotation: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 # -- from a command line to a configuration --------------------------------------------------------
 
 
-def _value_of(setting: Setting, given: Mapping[str, Any], filed: Any, usual: Any) -> Any:
-    """Return what a command line says about a setting, else ``filed``; None: nothing.
-
-    The parts of a setting that neither says are those of ``usual``.
-    """
-    option = setting.option
-    if option.flags:
-        flags = {flag: value for flag, (value, _) in option.flags.items()}
-        flags |= dict.fromkeys(option.former, next(iter(flags.values())))
-        chosen = [flag for flag in flags if given[parameter_name(flag)]]
-        values = {flags[flag] for flag in chosen}
-        if len(values) > 1:
-            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
-        return values.pop() if values else filed
-    if option.parts:
-        parts = [given[parameter_name(part)] for part in option.parts]
-        if filed is not None:
-            pairs = zip(parts, filed, strict=True)
-            parts = [other if part is None else part for part, other in pairs]
-        if all(part is None for part in parts):
-            return None
-        return tuple(
-            default if part is None else part for part, default in zip(parts, usual, strict=True)
-        )
-    names = _names_of(setting)
+def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
+    """Return what a command line says about a setting; None: nothing."""
+    names = setting.flags or setting.names
     by_parameter = {parameter_name(name): name for name in names}
-    said = [
-        (by_parameter[parameter], value)
+    said = {
+        by_parameter[parameter]: value
         for parameter, value in given.items()
         if parameter in by_parameter and value is not None
-    ]
-    name, value = said[-1] if said else (None, None)  # the last one counts, as of one option
-    if setting.kind is bool and said:
+    }
+    if setting.flags:
+        chosen = [flag for flag in setting.flags if said.get(flag)]
+        if len({setting.flags[flag] for flag in chosen}) > 1:
+            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
+        return setting.flags[chosen[0]] if chosen else None
+    if setting.option.takes_arguments and (more := given[_ARGUMENTS]) and not said:
+        expected = f"options; what stands behind {setting.names[0]} belongs to it"
+        raise OptionError(_ARGUMENTS, " ".join(more), expected)
+    if not said:
+        return None
+    name, value = [*said.items()][-1]  # the last one counts, as of one option
+    if setting.kind is bool:
         return setting.name.partition("/")[2] != name
     if get_origin(setting.kind) is not tuple:
-        return value if said else filed
-    more = given[_ARGUMENTS] or () if option.takes_arguments else ()
-    if more and not value:
-        expected = f"options; what stands behind {names[0]} belongs to it"
-        raise OptionError(_ARGUMENTS, " ".join(more), expected)
-    return (*value, *more) if value else filed
+        return value
+    return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
 
 
 def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
@@ -367,14 +353,6 @@ def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
     return dataclasses.replace(config, **own)
 
 
-def _outside(changes: Mapping[Keys, Any], keys: Keys) -> dict[Keys, Any]:
-    return {name: value for name, value in changes.items() if name[: len(keys)] != keys}
-
-
 def _find(config: Any, name: str) -> Any:
     """Return the value of a field of a configuration, or of one that it holds."""
     return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
-
-
-def _find_setting(settings: Iterator[Setting], keys: Keys) -> Setting:
-    return next(setting for setting in settings if setting.keys == keys)

@@ -10,9 +10,9 @@ from typer import Argument, Option
 
 from shardwise.app.cli.values import Integer, read_name
 from shardwise.app.recipes.core.begin import check_extras
-from shardwise.app.recipes.core.config import check_nproc, check_number, require
-from shardwise.app.recipes.core.option import SEEDS, Bounds
 from shardwise.elastic.errors import UserError
+from shardwise.schema.option import SEEDS, Bounds, check_number, require
+from shardwise.schema.training import check_nproc
 
 EXAMPLES = """\
 [bold]Examples[/bold]

@@ -14,8 +14,6 @@ from typer import Argument, Option
 from shardwise.app.cli.generate import Options, with_options
 from shardwise.app.cli.run import HostsConfig
 from shardwise.app.cli.values import Integer
-from shardwise.app.recipes.core.config import check_number, require
-from shardwise.app.recipes.core.option import Bounds, Count, NotNegative, Seconds, option
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import (
@@ -26,6 +24,15 @@ from shardwise.elastic.hosts import (
     own_lines,
     slurm_script,
     torchrun_lines,
+)
+from shardwise.schema.option import (
+    Bounds,
+    Count,
+    NotNegative,
+    Seconds,
+    check_number,
+    option,
+    require,
 )
 
 _DOCTOR = """

@@ -13,12 +13,12 @@ from typer import Argument, Option
 
 from shardwise.app.cli.values import Integer, read_name, read_path
 from shardwise.app.recipes.catalog import Subject, make_plan
-from shardwise.app.recipes.core.config import OptionError, require
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.units import brief_size, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.planning.presets import MODELS
+from shardwise.schema.option import OptionError, require
 
 if TYPE_CHECKING:
     from shardwise.insight.inspect.report import ParameterReport, Report

@@ -7,15 +7,15 @@ import contextlib
 import os
 import secrets
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from shardwise.app.recipes.core.config import check_nproc, require
 from shardwise.app.recipes.core.job import TrainingJob
-from shardwise.app.recipes.core.option import HOSTS, Bounds, Count, Natural, Seconds, option
+from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
@@ -25,16 +25,17 @@ from shardwise.elastic.world import (
     LOCKED,
     ReplicaWorld,
     World,
-    find_replica,
     find_world,
     launched_here,
     usable_cores,
 )
 from shardwise.insight.planning.settings import MOST_RANKS
+from shardwise.schema.option import HOSTS, Bounds, Config, Count, Natural, Seconds, option, require
+from shardwise.schema.training import check_nproc
 
 
 @dataclass(frozen=True, kw_only=True)
-class HostsConfig:
+class HostsConfig(Config):
     """The hosts of a job, as each of them is given them."""
 
     nnodes: str | None = field(
@@ -180,11 +181,6 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
     if spans_hosts(nodes):
         job.span_hosts()
     world = find_world()
-    replica = find_replica()
-    if world is not None and replica is not None:
-        job.be_replica(replica)
-        job.check(replica.among_all(world))
-        run_rank(world, job.run)
     processes = check_nproc(launch.nproc, world)
     if world is not None:
         if not launched_here():
@@ -225,10 +221,13 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
             held.enter_context(job.lock_folder())
             os.environ[LOCKED] = "1"
             held.callback(os.environ.pop, LOCKED)
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
+        # The same in every attempt: whether one before it has begun the run, its folder says.
+        command = command_of(job, _words(job, chosen), Path(folder))
         if job.deadline is not None:
-            code = _launch_replicas(job, processes, job.deadline, launch.max_restarts)
+            code = _launch_replicas(job, command, processes, job.deadline, launch.max_restarts)
         else:
-            code = _launch(job, processes, nodes, launch.max_restarts)
+            code = _launch(job, command, processes, nodes, launch.max_restarts)
     if code and nodes is None:
         job.report_lost()
     sys.exit(code)
@@ -249,20 +248,23 @@ def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
     require(not restarts, "--max-restarts", restarts, "none given: see torchrun's")
 
 
-def _launch(job: TrainingJob, processes: int, nodes: Nodes | None, max_restarts: int) -> int:
+def _launch(
+    job: TrainingJob, command: list[str], processes: int, nodes: Nodes | None, max_restarts: int
+) -> int:
     """Start this host's ranks, and wait for them."""
     _say_starting(processes)
-    command = _command_of(job)
     if nodes is None:
-        return run_here(command, processes, max_restarts)
+        return run_here(lambda attempt: command, processes, max_restarts)
     show(meeting(nodes))
-    if nodes.least is None:
-        return run_over_hosts(command, processes, nodes, max_restarts)
-    terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
-    return run_over_hosts(command, processes, nodes, max_restarts, terms)
+    terms = None
+    if nodes.least is not None:
+        terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
+    return run_over_hosts(lambda attempt: command, processes, nodes, max_restarts, terms)
 
 
-def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_restarts: int) -> int:
+def _launch_replicas(
+    job: TrainingJob, command: list[str], processes: int, deadline: float, max_restarts: int
+) -> int:
     """Start every replica as a world of its own, and wait for them."""
     count = job.replicas(_world(1, processes))
     _say_starting(processes)
@@ -285,7 +287,7 @@ def _launch_replicas(job: TrainingJob, processes: int, deadline: float, max_rest
             QuorumServer(count, deadline=deadline, token=token, report=report)
         )
         launcher = ReplicaLauncher(
-            _command_of(job),
+            lambda attempt: command,
             ReplicaWorld(0, count, f"127.0.0.1:{server.port}", token, 0),
             processes // count,
             max_restarts,
@@ -347,18 +349,14 @@ def _why_not(job: TrainingJob, world: World) -> str | None:
     return None
 
 
-def _command_of(job: TrainingJob) -> Callable[[int], list[str]]:
-    """Return what a rank is started with: this command, in every attempt.
-
-    Whether an earlier attempt has begun the run, only the run's folder says: see
-    :func:`shardwise.app.recipes.core.begin.decided`.
-    """
+def _words(job: TrainingJob, chosen: str | None) -> list[str]:
+    """Return the command line with the folder that was chosen in place of the default one."""
     words = sys.argv[1:]
-    if job.chosen is not None:  # behind ``train RECIPE``: whatever follows a -- is no option
-        at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
-        words = [*words[:at], "--out", str(job.chosen), *words[at:]]
-    # -P: the current folder is the user's, not a place to import from.
-    return lambda attempt: [sys.executable, "-P", "-m", "shardwise", *words]
+    if chosen is None:
+        return words
+    # Behind ``train RECIPE``: whatever follows a -- is no option.
+    at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
+    return [*words[:at], "--out", str(job.config.train.output.out), *words[at:]]
 
 
 def _number(count: int, noun: str, plural: str) -> str:

@@ -14,12 +14,13 @@ import typer
 
 from shardwise.app.cli.generate import Options, with_options
 from shardwise.app.cli.run import LaunchConfig, meeting
-from shardwise.app.recipes.core.config import check_nproc, require
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import Terms
 from shardwise.elastic.program import command_of
 from shardwise.elastic.restarts import run_here, run_over_hosts
 from shardwise.elastic.world import find_world
+from shardwise.schema.option import require
+from shardwise.schema.training import check_nproc
 
 _TEXT = """Run a script of your own as the ranks of a job, on one host or several.
 
@@ -66,10 +67,12 @@ def add_to(commands: typer.Typer) -> None:
     launch = Options(
         default=LaunchConfig(),
         without=frozenset({"dry_run", "plan", "world_size"}),
-        help={
-            "nproc": "Processes to start on this host.",
-            "max_restarts": "How often to start the script again when a process or a host is "
-            "lost, with the hosts that are left.",
+        shows={
+            "nproc": {"help": "Processes to start on this host."},
+            "max_restarts": {
+                "help": "How often to start the script again when a process or a host is lost, "
+                "with the hosts that are left."
+            },
         },
     )
 

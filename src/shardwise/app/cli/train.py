@@ -15,11 +15,11 @@ from shardwise.app.cli.generate import Options, with_options
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.cli.values import read_path
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.config import OptimizerConfig, OptimizerName
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import Recipe, RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
+from shardwise.schema.training import OptimizerConfig, OptimizerName
 
 _LM = """
 [bold]Examples[/bold]
@@ -130,9 +130,9 @@ _FILES = (
 )
 
 _BY_EPOCHS = {
-    "batch_size": "Images per rank and microbatch.",
-    "steps": "End after this many optimizer steps, if that is before --epochs.",
-    "eval_every": "Epochs between evaluations; 0: only at the end.",
+    "batch_size": {"help": "Images per rank and microbatch."},
+    "steps": {"help": "End after this many optimizer steps, if that is before --epochs."},
+    "eval_every": {"help": "Epochs between evaluations; 0: only at the end."},
 }
 _ONLY_LM = frozenset({"diloco"})
 
@@ -145,14 +145,14 @@ class _Command:
         recipe: what trains.
         text: of ``--help``.
         examples: the end of ``--help``.
-        without, help, by_model: see :class:`Options`.
+        without, shows, by_model: see :class:`Options`.
     """
 
     recipe: Recipe
     text: str
     examples: str
     without: frozenset[str] = frozenset()
-    help: Mapping[str, str] = field(default_factory=dict)
+    shows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     by_model: frozenset[str] = frozenset()
 
     def add_to(self, commands: typer.Typer) -> None:
@@ -161,7 +161,7 @@ class _Command:
         options: Options[RecipeConfig] = Options(
             default=self.recipe.config,
             without=self.without,
-            help=self.help,
+            shows=self.shows,
             by_model=self.by_model,
         )
 
@@ -196,12 +196,12 @@ class _Command:
             algorithm = given.get("optimizer") or file.value("--optimizer")
             if algorithm is not None:
                 config = _with_usual(self.recipe.config if config is None else config, algorithm)
-            config = options.read(given, config, file.by_keys(options))
+            config = options.read(given, config, file.given())
             epochs = given["epochs"] is not None or file.value("--epochs") is not None
             if epochs and given["steps"] is None and file.value("--steps") is None:
                 # In place of a default number of steps.
                 config = replace(config, train=replace(config.train, steps=None))
-            launching = launch.read(given, None, file.by_keys(launch))
+            launching = launch.read(given, None, file.given())
             processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
             values = (*processes, *options.values_of(config))
             text = written(f"shardwise train {self.recipe.name}", values)
@@ -233,9 +233,9 @@ _COMMANDS = (
         the parameters, gradients and optimizer state.
         """,
         examples=_LM,
-        help={
-            "batch_size": "Sequences per rank and microbatch.",
-            "epochs": "Epochs of the whole run, with --chat; in place of --steps.",
+        shows={
+            "batch_size": {"help": "Sequences per rank and microbatch."},
+            "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
         },
         by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
     ),
@@ -248,7 +248,7 @@ _COMMANDS = (
         """,
         examples=_MNIST,
         without=_ONLY_LM,
-        help=_BY_EPOCHS,
+        shows=_BY_EPOCHS,
     ),
     _Command(
         recipe=RECIPES["imagenet"],
@@ -260,7 +260,7 @@ _COMMANDS = (
         """,
         examples=_IMAGENET,
         without=_ONLY_LM,
-        help=_BY_EPOCHS,
+        shows=_BY_EPOCHS,
     ),
     _Command(
         recipe=RECIPES["vit"],
@@ -273,7 +273,7 @@ _COMMANDS = (
         """,
         examples=_VIT,
         without=_ONLY_LM,
-        help=_BY_EPOCHS,
+        shows=_BY_EPOCHS,
         by_model=frozenset({"batch_size", "image_size"}),
     ),
 )

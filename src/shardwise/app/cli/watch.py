@@ -10,7 +10,6 @@ import typer
 from typer import Argument, Option
 
 from shardwise.app.cli.values import Integer, read_path
-from shardwise.app.recipes.core.config import OptionError, require
 from shardwise.app.runs import files
 from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.serve import ADDRESS, Server
@@ -18,6 +17,7 @@ from shardwise.app.runs.snapshot import RunReader
 from shardwise.app.runs.text import compared
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
+from shardwise.schema.option import OptionError, require
 
 WATCH = """
 [bold]Examples[/bold]

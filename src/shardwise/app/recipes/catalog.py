@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.app.recipes.core.config import find_settings, flatten, naming_model, require
+from shardwise.app.recipes.core.begin import find_settings, naming_model
 from shardwise.app.recipes.core.recipe import Recipe
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
@@ -19,6 +19,7 @@ from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, Vit
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS
+from shardwise.schema.option import flatten, require
 
 if TYPE_CHECKING:
     from shardwise.insight.inspect.api import Blueprint

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 from shardwise.app.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
-from shardwise.app.recipes.core.config import SgdConfig
 from shardwise.app.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
@@ -18,6 +17,7 @@ from shardwise.app.recipes.vision.task import (
 )
 from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.inspect.api import Blueprint
+from shardwise.schema.training import SgdConfig
 
 
 def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:

@@ -21,7 +21,6 @@ from shardwise.app.recipes.core.build import (
     make_optimizer,
     shard,
 )
-from shardwise.app.recipes.core.config import OptimizerConfig
 from shardwise.app.recipes.core.model import (
     Utilization,
     build,
@@ -46,6 +45,7 @@ from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
 from shardwise.insight.inspect.api import Blueprint
+from shardwise.schema.training import OptimizerConfig
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.text.adapters import Adapters

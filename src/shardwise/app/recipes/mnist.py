@@ -23,7 +23,6 @@ from shardwise.app.recipes.core.build import (
     make_optimizer,
     shard,
 )
-from shardwise.app.recipes.core.config import OptimizerConfig
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
@@ -36,6 +35,7 @@ from shardwise.app.recipes.vision.task import (
     vision_task,
 )
 from shardwise.insight.inspect.api import Blueprint
+from shardwise.schema.training import OptimizerConfig
 
 MEAN, STD = 0.1307, 0.3081  # of the training set
 WIDTHS = (16, 32)

@@ -24,7 +24,6 @@ from shardwise.app.recipes.core.build import (
     make_optimizer,
     shard,
 )
-from shardwise.app.recipes.core.config import OptimizerConfig, ShardingConfig
 from shardwise.app.recipes.core.model import (
     build_classifier,
     config_json,
@@ -37,6 +36,8 @@ from shardwise.app.recipes.vision.task import Classifier, ImageData, example_of,
 from shardwise.checkpoint import load_weights
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.models import vit_placement
+from shardwise.schema.sharding import ShardingConfig
+from shardwise.schema.training import OptimizerConfig
 
 
 def assemble(inputs: VitInputs, place: TrainContext) -> Task:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import enum
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.fsdp import ShardingStrategy
 
 from shardwise.base import devices
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
-from shardwise.frontends.strategies import MeshError, Strategy, WantedMesh
+from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.inspect import api as inspector
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import calibrate
@@ -27,28 +25,28 @@ from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
 from shardwise.insight.planning.machine import Execution, Machine, MachineError, link_named
 from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
-from shardwise.insight.planning.models import find_model, of_module
-from shardwise.insight.planning.presets import longest_sequence
+from shardwise.insight.planning.models import find_model, load_object, of_module
+from shardwise.insight.planning.presets import ModelError, longest_sequence
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.report import Available, Plan, Traffic
 from shardwise.insight.planning.settings import (
-    DTYPES,
     MOST_PEERS,
     MOST_RANKS,
     ONE_HOST,
-    Checkpointing,
-    Compiled,
+    MachineConfig,
+    PlannedStep,
     Settings,
     SettingsError,
-    Stepping,
 )
-from shardwise.transport.wire import Wire, Wires
+from shardwise.schema.sharding import StrategyConfig, TransportName
 
 _log = logging.getLogger(__name__)
 
 MOST_EVENTS = 20_000  # of a rehearsed step whose other kinds of ranks are rehearsed too
 MOST_KINDS = 3  # of ranks
 USUAL_SEQUENCE = 4096  # tokens of a sequence at most, unless its length is given
+_AS_BUILT = StrategyConfig(shard_dtype=None)
+_ONE_SAMPLE, _THIS_MACHINE = PlannedStep(), MachineConfig()
 
 
 class Rehearsed(enum.Enum):
@@ -93,41 +91,21 @@ class ModelPlan(Plan):
 
 def plan(
     model: nn.Module | Blueprint | str,
-    *,
     mesh: str | Mapping[str, int] = "dp=8",
-    strategy: str | Strategy | ShardingStrategy = Strategy.FULL_SHARD,
-    batch_size: int = 1,
-    accumulate: int = 1,
-    seq_length: int | None = None,
-    image_size: int | None = None,
-    param_dtype: str | torch.dtype | None = None,
-    reduce_dtype: str | torch.dtype | None = "fp32",
-    shard_dtype: str | torch.dtype | None = None,
-    optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw",
-    clip_grad: float = 1.0,
-    stepping: str = "after-backward",
-    offload: str | None = None,
-    offload_parameters: str | None = None,
-    master_dtype: str | torch.dtype | None = None,
-    activation_checkpointing: str = "none",
-    reshard_after_forward: bool | int | None = None,
-    transport: str = "auto",
-    wire: Wire | Mapping[str, Wire] | None = None,
-    compile: bool = False,
-    device: str | None = None,
-    link: str | None = None,
-    ranks_per_host: int | None = None,
-    device_file: str | Path | None = None,
+    *,
+    sharding: StrategyConfig = _AS_BUILT,
+    step: PlannedStep = _ONE_SAMPLE,
+    machine: MachineConfig = _THIS_MACHINE,
     available: int | None = None,
-    batch: Callable[[int], Any] | None = None,
-    step: Callable[[nn.Module, Any], torch.Tensor] | None = None,
 ) -> ModelPlan:
     """Plan a training that has not been started: memory, traffic and time of a step.
 
     The sharding runtime itself runs one step of one rank, on tensors without values and in a world
     that is only pretended. Nothing is allocated, and ``model`` is not changed.
 
-        print(shardwise.plan("llama-8b", mesh="dp=8", seq_length=8192, device="h100"))
+        step = shardwise.PlannedStep(seq_length=8192)
+        machine = shardwise.MachineConfig(device="h100")
+        print(shardwise.plan("llama-8b", "dp=8", step=step, machine=machine))
 
     Args:
         model: any module, on any device, sharded by its repeated blocks; a
@@ -135,38 +113,10 @@ def plan(
             name, as for ``shardwise plan``.
         mesh: ranks by dimension: ``"dp=8"``, ``"dp_replicate=2,dp_shard=4"``, ``"dp=8,tp=2"``, or
             the same as a mapping.
-        strategy: a name of the command line, such as ``"full"``, or torch's ``ShardingStrategy``.
-        batch_size: samples of a rank and microbatch.
-        accumulate: microbatches of an optimizer step.
-        seq_length: tokens of a sequence.
-        image_size: height and width of an image, in pixels.
-        param_dtype: dtype of forward and backward: ``"bf16"``, ``"fp16"``, ``"fp32"`` or torch's.
-        reduce_dtype: dtype that gradients are reduced in.
-        shard_dtype: dtype of shards, gradients and optimizer states.
-        optimizer: a name, or a function from parameters to an optimizer.
-        clip_grad: the largest norm of the gradients; 0: no clipping.
-        stepping: ``"after-backward"``, or ``"in-backward"``: each group steps as soon as its
-            gradients are reduced; see :func:`shardwise.optim.in_backward`.
-        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
-            :func:`shardwise.optim.offload`.
-        offload_parameters: where parameters are kept, in the same words: ``"disk:FOLDER"`` is
-            :class:`~shardwise.DiskOffloadPolicy`. On CPUs only.
-        master_dtype: dtype of copies of the parameters that are kept with them.
-        activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each block.
-        reshard_after_forward: as for :func:`~shardwise.fully_shard`, in place of what the strategy
-            says.
-        transport: ``"auto"``, ``"shm"``, ``"c10d"`` or ``"collectives"``.
-        wire: as for :func:`~shardwise.fully_shard`. Its bytes and its memory are counted; the time
-            to encode and decode is not.
-        compile: each block is compiled.
-        device: a known device, such as ``"h100"``, or ``"cpu"``: this machine, as
-            ``shardwise calibrate`` measured it. By default the same, if it was measured.
-        link: a known link between hosts, such as ``"ib-400"``.
-        ranks_per_host: ranks that share a host; by default all of them, at most 8.
-        device_file: a TOML file that describes device and links.
+        sharding: what is sharded, and in which dtypes; by default shards have those of the model.
+        step: the batch, the optimizer and the loss.
+        machine: what it runs on.
         available: bytes that a rank may use; by default the memory of the device.
-        batch: makes a batch of n samples, for models that are not of transformers.
-        step: computes the loss of a model on a batch.
 
     Returns:
         The plan: ``print`` it, or see :class:`~shardwise.insight.planning.report.Plan`.
@@ -179,36 +129,34 @@ def plan(
         MachineError: the device or the link is not known.
         RuntimeError: this process has a default process group.
     """
-    ranks = _mesh(mesh)
-    machine = find_machine(device, link, ranks_per_host, device_file, ranks.size)
-    settings = Settings(
-        mesh=ranks,
-        strategy=_strategy(strategy),
-        batch_size=batch_size,
-        accumulate=accumulate,
-        seq_length=seq_length,
-        image_size=image_size,
-        param_dtype=_dtype("param_dtype", param_dtype),
-        reduce_dtype=_dtype("reduce_dtype", reduce_dtype),
-        shard_dtype=_dtype("shard_dtype", shard_dtype),
-        optimizer=optimizer,
-        clip_grad=clip_grad,
-        stepping=_choice("stepping", stepping, Stepping),
-        offload=offload,
-        offload_parameters=offload_parameters,
-        master_dtype=_dtype("master_dtype", master_dtype),
-        checkpointing=_choice("activation_checkpointing", activation_checkpointing, Checkpointing),
-        reshard_after_forward=reshard_after_forward,
-        transport=transport,
-        wire=Wires.of(wire),
-        ranks_per_host=ranks_per_host,
-        compiled=Compiled.BLOCKS if compile else Compiled.NOTHING,
-        batch=batch,
-        step=step,
-    )
+    settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh)))
+    found = machine_of(machine, settings.mesh.size)
     blueprint = find_model(model) if isinstance(model, str) else of_module(model)
     limit = None if available is None else Available(nbytes=available, source="as given")
-    return make_plan(blueprint, settings, machine, limit)
+    return make_plan(blueprint, settings, found, limit)
+
+
+def with_functions(settings: Settings) -> Settings:
+    """Return settings with the functions whose names they have.
+
+    Raises:
+        SettingsError: there is no such function.
+    """
+    found: dict[str, Any] = {}
+    for name in ("optimizer", "batch", "step"):
+        value = getattr(settings, name)
+        if isinstance(value, str) and ":" in value:
+            try:
+                found[name] = load_object(value)
+            except ModelError as error:
+                raise SettingsError(name, error.found, error.expected) from None
+    return replace(settings, **found)
+
+
+def machine_of(config: MachineConfig, ranks: int) -> Machine | None:
+    """Return the machine that a configuration asks for; see :func:`find_machine`."""
+    where = config.ranks_per_host, config.device_file
+    return find_machine(config.device, config.link, *where, ranks)
 
 
 def make_plan(
@@ -388,14 +336,15 @@ def on_machine(settings: Settings, machine: Machine | None) -> Settings:
         SettingsError: the device does not have the transport.
     """
     on_host = machine is None or machine.device.execution is not Execution.QUEUED
-    if on_host and settings.transport == "auto" and settings.world.size > MOST_PEERS:
-        settings = replace(settings, transport="collectives")
+    auto = settings.transport is TransportName.AUTO
+    if on_host and auto and settings.world.size > MOST_PEERS:
+        settings = replace(settings, transport=TransportName.COLLECTIVES)
     if machine is None:
         return settings
     backend = settings.backend
     if backend is None and machine.device.execution is Execution.QUEUED:
         backend = devices.NCCL.name
-    if backend == devices.NCCL.name and settings.transport == "shm":
+    if backend == devices.NCCL.name and settings.transport is TransportName.SHM:
         expected = f"auto, c10d or collectives: {machine.device.name} is no CPU"
         raise SettingsError("transport", settings.transport, expected)
     ranks = settings.ranks_per_host or machine.ranks_per_host
@@ -500,34 +449,3 @@ def _mesh(mesh: str | Mapping[str, int]) -> WantedMesh:
     if not isinstance(mesh, str):
         mesh = ",".join(f"{name}={size}" for name, size in mesh.items())
     return WantedMesh.parse(mesh, MOST_RANKS)
-
-
-def _strategy(strategy: str | Strategy | ShardingStrategy) -> Strategy:
-    if isinstance(strategy, Strategy):
-        return strategy
-    return (
-        _choice("strategy", strategy, Strategy)
-        if isinstance(strategy, str)
-        else (Strategy.of(strategy))
-    )
-
-
-_Choice = TypeVar("_Choice", bound=enum.Enum)
-
-
-def _choice(name: str, value: str | _Choice, choices: type[_Choice]) -> _Choice:
-    if isinstance(value, choices):
-        return value
-    found = [each for each in choices if each.value == value]
-    if not found:
-        raise SettingsError(name, value, f"one of {', '.join(each.value for each in choices)}")
-    return found[0]
-
-
-def _dtype(name: str, dtype: str | torch.dtype | None) -> str | None:
-    if not isinstance(dtype, torch.dtype):
-        return dtype
-    names = {getattr(torch, full): short for short, full in DTYPES.items()}
-    if dtype not in names:
-        raise SettingsError(name, dtype, f"one of {', '.join(DTYPES)}")
-    return names[dtype]

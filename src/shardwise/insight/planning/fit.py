@@ -25,7 +25,8 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.report import Alternative
-from shardwise.insight.planning.settings import Checkpointing, Settings
+from shardwise.insight.planning.settings import Settings
+from shardwise.schema.sharding import Checkpointing
 
 #: Batch sizes that are tried, in samples of a rank and microbatch.
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -153,7 +154,7 @@ def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternat
     return Alternative(
         mesh=str(settings.mesh),
         strategy=settings.strategy.value,
-        checkpointing=settings.checkpointing.value,
+        checkpointing=settings.activation_checkpointing.value,
         batch_size=settings.batch_size,
         peak=round(measured.peak),
         rate=units / measured.seconds if measured.seconds else 0.0,
@@ -176,13 +177,16 @@ def _estimates(
         if not meshes:
             continue
         first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
-        lines = {each: estimator.line(replace(first, checkpointing=each)) for each in Checkpointing}
+        lines = {
+            each: estimator.line(replace(first, activation_checkpointing=each))
+            for each in Checkpointing
+        }
         own = 0.0
         for strategy, mesh in meshes:
             case = replace(settings, strategy=strategy, mesh=mesh)
             change = estimator.difference(case, first)
             for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
-                at = replace(case, checkpointing=checkpointing, batch_size=batch_size)
+                at = replace(case, activation_checkpointing=checkpointing, batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
                 alternative = _alternative(at, measured, limit)
                 yield _Estimate(settings=at, alternative=alternative)
@@ -239,8 +243,8 @@ def nearest(settings: Settings, fits: Callable[[Settings], bool]) -> Settings | 
         ``None`` if none of the changes is enough.
     """
     for checkpointing in (Checkpointing.SELECTIVE, Checkpointing.FULL):
-        if settings.checkpointing not in (checkpointing, Checkpointing.FULL):
-            settings = replace(settings, checkpointing=checkpointing)
+        if settings.activation_checkpointing not in (checkpointing, Checkpointing.FULL):
+            settings = replace(settings, activation_checkpointing=checkpointing)
             if fits(settings):
                 return settings
     sharded = Strategy.HYBRID_SHARD if settings.strategy.is_hybrid else Strategy.FULL_SHARD
@@ -288,7 +292,7 @@ class _Estimator:
     def difference(self, settings: Settings, first: Settings) -> Measured:
         """Return what settings change, with the smallest batch and without checkpointing."""
         one, other = (
-            self.at(replace(each, checkpointing=Checkpointing.NONE, batch_size=1))
+            self.at(replace(each, activation_checkpointing=Checkpointing.NONE, batch_size=1))
             for each in (settings, first)
         )
         return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
-from shardwise.base.offload import Medium, OffloadPlace
+from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
@@ -40,11 +40,9 @@ from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
     DTYPES,
-    Checkpointing,
     RehearsalError,
     Settings,
     SettingsError,
-    Stepping,
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
@@ -53,6 +51,7 @@ from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
+from shardwise.schema.sharding import Checkpointing, Stepping
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
@@ -187,8 +186,8 @@ def _build(
     mesh: DeviceMesh,
 ) -> _Built:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
-    if settings.checkpointing is not Checkpointing.NONE:
-        selective = settings.checkpointing is Checkpointing.SELECTIVE
+    if settings.activation_checkpointing is not Checkpointing.NONE:
+        selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
         for block in blocks:
             checkpoint_module(block, context_fn=keep_products if selective else None)
     if TENSOR not in settings.world.names:
@@ -216,15 +215,12 @@ def _shard(
     settings: Settings,
     mesh: DeviceMesh,
 ) -> None:
-    reshard = settings.reshard_after_forward
     reduce_dtype = settings.reduce_dtype or settings.param_dtype
     shard_blocks(
         model,
         blocks,
         mesh=mesh,
-        reshard_after_forward=(
-            settings.sharding.reshard_after_forward if reshard is None else reshard
-        ),
+        reshard_after_forward=settings.sharding.reshard_after_forward,
         precision=MixedPrecisionPolicy(
             param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
             reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype),
@@ -405,7 +401,7 @@ _OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
 def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTensorMode) -> Any:
     """Make one microbatch for a model whose class has this name."""
     size = settings.batch_size
-    if settings.batch is not None:
+    if callable(settings.batch):
         made = settings.batch(size)
         return map_tensors(functools.partial(fake.adopt, mode), made)
     config: Any = getattr(model, "config", None)
@@ -423,7 +419,7 @@ def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTenso
 
 
 def _loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tensor:
-    if settings.step is not None:
+    if callable(settings.step):
         return _checked(settings.step(model, batch))
     if isinstance(batch, dict):
         out = model(**batch)

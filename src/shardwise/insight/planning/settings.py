@@ -5,15 +5,16 @@ No torch here: the command line checks its options with it.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 from shardwise.base.errors import NotPossibleError
-from shardwise.base.offload import OffloadPlace
 from shardwise.frontends.strategies import (
     DATA,
     REPLICATE,
@@ -21,15 +22,24 @@ from shardwise.frontends.strategies import (
     TENSOR,
     MeshError,
     ShardingPlan,
-    Strategy,
     WantedMesh,
+    reshard_over,
     resolve,
 )
-from shardwise.transport.wire import PLAIN, WireFormat, Wires
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from shardwise.schema.option import (
+    MODEL,
+    TRAINING,
+    Bounds,
+    Config,
+    NotNegative,
+    OptionError,
+    as_json,
+    option,
+    require,
+    view,
+)
+from shardwise.schema.sharding import PrecisionName, StepConfig, StrategyConfig
+from shardwise.transport.wire import WireFormat, Wires
 
 MOST_RANKS = 100_000  # of a mesh to plan for
 #: More ranks on CPUs are rehearsed with plain collectives, unless a transport is named: messages
@@ -40,7 +50,7 @@ MOST_ACCUMULATED = 1000  # microbatches; each of them is rehearsed
 MOST_SIZE = 10**9  # of anything else that is counted
 
 #: The dtypes that can be named -> their names in torch.
-DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 
 #: The optimizers that can be named.
 OPTIMIZERS = (
@@ -48,8 +58,8 @@ OPTIMIZERS = (
     *("sgd", "sgd-momentum", "adagrad", "none"),
 )
 
-#: The transports that can be named. Any other name is that of a backend of ``torch.distributed``.
-TRANSPORTS = ("auto", "shm", "c10d", "collectives")
+_SIZES = Bounds(least=1, most=MOST_SIZE)
+MACHINE = "Machine"  # a panel of --help
 
 
 class SettingsError(NotPossibleError):
@@ -91,21 +101,6 @@ class RehearsalError(ValueError):
         self.where = where
 
 
-class Checkpointing(enum.Enum):
-    """Which activations of a block are recomputed in backward."""
-
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
-
-
-class Stepping(enum.Enum):
-    """When the optimizer steps."""
-
-    AFTER_BACKWARD = "after-backward"
-    IN_BACKWARD = "in-backward"  # each group, as soon as its gradients are reduced
-
-
 class Compiled(enum.Enum):
     """What ``torch.compile`` compiles."""
 
@@ -134,73 +129,164 @@ class PlannedExchange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What a plan is made for.
+class PlannedStep(StepConfig):
+    """The step of a plan, on samples that it has to make.
 
     Attributes:
-        mesh: the ranks, as the user names them: ``dp=8,tp=2``. See :attr:`world`.
-        strategy: what is sharded.
         batch_size: samples (sequences, images) of a rank and microbatch.
-        accumulate: microbatches of an optimizer step.
+        accumulate: microbatches of a step, all of which are rehearsed.
+        stepping: when the optimizer steps: ``"after-backward"``, or ``"in-backward"``; see
+            :func:`shardwise.optim.in_backward`.
         seq_length: tokens of a sequence; ``None`` for models without sequences.
         image_size: height and width of an image; ``None``: as the model's configuration says.
-        param_dtype: dtype of forward and backward; ``None``: that of the shards.
-        reduce_dtype: dtype that gradients are reduced in; ``None``: that of forward and backward.
-        shard_dtype: dtype of shards, their gradients and optimizer states; ``None``: as the model
-            was built.
         optimizer: one of :data:`OPTIMIZERS`, or a function from parameters to an optimizer.
         clip_grad: the largest norm of the gradients; 0: no clipping.
-        stepping: when the optimizer steps.
-        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``; ``None``: in
-            memory.
-        offload_parameters: where parameters are kept, in the same words.
-        master_dtype: dtype of copies of the parameters that are kept with them; ``None``: no
-            copies.
-        checkpointing: which activations are recomputed.
-        reshard_after_forward: as for ``fully_shard``, in place of what the strategy says.
-        transport: one of :data:`TRANSPORTS`.
-        wire: the formats between hosts.
-        backend: the process group's backend by its name in torch; ``None``: that of the device.
-        device_type: type of the device as torch names it.
-        ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
-        compiled: what ``torch.compile`` compiles.
-        products: dtype of matrix products.
-        outer_states: fp32 copies of the trained shards that DiLoCo keeps.
-        exchange: what DiLoCo's replicas exchange between steps.
         batch: makes a microbatch of n samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
             model, else the mean of what the model returns.
+
+    The three functions may be named: ``"package.module:name"``.
+    """
+
+    seq_length: Annotated[int, _SIZES] | None = field(
+        default=None,
+        metadata=option(
+            "Tokens of a sequence.", TRAINING, metavar="N", shown="the model's, at most 4,096"
+        ),
+    )
+    image_size: Annotated[int, _SIZES] | None = field(
+        default=None,
+        metadata=option(
+            "Height and width of an image, in pixels.", TRAINING, metavar="N", shown="the model's"
+        ),
+    )
+    optimizer: str | Callable[[list[Any]], Any] = field(
+        default="adamw",
+        metadata=option(
+            f"{', '.join(OPTIMIZERS)}, or package.module:name of a function in code.",
+            TRAINING,
+            metavar="NAME",
+        ),
+    )
+    clip_grad: NotNegative = field(
+        default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    )
+    batch: str | Callable[[int], Any] | None = field(
+        default=None,
+        metadata=option(
+            "package.module:name of a function from a number of samples to a batch, for models "
+            "that are not of transformers.",
+            MODEL,
+            metavar="NAME",
+        ),
+    )
+    step: str | Callable[[Any, Any], Any] | None = field(
+        default=None,
+        metadata=option(
+            "package.module:name of a function from model and batch to a loss.",
+            MODEL,
+            metavar="NAME",
+            shown="the model's own loss, else the mean of what it returns",
+        ),
+    )
+
+    def check_values(self) -> None:
+        """Check numbers, and the name of the optimizer.
+
+        Raises:
+            OptionError: names the first option that is wrong.
+        """
+        super().check_values()
+        name, most = self.optimizer, MOST_ACCUMULATED
+        known = not isinstance(name, str) or name in OPTIMIZERS or ":" in name
+        expected = f"one of {', '.join(OPTIMIZERS)}, or a function in code"
+        require(known, "--optimizer", name, expected)
+        expected = f"at most {most:,}, each of which is rehearsed"
+        require(self.accumulate <= most, "--accumulate", f"{self.accumulate:,}", expected)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineConfig(Config):
+    """What a plan runs on.
+
+    Attributes:
+        device: a known device, such as ``"h100"``, or ``"cpu"``: this machine, as
+            ``shardwise calibrate`` measured it. By default the same, if it was measured.
+        link: a known link between hosts, such as ``"ib-400"``.
+        ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
+        device_file: a TOML file that describes device and links.
+        products: the dtype that matrix products compute in.
+    """
+
+    device: str | None = field(
+        default=None,
+        metadata=option(
+            "The device of every rank, such as h100; cpu: this machine, as `shardwise calibrate` "
+            "measured it.",
+            MACHINE,
+            metavar="NAME",
+            shown="cpu, if it was measured",
+        ),
+    )
+    link: str | None = field(
+        default=None,
+        metadata=option(
+            "The link between hosts, such as ib-400 or ethernet-100.",
+            MACHINE,
+            metavar="NAME",
+            shown="ib-400",
+        ),
+    )
+    ranks_per_host: Annotated[int, _SIZES] | None = field(
+        default=None,
+        metadata=option("Ranks that share a host.", MACHINE, metavar="N", shown="8"),
+    )
+    device_file: Path | None = field(
+        default=None,
+        metadata=option(
+            "TOML file that describes device and links, in place of --device.",
+            MACHINE,
+            metavar="FILE",
+        ),
+    )
+    products: Products = field(
+        default=Products.AS_STORED,
+        metadata=option(
+            "Dtype of matrix products.",
+            MACHINE,
+            flags={"--float8": (Products.FLOAT8, "Plan for matrix products in float8.")},
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(StrategyConfig, PlannedStep):
+    """What a plan is made for: a strategy and a step, on a mesh.
+
+    Attributes:
+        mesh: the ranks, as the user names them: ``dp=8,tp=2``. See :attr:`world`.
+        backend: the process group's backend by its name in torch; ``None``: that of the device.
+        device_type: type of the device as torch names it.
+        ranks_per_host: ranks that share a host; ``None``: all of them, at most 8.
+        products: dtype of matrix products.
+        outer_states: fp32 copies of the trained shards that DiLoCo keeps.
+        exchange: what DiLoCo's replicas exchange between steps.
     """
 
     mesh: WantedMesh
-    strategy: Strategy = Strategy.FULL_SHARD
-    batch_size: int = 1
-    accumulate: int = 1
-    seq_length: int | None = None
-    image_size: int | None = None
-    param_dtype: str | None = None
-    reduce_dtype: str | None = "fp32"
-    shard_dtype: str | None = None
-    optimizer: str | Callable[[list[torch.Tensor]], torch.optim.Optimizer] = "adamw"
-    clip_grad: float = 1.0
-    stepping: Stepping = Stepping.AFTER_BACKWARD
-    offload: str | None = None
-    offload_parameters: str | None = None
-    master_dtype: str | None = None
-    checkpointing: Checkpointing = Checkpointing.NONE
-    reshard_after_forward: bool | int | None = None
-    transport: str = "auto"
-    wire: Wires = PLAIN
+    shard_dtype: PrecisionName | None = None
     backend: str | None = None
     device_type: str = "cpu"
     ranks_per_host: int | None = None
-    compiled: Compiled = Compiled.NOTHING
     products: Products = Products.AS_STORED
     outer_states: int = 0
     exchange: PlannedExchange | None = None
-    batch: Callable[[int], Any] | None = None
-    step: Callable[[nn.Module, Any], torch.Tensor] | None = None
+
+    @classmethod
+    def of(cls, *configs: Config, **own: Any) -> Settings:
+        """Return what configurations ask for, the first one that has a field; see :func:`view`."""
+        return cls(**view(*configs, of=cls, **own))
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -209,44 +295,24 @@ class Settings:
             SettingsError: a value is impossible.
             MeshError: the mesh does not fit the strategy.
         """
-        for name in ("batch_size", "accumulate", "seq_length", "image_size", "ranks_per_host"):
-            found = getattr(self, name)
-            if found is not None and not (type(found) is int and found >= 1):
-                raise SettingsError(name, found, "1 or more")
-            most = MOST_ACCUMULATED if name == "accumulate" else MOST_SIZE
-            if found is not None and found > most:
-                raise SettingsError(name, f"{found:,}", f"at most {most:,}")
-        for name in ("param_dtype", "reduce_dtype", "shard_dtype", "master_dtype"):
-            found = getattr(self, name)
-            if found is not None and found not in DTYPES:
-                raise SettingsError(name, found, f"one of {', '.join(DTYPES)}")
-        if isinstance(self.optimizer, str) and self.optimizer not in OPTIMIZERS:
-            expected = f"one of {', '.join(OPTIMIZERS)}, or a function in code"
-            raise SettingsError("optimizer", self.optimizer, expected)
-        for name in ("offload", "offload_parameters"):
-            found = getattr(self, name)
-            try:
-                if found is not None:
-                    OffloadPlace.parse(found)
-            except ValueError:
-                raise SettingsError(name, found, "host, or disk:FOLDER") from None
-        if self.master_dtype is not None and self.offload is None:
-            raise SettingsError("master_dtype", self.master_dtype, "none without offload")
-        if self.transport not in TRANSPORTS:
-            raise SettingsError("transport", self.transport, f"one of {', '.join(TRANSPORTS)}")
-        names = self.sharding.names[1:] if self.sharding.apart else self.sharding.names
+        with naming_arguments():
+            super().__post_init__()
+            self.check_values()
+        plan = self.sharding
+        names = plan.names[1:] if plan.apart else plan.names
         unknown = self.wire.unknown(names)
         if unknown is not None:
             raise SettingsError("wire", f"the dimension {unknown}", f"one of {', '.join(names)}")
-        number = isinstance(self.clip_grad, int | float)
-        if not (number and 0 <= self.clip_grad < math.inf):
-            raise SettingsError("clip_grad", self.clip_grad, "0 or more")
-        _ = self.sharding
 
     @property
-    def compute_dtype(self) -> str | None:
-        """The dtype of forward and backward; ``None``: as the model was built."""
-        return self.param_dtype or self.shard_dtype
+    def wire(self) -> Wires:
+        """The formats between hosts."""
+        return self.collective_wire
+
+    @property
+    def compiled(self) -> Compiled:
+        """What ``torch.compile`` compiles."""
+        return Compiled.BLOCKS if self.compile else Compiled.NOTHING
 
     @property
     def sharding(self) -> ShardingPlan:
@@ -270,8 +336,17 @@ class Settings:
             )
         plan = resolve(self.strategy, ranks, replicas=replicas)
         if len(plan.shape) == 1 and DATA in sizes:
-            return ShardingPlan(plan.shape, (DATA,), plan.reshard_after_forward)
-        return plan
+            plan = replace(plan, names=(DATA,))
+        asked, tensor = self.reshard_after_forward, self.mesh.tensor_parallel
+        if asked is None:
+            return plan
+        if isinstance(asked, str) and tensor > 1:
+            found = f"{asked} beside tp={tensor}"
+            raise SettingsError("reshard_after_forward", found, "none given, or no tp")
+        try:
+            return replace(plan, reshard_after_forward=reshard_over(plan, asked, self.on_host))
+        except MeshError as error:
+            raise SettingsError("reshard_after_forward", error.found, error.expected) from None
 
     @property
     def world(self) -> WantedMesh:
@@ -293,32 +368,23 @@ class Settings:
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings as plain values; functions by their names."""
-        return {
-            "mesh": dict(zip(self.mesh.names, self.mesh.shape, strict=True)),
-            "strategy": self.strategy.value,
-            "batch_size": self.batch_size,
-            "accumulate": self.accumulate,
-            "seq_length": self.seq_length,
-            "image_size": self.image_size,
-            "param_dtype": self.param_dtype,
-            "reduce_dtype": self.reduce_dtype,
-            "shard_dtype": self.shard_dtype,
-            "optimizer": name_of(self.optimizer),
-            "clip_grad": self.clip_grad,
-            "stepping": self.stepping.value,
-            "offload": self.offload,
-            "offload_parameters": self.offload_parameters,
-            "master_dtype": self.master_dtype,
-            "activation_checkpointing": self.checkpointing.value,
-            "reshard_after_forward": self.reshard_after_forward,
-            "transport": self.transport,
-            "wire": str(self.wire),
-            "backend": self.backend,
-            "device_type": self.device_type,
-            "ranks_per_host": self.ranks_per_host,
-            "compiled": self.compiled.value,
-            "products": self.products.value,
-        }
+        values = as_json(replace(self, batch=None, step=None, optimizer="none"))
+        for name in ("batch", "step", "compile", "outer_states", "exchange"):
+            del values[name]
+        values["wire"] = values.pop("collective_wire")
+        sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
+        compiled, optimizer = self.compiled.value, name_of(self.optimizer)
+        return {**values, "mesh": sizes, "optimizer": optimizer, "compiled": compiled}
+
+
+@contextlib.contextmanager
+def naming_arguments() -> Iterator[None]:
+    """Name a setting as in code where an option is impossible."""
+    try:
+        yield
+    except OptionError as error:
+        name = error.option.removeprefix("--").replace("-", "_")
+        raise SettingsError(name, error.found, error.expected) from None
 
 
 def name_of(optimizer: str | Callable[..., Any]) -> str:

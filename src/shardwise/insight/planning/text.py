@@ -13,15 +13,8 @@ from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import Row, counted, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
-from shardwise.insight.planning.settings import (
-    MOST_PEERS,
-    Checkpointing,
-    Compiled,
-    Products,
-    Settings,
-    Stepping,
-    name_of,
-)
+from shardwise.insight.planning.settings import MOST_PEERS, Compiled, Products, Settings, name_of
+from shardwise.schema.sharding import Checkpointing, Stepping
 
 MOST_MODULES = 6  # of whose activations are listed
 _MOST_KINDS = 3  # of ranks that get a column
@@ -121,8 +114,8 @@ def _precision(settings: Settings) -> Iterator[str]:
 
 def _optimizer(settings: Settings) -> str:
     parts = [name_of(settings.optimizer)]
-    if settings.checkpointing is not Checkpointing.NONE:
-        parts.append(f"{settings.checkpointing.value} activation checkpointing")
+    if settings.activation_checkpointing is not Checkpointing.NONE:
+        parts.append(f"{settings.activation_checkpointing.value} activation checkpointing")
     if settings.stepping is Stepping.IN_BACKWARD:
         parts.append("steps in backward")
     if settings.master_dtype is not None:

@@ -43,6 +43,7 @@ from shardwise.insight.planning.settings import Settings
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recording import PATIENCE, Recording
 from shardwise.optim.norms import clip_grad_norm_
+from shardwise.schema.sharding import PrecisionName, TransportName
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))
@@ -92,8 +93,8 @@ class SmallTraining:
         return Settings(
             mesh=WantedMesh.parse(f"dp={ranks}"),
             seq_length=self.tokens,
-            param_dtype=self.param_dtype,
-            transport=self.transport,
+            param_dtype=None if self.param_dtype is None else PrecisionName(self.param_dtype),
+            transport=TransportName(self.transport),
             ranks_per_host=ranks,
             device_type=devices.default_type(),
         )

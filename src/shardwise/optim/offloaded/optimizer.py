@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
-from shardwise.base.offload import Medium, OffloadPlace
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
 from shardwise.base.optim_states import MakesStates
+from shardwise.base.places import Medium, OffloadPlace
 from shardwise.optim.around import AroundOptimizer
 from shardwise.optim.offloaded.entries import EntryForm
 from shardwise.optim.offloaded.masters import MASTER, Masters

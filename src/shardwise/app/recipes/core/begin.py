@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.config import (
-    Existing,
-    LogName,
-    OptimizerName,
-    OptionError,
-    OutputConfig,
-    PrecisionName,
-    flatten,
-)
 from shardwise.app.recipes.core.journal import check_metrics
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import Inputs
 from shardwise.app.recipes.core.rundir import RunDir, check_same
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import job_id
+from shardwise.insight.planning import presets as planning
+from shardwise.insight.planning.presets import ModelError
+from shardwise.schema.option import OptionError, flatten
+from shardwise.schema.sharding import PrecisionName
+from shardwise.schema.training import Existing, LogName, OptimizerName, OutputConfig
 
 # A checkpoint brings these back whatever the options say, or they change the order of the data.
 _FIXED = {
@@ -33,7 +30,8 @@ _FIXED = {
     "shard_dtype": "--shard-dtype",
     "master_dtype": "--master-dtype",
     "weight_decay": "--weight-decay",
-    "betas": "--beta1 and --beta2",
+    "beta1": "--beta1",
+    "beta2": "--beta2",
     "momentum": "--momentum",
     "algorithm": "--optimizer",
     "param_groups": "--param-group",
@@ -132,7 +130,9 @@ def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         "algorithm": OptimizerName.ADAMW.value,
         "param_groups": [],
     }
-    before = {**usual, **before}
+    before = {**usual, **flatten(before)}
+    if "betas" in before:  # as both were called
+        before |= dict(zip(("beta1", "beta2"), before["betas"], strict=True))
     check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
 
 
@@ -172,6 +172,32 @@ def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
         "--model": f"settings with checksum {zlib.crc32(settings.encode()):08x}",
         "--data": f"data with fingerprint {facts['data'].get('fingerprint')}",
     }
+
+
+def find_settings(
+    model: str, presets: Mapping[str, dict[str, Any]], option: str = "--model"
+) -> dict[str, Any]:
+    """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
+
+    Args:
+        model: a preset's name, the path of a config file, or of a folder that holds one.
+        presets: settings by name.
+        option: what named the model, for errors.
+
+    Raises:
+        OptionError: it is neither, or the file is no model configuration.
+    """
+    with naming_model(option):
+        return planning.find_settings(model, presets)
+
+
+@contextlib.contextmanager
+def naming_model(option: str = "--model") -> Iterator[None]:
+    """Report a model that cannot be found or built as a mistake in an option."""
+    try:
+        yield
+    except ModelError as error:
+        raise OptionError(option, error.found, error.expected) from error.__cause__
 
 
 def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:

@@ -22,23 +22,11 @@ from shardwise import (
     checkpoint_module,
     fully_shard,
 )
-from shardwise.app.recipes.core.config import (
-    MOMENTA,
-    OptimizerConfig,
-    OptimizerName,
-    PrecisionName,
-    ScheduleName,
-    SgdConfig,
-    ShardingConfig,
-    TrainConfig,
-    rules_of,
-)
 from shardwise.app.recipes.core.recipe import Task, TrainContext
-from shardwise.base.offload import OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.insight.planning.settings import Checkpointing, Stepping
 from shardwise.optim import (
     Adafactor,
     AdamW8bit,
@@ -49,11 +37,32 @@ from shardwise.optim import (
     offload,
     param_groups,
 )
+from shardwise.schema.sharding import (
+    Checkpointing,
+    PrecisionName,
+    ShardingConfig,
+    Stepping,
+    TransportName,
+)
+from shardwise.schema.training import (
+    MOMENTA,
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleName,
+    SgdConfig,
+    TrainConfig,
+    rules_of,
+)
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
 from shardwise.transport.peers import Peers
 
-DTYPES = {PrecisionName.FP32: torch.float32, PrecisionName.BF16: torch.bfloat16}
+#: None, which a training never has, is for configurations of plans.
+DTYPES: dict[PrecisionName | None, Any] = {
+    PrecisionName.FP32: torch.float32,
+    PrecisionName.BF16: torch.bfloat16,
+    None: None,
+}
 
 
 def shard(
@@ -88,9 +97,9 @@ def shard(
         reshard_after_forward=place.plan.reshard_after_forward,
         precision=precision,
         placement=placement,
-        transport=None if config.transport is None else config.transport.value,
+        transport=None if config.transport is TransportName.AUTO else config.transport,
         offload_policy=_offload_policy(config),
-        wire=config.wires.argument,
+        wire=config.collective_wire.argument,
     )
     assert isinstance(model, FSDPModule)
     return model

@@ -13,7 +13,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.app.recipes.core.build import DTYPES
-from shardwise.app.recipes.core.config import TrainConfig
 from shardwise.app.recipes.core.plan import plan_training
 from shardwise.app.recipes.core.recipe import Example
 from shardwise.elastic.world import World
@@ -26,6 +25,7 @@ from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import counted, fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed
 from shardwise.insight.planning.text import needs
+from shardwise.schema.training import TrainConfig
 
 
 def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world: World) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import enum
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
-from shardwise.app.recipes.core.config import Existing, check_folders, resolve_sharding
 from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
+from shardwise.schema.sharding import resolve_sharding
+from shardwise.schema.training import Existing
 
 
 class Folder(enum.Enum):
@@ -34,7 +34,6 @@ class TrainingJob:
 
     Attributes:
         config: the configuration.
-        chosen: the folder that :meth:`choose_folder` took in place of the default one, if it did.
     """
 
     def __init__(
@@ -45,7 +44,6 @@ class TrainingJob:
         options: str = "",
     ) -> None:
         self.config = config
-        self.chosen: Path | None = None
         self._recipe = recipe
         self._folder = folder
         self._options = options
@@ -64,6 +62,10 @@ class TrainingJob:
             out = RunDir(output.out).replicas / str(replica.number)
             output = replace(output, out=out)
         self.config = replace(self.config, train=replace(self.config.train, output=output))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what a rank finds for itself: its data, in its world."""
+        return {**vars(self), "_inputs": None}
 
     @property
     def deadline(self) -> float | None:
@@ -102,7 +104,6 @@ class TrainingJob:
             why = f"the newest run beside {output.out}"
         if out == output.out:
             return None
-        self.chosen = out
         train = replace(self.config.train, output=replace(output, out=out))
         self.config = replace(self.config, train=train)
         return f"run        {out}; {why}"
@@ -148,7 +149,7 @@ class TrainingJob:
 
     def check(self, world: World) -> None:
         """See :meth:`RecipeConfig.check`."""
-        check_folders(self.config.train.sharding)
+        self.config.train.sharding.check_folders()
         self._inputs, self._size = self.config.check(world), world.size
 
     def check_world(self, world: World) -> None:

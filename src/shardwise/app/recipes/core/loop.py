@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_
 from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.app.recipes.core.config import TrainConfig
 from shardwise.app.recipes.core.journal import Journal, StepMetrics
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
@@ -39,6 +38,7 @@ from shardwise.base import devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
 from shardwise.optim import OptimizerInBackward
+from shardwise.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged
@@ -292,7 +292,8 @@ class Loop:
             mfu=None if peak is None else speed / peak,
         )
         self._journal.step(metrics, outcome.ranks)
-        self._display.step(metrics)
+        if metrics.step % self._config.output.log_every == 0 or not metrics.eta_s:
+            self._display.step(metrics)
 
     def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
         every = self._config.output.eval_every

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
-from shardwise.app.recipes.core.config import naming_model
+from shardwise.app.recipes.core.begin import naming_model
 from shardwise.base import devices
 from shardwise.insight.planning import models
 from shardwise.insight.planning.machine import device_reported_as

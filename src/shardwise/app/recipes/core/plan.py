@@ -17,14 +17,6 @@ from pathlib import Path
 import torch
 
 from shardwise.app.recipes.core.build import check_param_groups
-from shardwise.app.recipes.core.config import (
-    AUTO,
-    OptimizerConfig,
-    OptimizerName,
-    SgdConfig,
-    TrainConfig,
-    resolve_sharding,
-)
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Example
 from shardwise.app.recipes.core.timeline import PREDICTION
 from shardwise.base import devices
@@ -38,8 +30,6 @@ from shardwise.insight.planning.fit import nearest
 from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import (
-    Checkpointing,
-    Compiled,
     PlannedExchange,
     RehearsalError,
     Settings,
@@ -48,6 +38,8 @@ from shardwise.insight.planning.settings import (
 )
 from shardwise.insight.planning.text import verdict
 from shardwise.insight.timeline.merged import prediction_to_json
+from shardwise.schema.sharding import Checkpointing, resolve_sharding
+from shardwise.schema.training import AUTO, OptimizerConfig, OptimizerName, SgdConfig, TrainConfig
 
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",
@@ -123,31 +115,17 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
             optimizer = name.value
     outer, exchange = 0, None
     if config.diloco is not None:
-        exchange = PlannedExchange(config.diloco.format, config.diloco.local_steps)
+        exchange = PlannedExchange(config.diloco.wire, config.diloco.local_steps)
         outer = 3 if config.diloco.keeps_errors else 2
-    return Settings(
+    return Settings.of(
+        sharding,
+        config,
         mesh=WantedMesh(plan.names, plan.shape),
-        strategy=sharding.strategy,
-        batch_size=config.batch_size,
-        accumulate=config.accumulate,
         seq_length=example.seq_length,
-        param_dtype=sharding.compute_dtype.value,
-        reduce_dtype=sharding.reduce_dtype.value,
-        shard_dtype=sharding.shard_dtype.value,
+        param_dtype=sharding.compute_dtype,
         optimizer=optimizer,
         clip_grad=config.optimizer.clip_grad,
-        stepping=config.stepping,
-        offload=sharding.offload,
-        offload_parameters=sharding.offload_parameters,
-        master_dtype=None if sharding.master_dtype is None else sharding.master_dtype.value,
-        checkpointing=sharding.activation_checkpointing,
-        transport="auto" if sharding.transport is None else sharding.transport.value,
-        wire=sharding.wires,
-        reshard_after_forward=(
-            None if sharding.reshard_after_forward is None else plan.reshard_after_forward
-        ),
         ranks_per_host=world.local_size,
-        compiled=Compiled.BLOCKS if sharding.compile else Compiled.NOTHING,
         outer_states=outer,
         exchange=exchange,
         batch=example.batch,
@@ -196,8 +174,8 @@ def check_fits(plan: ModelPlan) -> None:
 
 def _changes(before: Settings, after: Settings) -> Iterator[str]:
     """The options that lead from one to another."""
-    if after.checkpointing is not before.checkpointing:
-        yield _FLAGS[after.checkpointing]
+    if after.activation_checkpointing is not before.activation_checkpointing:
+        yield _FLAGS[after.activation_checkpointing]
     if after.strategy is not before.strategy:
         yield f"--strategy {after.strategy.value}"
     if after.batch_size != before.batch_size:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from shardwise.app.recipes.core.config import TrainConfig
 from shardwise.base.mixing import mix
+from shardwise.schema.training import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 from shardwise.app.recipes.core.checkpointing import Resumable
-from shardwise.app.recipes.core.config import TrainConfig
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
+from shardwise.schema.training import TrainConfig
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.app.recipes.core.checkpointing import Checkpoints, Resumable, SaveError, on_rank_zero
-from shardwise.app.recipes.core.config import DilocoConfig
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.rundir import REPLICAS
 from shardwise.base import devices
@@ -31,6 +30,7 @@ from shardwise.diloco import DiLoCo, Quorum
 from shardwise.diloco.membership import TIMEOUT
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
+from shardwise.schema.training import DilocoConfig
 from shardwise.transport.peers import Peers
 
 #: The most steps until all ranks tell each other whether they were asked to stop.
@@ -158,7 +158,7 @@ def replicas_of(
         outer=config.outer,
         every=config.local_steps,
         group=mesh[REPLICATE] if quorum is None else quorum,
-        wire=config.format,
+        wire=config.wire,
         error_feedback=config.keeps_errors,
         streaming=config.streaming,
     )

@@ -50,7 +50,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.recipes.core.config import Existing, OptionError, OutputConfig, flatten
 from shardwise.app.runs import files
 from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
@@ -59,6 +58,8 @@ from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.errors import UserError, say
+from shardwise.schema.option import OptionError, flatten
+from shardwise.schema.training import Existing, OutputConfig
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
 REPLICAS = "replicas"

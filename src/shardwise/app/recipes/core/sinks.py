@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from shardwise.app.recipes.core.config import LogName
 from shardwise.elastic.errors import UserError, say
+from shardwise.schema.training import LogName
 
 
 class Sink(Protocol):

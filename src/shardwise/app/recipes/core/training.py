@@ -30,14 +30,6 @@ from shardwise.app.recipes.core.build import (
     transport_name,
 )
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.config import (
-    AUTO,
-    Existing,
-    OptionError,
-    TrainConfig,
-    resolve_sharding,
-    steps_to_record,
-)
 from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
@@ -54,6 +46,9 @@ from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
 from shardwise.insight.inspect.api import inspect
 from shardwise.insight.inspect.page import page as inspect_page
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import resolve_sharding
+from shardwise.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
 
 
@@ -347,8 +342,8 @@ def _introduce(run: _Run, position: Position) -> None:
         f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
     )
     say(
-        f"precision  {sharding.compute_dtype.value} compute, {sharding.reduce_dtype.value} "
-        f"reduction, {sharding.shard_dtype.value} shards"
+        f"precision  {sharding.compute_dtype} compute, {sharding.reduce_dtype} "
+        f"reduction, {sharding.shard_dtype} shards"
     )
     for label, text in task.introduction:
         say(f"{label:<11}{text}")

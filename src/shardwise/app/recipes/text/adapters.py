@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from shardwise import FSDPModule
 from shardwise.app.recipes.core.checkpointing import on_rank_zero
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes, parse_lora
@@ -26,6 +25,7 @@ from shardwise.frontends.pretrained.lora import (
     save_adapters,
 )
 from shardwise.frontends.pretrained.merging import merge_lora
+from shardwise.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 

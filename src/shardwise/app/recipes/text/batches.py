@@ -26,7 +26,6 @@ from torch import nn
 
 from shardwise.app.recipes.core.build import kept_between_forwards
 from shardwise.app.recipes.core.checkpointing import Resumable
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.progress import brief
 from shardwise.app.recipes.core.recipe import Data, nothing
@@ -50,6 +49,7 @@ from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
 from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 VALIDATION_SEQUENCES = 64

@@ -7,32 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardwise.app.recipes.core.begin import check_extras
-from shardwise.app.recipes.core.config import (
-    OptimizerConfig,
-    OptionError,
-    OutputConfig,
-    TrainConfig,
-    as_json,
-    check_bounds,
-    check_train,
-    find_settings,
-    require,
-    resolve_sharding,
-)
-from shardwise.app.recipes.core.option import (
-    BY_MODEL,
-    MODEL,
-    SAMPLE,
-    TRAINING,
-    Bounds,
-    Count,
-    Natural,
-    NotNegative,
-    Reads,
-    model_option,
-    option,
-)
+from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.app.recipes.text.chat import ChatData, load_chats
@@ -43,6 +18,25 @@ from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.published import find_pretrained
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, LlamaShape, longest_sequence
+from shardwise.schema.option import (
+    BY_MODEL,
+    MODEL,
+    SAMPLE,
+    TRAINING,
+    Bounds,
+    Config,
+    Count,
+    Natural,
+    NotNegative,
+    OptionError,
+    Reads,
+    as_json,
+    model_option,
+    option,
+    require,
+)
+from shardwise.schema.sharding import resolve_sharding
+from shardwise.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 _ONLY_DOCUMENTS = (
@@ -104,7 +98,7 @@ FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmConfig:
+class LmConfig(Config):
     """A training of a language model."""
 
     model: str = field(metadata=model_option(PRESETS))
@@ -337,8 +331,7 @@ class LmConfig:
         check_extras(["transformers"])
 
     def _check(self, world: World) -> dict[str, Any]:
-        check_train(self.train)
-        check_bounds(self)
+        self.check_values()
         epochs = self.train.epochs
         require(epochs is None or bool(self.chat), "--epochs", epochs, "--steps, or --chat with it")
         require(

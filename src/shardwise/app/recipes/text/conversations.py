@@ -19,13 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.app.recipes.core.build import kept_between_forwards
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.app.recipes.text.chat import ChatLines
 from shardwise.app.recipes.text.packing import Packing, Rows, lay_out
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 #: Padded rows are as long as the longest of a batch, rounded up to a multiple of this.

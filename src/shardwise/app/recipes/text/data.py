@@ -22,12 +22,12 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained import opening
 from shardwise.insight.planning import presets
+from shardwise.schema.option import OptionError
 
 if TYPE_CHECKING:
     import numpy as np

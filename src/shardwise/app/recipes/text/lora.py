@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from shardwise.app.recipes.core.config import OptionError, PrecisionName
+from shardwise.schema.option import OptionError
+from shardwise.schema.sharding import PrecisionName
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +45,7 @@ def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
     return Frozen.KEEP if 2 * needed <= free else Frozen.GATHER
 
 
-def frozen_bytes(model: nn.Module, compute: PrecisionName) -> int:
+def frozen_bytes(model: nn.Module, compute: PrecisionName | None) -> int:
     """The bytes of all frozen parameters of a model as they are computed with."""
     itemsize = 2 if compute is PrecisionName.BF16 else 4
     return itemsize * sum(p.numel() for p in model.parameters() if not p.requires_grad)

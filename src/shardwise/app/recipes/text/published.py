@@ -11,11 +11,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.recipes.core.config import OptionError, find_settings
+from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse
+from shardwise.schema.option import OptionError
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"

@@ -39,13 +39,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.core.position import permute
 from shardwise.app.recipes.text.data import Vocabulary
 from shardwise.app.recipes.text.documents import StreamSource
 from shardwise.base.errors import CheckpointError
 from shardwise.base.mixing import mix
 from shardwise.elastic.world import World
+from shardwise.schema.option import OptionError
 
 LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole streams for each
 

@@ -21,12 +21,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.app.recipes.core.config import OptionError
 from shardwise.app.recipes.text.chat import ASSISTANT, Chat, ChatError, Completion
 from shardwise.app.recipes.text.data import Tokenizer
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained.opening import limited
+from shardwise.schema.option import OptionError
 
 #: A target that no loss is computed on: the default ``ignore_index`` of torch's cross-entropy.
 IGNORED = -100

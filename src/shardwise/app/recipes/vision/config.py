@@ -10,38 +10,31 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from shardwise.app.recipes.core.begin import check_extras
-from shardwise.app.recipes.core.config import (
-    OptimizerConfig,
-    OptionError,
-    OutputConfig,
-    SgdConfig,
-    TrainConfig,
-    as_json,
-    check_bounds,
-    check_train,
-    find_settings,
-    require,
-    resolve_sharding,
-)
-from shardwise.app.recipes.core.option import (
-    BY_MODEL,
-    MODEL,
-    SHARDING,
-    TRAINING,
-    Bounds,
-    Count,
-    Natural,
-    NotNegative,
-    Positive,
-    model_option,
-    option,
-)
+from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import TrainingSpan
 from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
+from shardwise.schema.option import (
+    BY_MODEL,
+    MODEL,
+    SHARDING,
+    TRAINING,
+    Bounds,
+    Config,
+    Count,
+    Natural,
+    NotNegative,
+    OptionError,
+    Positive,
+    as_json,
+    model_option,
+    option,
+    require,
+)
+from shardwise.schema.sharding import resolve_sharding
+from shardwise.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
 # --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
@@ -52,7 +45,7 @@ Folders = tuple[ImageFolder, ImageFolder]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig:
+class VisionConfig(Config):
     """What the configurations of all trainings on images have in common."""
 
     train: TrainConfig
@@ -82,7 +75,7 @@ class VisionConfig:
         Raises:
             UserError: one line that says what is wrong.
         """
-        check_train(self.train)
+        self.check_values()
         self.check_world(world)
 
 
@@ -122,7 +115,7 @@ class MnistConfig(VisionConfig):
             epochs=2,
             batch_size=64,
             optimizer=OptimizerConfig(
-                lr=5e-3, warmup=50, betas=(0.9, 0.999), weight_decay=0.01, clip_grad=0.0
+                lr=5e-3, warmup=50, beta2=0.999, weight_decay=0.01, clip_grad=0.0
             ),
             output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
         )
@@ -143,7 +136,7 @@ class MnistConfig(VisionConfig):
         Raises:
             UserError: one line that says what is wrong.
         """
-        check_train(self.train)
+        self.check_values()
         self.check_world(world)
         check_extras(["safetensors", "PIL"], self.train.output.logs)
         if self.data_dir is None:
@@ -239,8 +232,7 @@ class ImageFolderConfig(VisionConfig):
         Raises:
             UserError: one line that says what is wrong.
         """
-        check_train(self.train)
-        check_bounds(self)
+        self.check_values()
         self.check_world(world)
         folders = self._folders()
         check_extras(["transformers", "PIL"], self.train.output.logs)
@@ -419,7 +411,7 @@ class VitConfig(ImageFolderConfig):
             epochs=300,
             batch_size=VIT_PRESETS["vit-tiny"].batch_size,
             optimizer=OptimizerConfig(
-                lr=1e-3, warmup=10_000, betas=(0.9, 0.999), weight_decay=0.1, clip_grad=1.0
+                lr=1e-3, warmup=10_000, beta2=0.999, weight_decay=0.1, clip_grad=1.0
             ),
             output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),
         )

@@ -1,0 +1,419 @@
+"""How a model is sharded and stepped: what a training and its plan both ask for."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from typing import get_args
+
+from shardwise.base.places import OffloadPlace
+from shardwise.frontends.strategies import (
+    HOST,
+    REPLICATE,
+    SHARD,
+    MeshError,
+    ShardingPlan,
+    Strategy,
+    parse_mesh,
+    reshard_over,
+    resolve,
+)
+from shardwise.schema.option import (
+    SHARDING,
+    TRAINING,
+    Config,
+    Count,
+    OptionError,
+    option,
+    require,
+)
+from shardwise.transport.wire import PLAIN, Encoding, Wire, WireError, Wires
+
+
+class PrecisionName(enum.StrEnum):
+    """Dtypes that parameters may compute in and gradients may be reduced in."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+
+
+class TransportName(enum.StrEnum):
+    """How bytes move between ranks."""
+
+    AUTO = "auto"
+    SHM = "shm"
+    C10D = "c10d"
+    COLLECTIVES = "collectives"
+
+
+class Checkpointing(enum.Enum):
+    """Which activations of a block are recomputed in backward."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
+
+
+class Stepping(enum.Enum):
+    """When the optimizer steps."""
+
+    AFTER_BACKWARD = "after-backward"
+    IN_BACKWARD = "in-backward"  # each group, as soon as its gradients are reduced
+
+
+def parse_wires(text: str) -> Wires:
+    """Read what the command line says: ``int8``, or parts separated by commas.
+
+    ``reduce=int8,error-feedback`` is one wire for all dimensions. ``dp_replicate:reduce=int8``
+    names the dimension, and ``;`` separates several.
+
+    Raises:
+        WireError: it is something else.
+    """
+    common, named = Wire(), {}
+    for part in text.split(";"):
+        name, colon, rest = part.rpartition(":")
+        name, made = name.strip(), _parse_one(rest)
+        if not colon:
+            common = made
+        elif not name or name in named:
+            raise WireError(repr(text), "each dimension by its name, once")
+        else:
+            named[name] = made
+    if named and not common.is_plain:
+        raise WireError(repr(text), "one wire for all dimensions, or wires of named ones")
+    return Wires(common, tuple(sorted(named.items())))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrategyConfig(Config):
+    """What is sharded, in which dtypes, and where it is kept.
+
+    Attributes:
+        strategy: what is sharded.
+        shard_dtype: dtype of shards, their gradients and optimizer states; ``None``, in code: as
+            the model was built.
+        param_dtype: dtype of forward and backward; ``None``: that of the shards.
+        reduce_dtype: dtype that gradients are reduced in; ``None``, in code: that of forward.
+        collective_wire: the formats between hosts; in code also as text, as on the command line.
+        reshard_after_forward: ``"host"`` or a number of ranks; in code also as for
+            :func:`~shardwise.fully_shard`; ``None``: what the strategy says.
+        activation_checkpointing: which activations of each block are recomputed.
+        compile: each block is compiled.
+        transport: how bytes move between ranks.
+        offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
+            :func:`shardwise.optim.offload`; ``None``: in memory.
+        offload_parameters: where parameters are kept, in the same words.
+        master_dtype: dtype of copies of the parameters that are kept with the states.
+    """
+
+    strategy: Strategy = field(
+        default=Strategy.FULL_SHARD,
+        metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
+    )
+    shard_dtype: PrecisionName | None = field(
+        default=PrecisionName.FP32,
+        metadata=option(
+            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
+        ),
+    )
+    param_dtype: PrecisionName | None = field(
+        default=None,
+        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
+    )
+    reduce_dtype: PrecisionName | None = field(
+        default=PrecisionName.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    )
+    collective_wire: Wires = field(
+        default=PLAIN,
+        metadata=option(
+            "What is sent between hosts: bf16, fp8 or int8; or parts of gather=bf16, reduce=int8 "
+            "and error-feedback, separated by commas. See docs/meshes.md.",
+            SHARDING,
+            name="--wire",
+            metavar="FORMATS",
+            shown="fp32",
+            reads=parse_wires,
+            completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
+        ),
+    )
+    reshard_after_forward: str | int | None = field(
+        default=None,
+        metadata=option(
+            "Between forward and backward, keep the parameters of each block cut over the ranks "
+            "of a host (host) or over this many ranks: only forward gathers between hosts.",
+            SHARDING,
+            metavar="RANKS",
+            shown="all ranks",
+            completions=(HOST,),
+        ),
+    )
+    activation_checkpointing: Checkpointing = field(
+        default=Checkpointing.NONE,
+        metadata=option(
+            "Activations that are recomputed in backward instead of being kept: {choices}.",
+            SHARDING,
+            former=("--use-gradient-checkpointing",),
+            flags={
+                "--activation-checkpointing": (
+                    Checkpointing.FULL,
+                    "Recompute activations in backward instead of keeping them.",
+                ),
+                "--selective-checkpointing": (
+                    Checkpointing.SELECTIVE,
+                    "The same, but keep the results of matrix products, convolutions and "
+                    "attention.",
+                ),
+                "--keep-activations": (
+                    Checkpointing.NONE,
+                    "Keep all activations, whatever --config says.",
+                ),
+            },
+        ),
+    )
+    compile: bool = field(
+        default=False,
+        metadata=option("Compile each block with torch.compile before the first step.", SHARDING),
+    )
+    transport: TransportName = field(
+        default=TransportName.AUTO,
+        metadata=option(
+            "How bytes move between ranks: {choices}.",
+            SHARDING,
+            metavar="NAME",
+            env="SHARDWISE_TRANSPORT",
+        ),
+    )
+    offload: str | None = field(
+        default=None,
+        metadata=option(
+            "Keep optimizer states on the host of an accelerator (host) or in a folder of a local "
+            "disk (disk:FOLDER), except during the step.",
+            TRAINING,
+            metavar="PLACE",
+            shown="in memory",
+        ),
+    )
+    offload_parameters: str | None = field(
+        default=None,
+        metadata=option(
+            "Keep the parameters there, too, except while they are used: host or disk:FOLDER.",
+            TRAINING,
+            metavar="PLACE",
+            shown="in memory",
+        ),
+    )
+    master_dtype: PrecisionName | None = field(
+        default=None,
+        metadata=option(
+            "With --offload: dtype of copies of the parameters that the optimizer updates, kept "
+            "with its states; --shard-dtype is that of the parameters.",
+            TRAINING,
+            shown="no copies",
+        ),
+    )
+
+    @property
+    def compute_dtype(self) -> PrecisionName | None:
+        """The dtype of forward and backward; ``None``: as the model was built."""
+        return self.param_dtype or self.shard_dtype
+
+    def check_values(self) -> None:
+        """Check where states and parameters are kept, and what is kept with them.
+
+        Raises:
+            OptionError: an option is impossible.
+        """
+        super().check_values()
+        for name, place in self._places.items():
+            try:
+                OffloadPlace.parse(place)
+            except ValueError:
+                expected = "host, or disk:FOLDER with a folder of a local disk"
+                raise OptionError(name, place, expected) from None
+        masters, shards = self.master_dtype, self.shard_dtype
+        if masters is None:
+            return
+        expected = "--offload too: masters are kept where states are"
+        require(self.offload is not None, "--master-dtype", masters, expected)
+        require(
+            masters is PrecisionName.FP32 and shards is not PrecisionName.FP32,
+            "--master-dtype",
+            f"{masters} with shards in {shards}",
+            "fp32 with --shard-dtype bf16",
+        )
+
+    def check_folders(self) -> None:
+        """Check that the folders of a local disk exist: the mount of one is easily mistyped.
+
+        Raises:
+            OptionError: one does not.
+        """
+        StrategyConfig.check_values(self)
+        for name, place in self._places.items():
+            folder = OffloadPlace.parse(place).folder
+            expected = "a folder that exists, where the local disk is mounted"
+            require(folder is None or folder.is_dir(), name, f"{place}, no folder", expected)
+
+    @property
+    def _places(self) -> dict[str, str]:
+        places = {"--offload": self.offload, "--offload-parameters": self.offload_parameters}
+        return {name: place for name, place in places.items() if place is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig(Config):
+    """What one step of the optimizer is.
+
+    Attributes:
+        batch_size: examples of a rank and microbatch.
+        accumulate: microbatches of a step.
+        stepping: when the optimizer steps.
+    """
+
+    batch_size: Count = field(
+        default=1, metadata=option("Examples per rank and microbatch.", TRAINING)
+    )
+    accumulate: Count = field(
+        default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
+    )
+    stepping: Stepping = field(
+        default=Stepping.AFTER_BACKWARD,
+        metadata=option(
+            "When the optimizer steps.",
+            TRAINING,
+            flags={
+                "--step-in-backward": (
+                    Stepping.IN_BACKWARD,
+                    "Step with each group as soon as its gradients are reduced, which saves the "
+                    "memory of gradients; --clip-grad then goes by the norm of the step before.",
+                ),
+                "--step-after-backward": (
+                    Stepping.AFTER_BACKWARD,
+                    "Step after backward, whatever --config says.",
+                ),
+            },
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingConfig(StrategyConfig):
+    """How a training shards its model over the ranks that there are."""
+
+    replicas: Count | None = field(
+        default=None,
+        metadata=option(
+            "Copies of the model, for strategies that have several.",
+            SHARDING,
+            shown="one per host",
+        ),
+    )
+    #: Whether the job was started for several hosts. Hybrid strategies then go on with one host,
+    #: if only one is left.
+    over_hosts: bool = False
+    mesh: str | None = field(
+        default=None,
+        metadata=option("The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING),
+    )
+
+    def check_values(self) -> None:
+        """Check what is kept where, and that the mesh is said once.
+
+        Raises:
+            OptionError: an option is impossible.
+        """
+        super().check_values()
+        once = self.mesh is None or self.replicas is None
+        require(once, "--mesh", "--replicas too", "one of the two")
+
+
+def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) -> ShardingPlan:
+    """Return the mesh of a run and the arguments of ``fully_shard``.
+
+    Raises:
+        OptionError: strategy, mesh, world and wire contradict each other.
+    """
+    plan = _plan_of(config, world_size, hosts)
+    has = plan.names[1:] if plan.apart else plan.names
+    unknown = config.collective_wire.unknown(has)
+    require(unknown is None, "--wire", f"the dimension {unknown}", f"one of {', '.join(has)}")
+    asked = config.reshard_after_forward
+    if asked is None:
+        return plan
+    with naming_mesh("--reshard-after-forward"):
+        return replace(plan, reshard_after_forward=reshard_over(plan, asked, world_size // hosts))
+
+
+@contextlib.contextmanager
+def naming_mesh(option: str, hint: str = "") -> Iterator[None]:
+    """Report what does not fit the mesh as a mistake in an option."""
+    try:
+        yield
+    except MeshError as error:
+        raise OptionError(option, error.found, error.expected + hint) from None
+
+
+def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPlan:
+    if config.mesh is None:
+        option = "--strategy" if config.replicas is None else "--replicas"
+        hint = "; say --replicas R" if config.replicas is None else ""
+        replicas = config.replicas
+        if replicas is None and config.over_hosts and config.strategy.is_hybrid:
+            replicas = hosts
+        return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
+    with naming_mesh("--mesh"):
+        sizes = parse_mesh(config.mesh)
+    replicas = sizes.get(REPLICATE, 1)
+    ranks = replicas * sizes.get(SHARD, 1)
+    require(
+        ranks == world_size,
+        "--mesh",
+        f"{config.mesh}, a mesh of {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        f"one of {world_size}, the number of processes",
+    )
+    return _resolve("--mesh", config.strategy, world_size, replicas, hosts, "")
+
+
+def _resolve(
+    option: str, strategy: Strategy, world_size: int, replicas: int | None, hosts: int, hint: str
+) -> ShardingPlan:
+    with naming_mesh(option, hint):
+        return resolve(strategy, world_size, replicas=replicas, hosts=hosts)
+
+
+# -- wires in one line of text ---------------------------------------------------------------------
+
+_SHORT = ", ".join(get_args(Encoding))
+
+
+def _parse_one(text: str) -> Wire:
+    """Read one wire."""
+    text = text.strip()
+    if text in get_args(Encoding):
+        return Wire(gather=text, reduce=text)  # type: ignore[arg-type]  # checked just before
+    found: dict[str, object] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        item: object
+        if name in ("error-feedback", "error_feedback") and not value:
+            name, item = "error_feedback", True
+        elif name == "stochastic" and not value:
+            name, item = "rounding", name
+        elif name == "seed" and value.isdecimal() and len(value) < 20:
+            item = int(value)
+        elif name in ("gather", "reduce"):
+            item = value
+        else:
+            raise WireError(
+                repr(part.strip()),
+                f"{_SHORT}, or gather=FORMAT, reduce=FORMAT, error-feedback, stochastic and "
+                "seed=N, separated by commas",
+            )
+        if name in found:
+            raise WireError(f"{name} twice in {text!r}", "each once")
+        found[name] = item
+    assert found.keys() <= {each.name for each in fields(Wire)}
+    return Wire(**found)  # type: ignore[arg-type]  # __post_init__ checks the values

@@ -1,0 +1,645 @@
+"""How a model is trained, whatever model and data are: optimizer, length, replicas, output."""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from shardwise.diloco.settings import (
+    OuterSGD,
+    Overlapped,
+    Streaming,
+    WireFormat,
+    check_streaming,
+)
+from shardwise.elastic.world import World, most_ranks
+from shardwise.frontends.strategies import Strategy
+from shardwise.schema.option import (
+    DILOCO,
+    GROUP,
+    HOSTS,
+    OUTPUT,
+    SEEDS,
+    TRAINING,
+    Config,
+    Count,
+    Fraction,
+    Group,
+    Natural,
+    NotNegative,
+    OptionError,
+    Positive,
+    Seconds,
+    option,
+    require,
+)
+from shardwise.schema.sharding import ShardingConfig, StepConfig, Stepping
+
+
+class LogName(enum.Enum):
+    """Where the metrics of a run go."""
+
+    JSONL = "jsonl"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+
+
+class Existing(enum.Enum):
+    """What to do about a run that is in the folder already."""
+
+    REFUSE = "refuse"
+    RESUME = "resume"
+    AUTO = "auto-resume"  # resume if a checkpoint was committed, else overwrite; rank 0 decides
+    OVERWRITE = "overwrite"
+
+
+#: Values of ``--device`` beside the types of devices that torch knows.
+AUTO = "auto"
+
+
+#: ``--timeline auto``: the steps of a session before recording, and those recorded.
+WARM_UP, STEADY = 4, 4
+
+
+class ScheduleName(enum.Enum):
+    """The shape of the learning rate after its warmup."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+    WARMUP_STABLE_DECAY = "warmup-stable-decay"
+
+
+class OptimizerName(enum.Enum):
+    """What updates parameters."""
+
+    ADAMW = "adamw"
+    ADAMW8BIT = "adamw8bit"
+    MUON = "muon"
+    LION = "lion"
+    ADAFACTOR = "adafactor"
+    SGD = "sgd"
+
+
+#: The momentum of an optimizer, unless ``--momentum`` says another.
+MOMENTA = {OptimizerName.MUON: 0.95, OptimizerName.SGD: 0.9}
+
+#: How much larger the learning rate of AdamW is than that of Lion, for which weight decay makes up.
+LION_FACTOR = 4
+#: How much larger the learning rate of Adafactor is: relative to parameters, and not absolute.
+ADAFACTOR_FACTOR = 25
+
+_GROUP = "--param-group"
+_PARAM_GROUPS: Any = field(
+    default=(),
+    metadata=option(
+        "Peak lr, weight_decay, or both, separated by a comma, of parameters whose names match a "
+        "pattern: 'embed*:lr=1e-4'. May be repeated.",
+        TRAINING,
+        name=_GROUP,
+        metavar="RULE",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Config):
+    """An optimizer, and how its learning rate changes; see :func:`~.build.learning_rate`."""
+
+    algorithm: OptimizerName = field(
+        default=OptimizerName.ADAMW,
+        metadata=option(
+            "What updates parameters: {choices}. adamw8bit keeps AdamW's moments in a quarter of "
+            "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW. "
+            "lion and adafactor have other defaults of --lr.",
+            TRAINING,
+            name="--optimizer",
+            metavar="NAME",
+        ),
+    )
+    lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
+    warmup: Natural = field(
+        default=20, metadata=option("Steps of linear warmup, at most half of all.", TRAINING)
+    )
+    schedule: ScheduleName = field(
+        default=ScheduleName.COSINE,
+        metadata=option("Learning rate after the warmup: {choices}.", TRAINING, metavar="NAME"),
+    )
+    decay_steps: Count | None = field(
+        default=None,
+        metadata=option(
+            "The last steps of the run, in which the learning rate decays; until then it stays at "
+            "its peak.",
+            TRAINING,
+            shown="all after the warmup; a tenth of the run with warmup-stable-decay",
+        ),
+    )
+    min_lr: NotNegative | None = field(
+        default=None,
+        metadata=option(
+            "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
+        ),
+    )
+    beta1: Fraction = field(
+        default=0.9, metadata=option("First beta of AdamW and of Lion.", TRAINING)
+    )
+    beta2: Fraction = field(
+        default=0.95,
+        metadata=option(
+            "Second beta of AdamW and of Lion, for which the default is 0.99.", TRAINING
+        ),
+    )
+    momentum: Fraction | None = field(
+        default=None,
+        metadata=option(
+            "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd"
+        ),
+    )
+    weight_decay: NotNegative = field(
+        default=0.1,
+        metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
+    )
+    param_groups: tuple[str, ...] = _PARAM_GROUPS
+    clip_grad: NotNegative = field(
+        default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    )
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """Both betas, as torch takes them."""
+        return self.beta1, self.beta2
+
+    def check_values(self) -> None:
+        """Check that the settings go with the optimizer and the schedule.
+
+        Raises:
+            OptionError: names the first option that does not.
+        """
+        super().check_values()
+        found, expected = self.momentum, "none: only muon and sgd have one"
+        require(self.algorithm in MOMENTA or found is None, "--momentum", found, expected)
+        decays = self.schedule is not ScheduleName.CONSTANT
+        for name, given in (("--decay-steps", self.decay_steps), ("--min-lr", self.min_lr)):
+            expected = "none with --schedule constant, which does not decay"
+            require(decays or given is None, name, given, expected)
+        if self.min_lr is not None:
+            expected = f"0 to {self.lr}, the peak of --lr"
+            require(0 <= self.min_lr <= self.lr, "--min-lr", self.min_lr, expected)
+        rules_of(self.param_groups)
+
+    def usual_for(self, algorithm: OptimizerName) -> OptimizerConfig:
+        """Return this with the defaults that go with an optimizer, if these are AdamW's.
+
+        The paper of Lion, arXiv 2302.06675, advises a learning rate that is 3 to 10 times smaller.
+        A weight with a root mean square of 0.04 moves under Adafactor as under AdamW.
+        """
+        match algorithm:
+            case OptimizerName.LION:
+                lr, decay = self.lr / LION_FACTOR, self.weight_decay * LION_FACTOR
+                return replace(self, lr=lr, weight_decay=decay, beta1=0.9, beta2=0.99)
+            case OptimizerName.ADAFACTOR:
+                return replace(self, lr=self.lr * ADAFACTOR_FACTOR)
+            case _:
+                return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class SgdConfig(Config):
+    """Stochastic gradient descent with momentum."""
+
+    lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
+    momentum: Fraction = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
+    weight_decay: NotNegative = field(
+        default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
+    )
+    param_groups: tuple[str, ...] = _PARAM_GROUPS
+    clip_grad: NotNegative = field(
+        default=0.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    )
+
+    def check_values(self) -> None:
+        """Check numbers, and the settings of groups.
+
+        Raises:
+            OptionError: names the first option that is wrong.
+        """
+        super().check_values()
+        rules_of(self.param_groups)
+
+
+def _format(text: str) -> WireFormat:
+    return WireFormat(text.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class DilocoConfig(Config):
+    """How replicas that train apart exchange parameters; see :class:`shardwise.diloco.DiLoCo`."""
+
+    local_steps: Count = field(
+        default=500, metadata=option("Steps of each replica between two exchanges.", DILOCO)
+    )
+    outer_lr: Positive = field(
+        default=OuterSGD.lr, metadata=option("Learning rate of the outer optimizer.", DILOCO)
+    )
+    outer_momentum: Fraction = field(
+        default=OuterSGD.momentum,
+        metadata=option("Nesterov momentum of the outer optimizer.", DILOCO),
+    )
+    outer_warmup: Natural = field(
+        default=OuterSGD.warmup,
+        metadata=option("Exchanges over which that momentum rises from 0.", DILOCO),
+    )
+    wire: WireFormat = field(
+        default=WireFormat.FP32,
+        metadata=option(
+            "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4 or ternary.",
+            DILOCO,
+            name="--diloco-wire",
+            metavar="NAME",
+            reads=_format,
+            completions=tuple(each.value for each in WireFormat),
+        ),
+    )
+    error_feedback: bool = field(
+        default=False,
+        metadata=option(
+            "Add what the format lost to the next exchange; int4 and ternary always do.",
+            DILOCO,
+            name="--diloco-error-feedback",
+        ),
+    )
+    fragments: int = field(
+        default=Streaming.fragments,
+        metadata=option(
+            "Parts of the model, exchanged one after another.", DILOCO, name="--diloco-fragments"
+        ),
+    )
+    overlap: int = field(
+        default=Streaming.overlap,
+        metadata=option(
+            "Training steps that an exchange may overlap with.", DILOCO, name="--diloco-overlap"
+        ),
+    )
+    alpha: Fraction = field(
+        default=Streaming.alpha,
+        metadata=option(
+            "Share of its own parameters that a replica keeps at an exchange, 0 to 1.",
+            DILOCO,
+            name="--diloco-alpha",
+        ),
+    )
+
+    overlapped: Overlapped = field(
+        default=Streaming.overlapped,
+        metadata=option(
+            "What becomes of the steps during an exchange: {choices}.",
+            DILOCO,
+            name="--diloco-overlapped",
+            metavar="NAME",
+        ),
+    )
+
+    deadline: Seconds | None = field(
+        default=None,
+        metadata=option(
+            "Make every replica a world of its own, which may be lost and come back. A round waits "
+            "this many seconds for one that is late.",
+            DILOCO,
+            name="--diloco-deadline",
+            metavar="SECONDS",
+        ),
+    )
+
+    def check_values(self) -> None:
+        """Check that fragments and overlap go with the steps between two exchanges.
+
+        Raises:
+            OptionError: names the first option that does not.
+        """
+        super().check_values()
+        steps, parts, overlap = self.local_steps, self.fragments, self.overlap
+        expected = f"1 to {steps}, the local steps"
+        require(1 <= parts <= steps, "--diloco-fragments", parts, expected)
+        kept = self.overlapped is Overlapped.KEPT
+        expected = "0 with steps that are kept"
+        require(not (kept and self.alpha), "--diloco-alpha", self.alpha, expected)
+        most = steps if kept else steps - 1
+        hint = "" if kept else ", or a whole round with steps that are kept"
+        require(0 <= overlap <= most, "--diloco-overlap", overlap, f"0 to {most} steps{hint}")
+        if self.deadline is not None:
+            expected = "one fragment, without overlap, with --diloco-deadline"
+            require(parts == 1, "--diloco-fragments", parts, expected)
+            require(overlap == 0, "--diloco-overlap", overlap, expected)
+        try:
+            check_streaming(self.streaming, steps)
+        except ValueError as error:
+            raise OptionError("--local-steps", steps, str(error)) from None
+
+    @property
+    def outer(self) -> OuterSGD:
+        """The outer optimizer."""
+        return OuterSGD(lr=self.outer_lr, momentum=self.outer_momentum, warmup=self.outer_warmup)
+
+    @property
+    def streaming(self) -> Streaming:
+        """The fragments, and how their exchange overlaps with training."""
+        return Streaming(
+            fragments=self.fragments,
+            overlap=self.overlap,
+            alpha=self.alpha,
+            overlapped=self.overlapped,
+        )
+
+    @property
+    def keeps_errors(self) -> bool:
+        """Whether what the format loses is kept for the next exchange."""
+        return self.error_feedback or self.wire.needs_error_feedback
+
+    def __str__(self) -> str:
+        return f"exchange every {self.local_steps} steps, sent as {self.wire.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputConfig(Config):
+    """What a run writes, where, and how often."""
+
+    out: Path = field(metadata=option("Folder of the run.", OUTPUT, metavar="PATH"))
+    checkpoint_every: Natural = field(
+        default=100,
+        metadata=option("Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT),
+    )
+    keep_last: Count = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
+    keep_best: bool = field(
+        default=False,
+        metadata=option(
+            "Save whenever the validation loss is the lowest so far, and keep that checkpoint "
+            "beside the last ones.",
+            OUTPUT,
+        ),
+    )
+    async_checkpoint: bool = field(
+        default=False,
+        metadata=option(
+            "Train on while a checkpoint is written; needs memory for a copy of each rank's "
+            "shards and optimizer state.",
+            OUTPUT,
+        ),
+    )
+    eval_every: Natural = field(
+        default=100,
+        metadata=option(
+            "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
+        ),
+    )
+    timeline: str | None = field(
+        default=None,
+        metadata=option(
+            "Record what every rank does in some steps, such as 5-8; auto: four, after four more. "
+            "See docs/timeline.md.",
+            OUTPUT,
+            metavar="STEPS",
+            completions=("auto",),
+        ),
+    )
+    log_every: Count = field(
+        default=1,
+        metadata=option(
+            "Steps from one printed line to the next; metrics.jsonl has all steps.", OUTPUT
+        ),
+    )
+    log: str = field(
+        default="jsonl",
+        metadata=option(
+            "Where metrics go, separated by commas: jsonl, tensorboard, wandb. Every run writes "
+            "metrics.jsonl.",
+            OUTPUT,
+            metavar="NAMES",
+            completions=("jsonl", "tensorboard", "wandb"),
+        ),
+    )
+    tensorboard: bool = field(
+        default=False, metadata=option("The same as --log tensorboard.", OUTPUT)
+    )
+    page: bool = field(
+        default=False,
+        metadata=option(
+            "Write report.html, the page of the run, every few seconds, and not only at the end.",
+            OUTPUT,
+        ),
+    )
+    existing: Existing = field(
+        default=Existing.REFUSE,
+        metadata=option(
+            "What to do about a run that is in --out already.",
+            OUTPUT,
+            flags={
+                "--resume": (Existing.RESUME, "Go on from the newest checkpoint in --out."),
+                "--auto-resume": (
+                    Existing.AUTO,
+                    "Go on if --out has checkpoints, else start over; for jobs that a scheduler "
+                    "restarts.",
+                ),
+                "--overwrite": (
+                    Existing.OVERWRITE,
+                    "Delete the run that is in --out, and start over.",
+                ),
+            },
+        ),
+    )
+
+    def check_values(self) -> None:
+        """Check that the folder can be named everywhere, and that the logs exist.
+
+        Raises:
+            OptionError: names the first option that is wrong.
+        """
+        super().check_values()
+        out = str(self.out)
+        expected = "a path in UTF-8: tokenizers and safetensors can write to no other"
+        require(out == out.encode(errors="replace").decode(), "--out", ascii(out), expected)
+        _ = self.logs
+
+    @property
+    def logs(self) -> frozenset[LogName]:
+        """Where metrics go.
+
+        Raises:
+            OptionError: ``log`` has a name that is none.
+        """
+        names = [name.strip() for name in self.log.split(",")]
+        known = {each.value: each for each in LogName}
+        for name in names:
+            expected = f"names among {', '.join(known)}, separated by commas"
+            require(name in known, "--log", repr(self.log), expected)
+        own = {LogName.TENSORBOARD} if self.tensorboard else set[LogName]()
+        return frozenset({known[name] for name in names} | own | {LogName.JSONL})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(StepConfig):
+    """A training, whatever its model and data.
+
+    It ends after ``steps`` or ``epochs``, whichever comes first; one of the two may be None.
+    """
+
+    steps: Count | None = field(
+        default=None,
+        metadata=option("Optimizer steps of the whole run, from its beginning.", TRAINING),
+    )
+    epochs: Count | None = field(
+        default=None,
+        metadata=option("Epochs of the whole run, from its beginning.", TRAINING),
+    )
+    optimizer: OptimizerConfig | SgdConfig
+    seed: Annotated[int, SEEDS] = field(
+        default=0,
+        metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
+    )
+    device: str = field(
+        default=AUTO,
+        metadata=option(
+            "Type of device, as torch names it; auto: accelerators if there is one for every rank, "
+            "else CPUs.",
+            TRAINING,
+            metavar="TYPE",
+            completions=(AUTO, "cpu"),
+        ),
+    )
+    peer_timeout: Seconds | None = field(
+        default=None,
+        metadata=option(
+            "Seconds after which a process that does not answer in a collective counts as lost.",
+            HOSTS,
+            shown="torch's, 1800",
+        ),
+    )
+    sharding: ShardingConfig = field(default=ShardingConfig())
+    diloco: DilocoConfig | None = field(
+        default=None,
+        metadata={GROUP: Group(DilocoConfig(), "strategy", Strategy.DILOCO)},
+    )
+    output: OutputConfig
+
+    def examples_per_step(self, world_size: int) -> int:
+        """Examples of one step, over all ranks."""
+        return self.batch_size * self.accumulate * world_size
+
+    def check_values(self) -> None:
+        """Check everything that does not depend on the world.
+
+        Raises:
+            OptionError: names the first option that is wrong.
+        """
+        super().check_values()
+        device, steps = self.device, self.steps
+        require(device.isidentifier(), "--device", repr(device), "a type of device, such as cpu")
+        if (asked := self.output.timeline) is not None:
+            made = steps is None or steps_to_record(asked, 0, 1)[0] <= steps
+            require(made, "--timeline", f"{asked} of {steps} steps", f"steps up to {steps}")
+        sharding, strategy = self.sharding, self.sharding.strategy.value
+        apart = sharding.strategy is Strategy.DILOCO
+        require(
+            apart == (self.diloco is not None),
+            "--strategy",
+            f"{strategy} with{'out' if apart else ''} settings of DiLoCo",
+            "another one: only train lm has them" if apart else Strategy.DILOCO.value,
+        )
+        others = {
+            "--offload": (sharding.offload, "keep parameters and states in memory"),
+            "--offload-parameters": (
+                sharding.offload_parameters,
+                "keep parameters and states in memory",
+            ),
+            "--step-in-backward": (self.stepping is Stepping.IN_BACKWARD, "step after backward"),
+        }
+        for name, (asked_for, why) in others.items():
+            expected = f"another strategy: replicas that train apart {why}"
+            require(not (apart and asked_for), name, f"--strategy {strategy} too", expected)
+
+
+def steps_to_record(asked: str, done: int, left: int) -> range:
+    """Return the steps that ``--timeline`` asks for.
+
+    Args:
+        asked: ``"5-8"``, ``"5"`` or ``"auto"``.
+        done: steps that the run has behind it.
+        left: steps that the session will make.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if asked == AUTO:
+        last = done + min(left, WARM_UP + STEADY)
+        return range(max(done + 1, last - STEADY + 1), last + 1)
+    first, dash, last_one = asked.partition("-")
+    steps = [first, last_one if dash else first]
+    if not all(text.isascii() and text.isdigit() and len(text) < 10 for text in steps):
+        raise OptionError("--timeline", repr(asked), "steps such as 5-8, or auto")
+    begin, end = map(int, steps)
+    if not 1 <= begin <= end:
+        raise OptionError("--timeline", repr(asked), "steps from 1 up, the first one first")
+    return range(begin, end + 1)
+
+
+def rules_of(param_groups: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Return settings by patterns of names, as ``--param-group`` says them.
+
+    Args:
+        param_groups: each ``PATTERN:SETTING=VALUE,...``.
+
+    Raises:
+        OptionError: one says something else, or two have the same pattern.
+    """
+    rules: dict[str, dict[str, float]] = {}
+    for text in param_groups:
+        pattern, _, settings = text.rpartition(":")
+        expected = "PATTERN:SETTING=VALUE, such as 'embed*:lr=1e-4,weight_decay=0'"
+        require(bool(pattern.strip() and settings), _GROUP, repr(text), expected)
+        require(pattern not in rules, _GROUP, f"{pattern!r} twice", "all its settings together")
+        rules[pattern] = dict(_setting(each, text) for each in settings.split(","))
+        twice = len(rules[pattern]) < len(settings.split(","))
+        require(not twice, _GROUP, f"a setting twice in {text!r}", "it once")
+    return rules
+
+
+def _setting(text: str, whole: str) -> tuple[str, float]:
+    """Return the name and the value of a setting in ``--param-group``."""
+    name, _, value = (each.strip() for each in text.partition("="))
+    name = name.replace("-", "_")
+    expected = "lr=VALUE or weight_decay=VALUE behind the pattern and a colon"
+    require(name in ("lr", "weight_decay"), _GROUP, f"{text!r} in {whole!r}", expected)
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    expected = f"a number, 0 or more, for {name}"
+    require(0 <= number < math.inf, _GROUP, f"{value!r} in {whole!r}", expected)
+    return name, number
+
+
+def check_nproc(nproc: int | None, world: World | None) -> int:
+    """Return the number of processes to start, or to expect, on this host.
+
+    Args:
+        nproc: ``--nproc``; None: not given.
+        world: the world that the environment names; None: none.
+
+    Raises:
+        OptionError: it is below 1, more than this host can carry, or the world has another number.
+    """
+    require(nproc is None or nproc >= 1, "--nproc", nproc, "1 or more")
+    if world is None:
+        most, expected = most_ranks()
+        require(nproc is None or nproc <= most, "--nproc", nproc, expected)
+        return nproc or 1
+    require(
+        nproc in (None, world.local_size),
+        "--nproc",
+        nproc,
+        f"{world.local_size} or none given: the environment has {world.local_size} on this host",
+    )
+    return world.local_size
