@@ -15,7 +15,7 @@ from shardwise.app.recipes.text.config import PRESETS
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
-from shardwise.schema.training import OptimizerConfig
+from shardwise.insight.schema.training import OptimizerConfig
 
 JUDGED = 1024  # sequences
 

@@ -25,7 +25,7 @@ from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
-from shardwise.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import Checkpointing
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}

@@ -16,8 +16,8 @@ from torch import nn
 
 from _optimizers_tables import TITLES, split
 from shardwise.app.recipes.core.build import make_optimizer
+from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 from shardwise.optim import muon_groups
-from shardwise.schema.training import OptimizerConfig, OptimizerName
 
 Params = list[dict[str, Any]]
 

@@ -39,8 +39,8 @@ from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, lo
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.schema.sharding import ShardingConfig, TransportName
-from shardwise.schema.training import OptimizerConfig, OptimizerName
+from shardwise.insight.schema.sharding import ShardingConfig, TransportName
+from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {

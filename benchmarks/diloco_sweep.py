@@ -33,8 +33,8 @@ from shardwise.app.recipes.text.data import VOCAB_SIZE, Sequences, load_text
 from shardwise.diloco import OuterSGD
 from shardwise.diloco.average import Average
 from shardwise.diloco.settings import keeps_errors
+from shardwise.insight.schema.training import OptimizerConfig
 from shardwise.optim import Muon
-from shardwise.schema.training import OptimizerConfig
 from shardwise.transport.wire import WireFormat
 
 JUDGED = 256  # sequences

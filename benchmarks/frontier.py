@@ -35,7 +35,7 @@ from diloco_sweep import Contender, Settings, Training, play
 from shardwise import Wire
 from shardwise.app.recipes.text.data import load_text
 from shardwise.diloco.average import Average
-from shardwise.schema.sharding import parse_wires
+from shardwise.insight.schema.sharding import parse_wires
 from shardwise.transport.base import Call, Kind, Label, Reduce
 from shardwise.transport.codecs import Room, codec_of, decode, encode
 from shardwise.transport.encoded import EncodedSums, Encoding, Tally, chunks_of

@@ -50,8 +50,8 @@ from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Checkpointing
 from shardwise.optim.norms import clip_grad_norm_
-from shardwise.schema.sharding import Checkpointing
 
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 WARMUP = 4  # steps: shared memory may settle only after so many

@@ -35,7 +35,7 @@ from shardwise.insight.planning.machine import Machine
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Compiled, Products, Settings
-from shardwise.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import Checkpointing
 
 H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)

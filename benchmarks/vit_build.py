@@ -44,8 +44,13 @@ from shardwise.frontends.strategies import SHARD, WantedMesh
 from shardwise.insight.inspect.api import Blueprint, plan
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.planning.presets import VIT_PRESETS
-from shardwise.schema.sharding import Checkpointing, PrecisionName, ShardingConfig, TransportName
-from shardwise.schema.training import OptimizerConfig, OutputConfig, TrainConfig
+from shardwise.insight.schema.sharding import (
+    Checkpointing,
+    PrecisionName,
+    ShardingConfig,
+    TransportName,
+)
+from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
 CLASSES = 1000
 STEPS = 2  # the first makes the optimizer's state

@@ -18,8 +18,8 @@ from shardwise.base import devices
 from shardwise.base.devices import GLOO, NCCL, Backend, Copy, Model, backend_of, backends_for
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
-from shardwise.schema.training import AUTO
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import AUTO
 
 CUDA = torch.device("cuda", 1)
 

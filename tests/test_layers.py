@@ -26,7 +26,6 @@ LAYERS = [
     ["checkpoint"],
     ["frontends"],
     ["diloco"],
-    ["schema"],
     ["insight"],
     ["__init__"],
     ["app"],
@@ -68,8 +67,8 @@ INNER_LAYERS = {
         ["compat", "pretrained"],
         ["__init__"],
     ],
-    "insight": [["inspect"], ["planning"], ["timeline"], ["__init__"]],
-    "schema": [["option"], ["sharding"], ["training"], ["__init__"]],
+    "insight": [["schema"], ["inspect"], ["planning"], ["timeline"], ["__init__"]],
+    "insight/schema": [["option"], ["sharding"], ["training"], ["__init__"]],
     "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
     "app/recipes": [
         ["core"],

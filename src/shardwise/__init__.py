@@ -58,8 +58,8 @@ if TYPE_CHECKING:
     from shardwise.insight.inspect.api import inspect
     from shardwise.insight.planning.api import plan
     from shardwise.insight.planning.settings import MachineConfig, PlannedStep
+    from shardwise.insight.schema.sharding import StrategyConfig
     from shardwise.optim.norms import clip_grad_norm_
-    from shardwise.schema.sharding import StrategyConfig
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.transport.wire import Wire
 
@@ -153,7 +153,7 @@ _HOME = {
     "StateDictConfig": "torch.distributed.fsdp",
     "StateDictSettings": "torch.distributed.fsdp",
     "StateDictType": "torch.distributed.fsdp",
-    "StrategyConfig": "shardwise.schema.sharding",
+    "StrategyConfig": "shardwise.insight.schema.sharding",
     "UnshardHandle": "shardwise.frontends.module",
     "Wire": "shardwise.transport.wire",
     "XlaFullyShardedDataParallel": "shardwise.frontends.xla",

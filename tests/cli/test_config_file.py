@@ -21,9 +21,9 @@ from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import Checkpointing
-from shardwise.schema.training import ScheduleName
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.insight.schema.training import ScheduleName
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import typer
 from shardwise.app.cli import main
 from shardwise.app.cli.generate import Options, with_options
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.schema.option import GROUP, Config, Group, OptionError, Reads, option
+from shardwise.insight.schema.option import GROUP, Config, Group, OptionError, Reads, option
 
 
 class Shape(enum.Enum):

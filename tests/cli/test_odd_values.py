@@ -20,7 +20,7 @@ from shardwise.app.cli.main import app
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.schema.option import Bounds, OptionError
+from shardwise.insight.schema.option import Bounds, OptionError
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")

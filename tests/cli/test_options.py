@@ -21,7 +21,7 @@ from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.recipes.rank import received
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -362,7 +362,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
-    from shardwise.schema.option import as_json, flatten
+    from shardwise.insight.schema.option import as_json, flatten
 
     assert flatten(as_json(jobs[0].config)) == {
         "model": "llama-34m", "data": ["a.txt", "c.txt", "b.txt"], "seq_length": 512,
@@ -433,7 +433,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
 
 
 def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shardwise.schema.option import as_json, flatten
+    from shardwise.insight.schema.option import as_json, flatten
 
     jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))

@@ -21,7 +21,7 @@ from shardwise.elastic import worker
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import WORKER_JOB, World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.running import train as train_here
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks

@@ -12,7 +12,7 @@ from shardwise.app.recipes.core.training import train
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
-from shardwise.schema.training import AUTO, Existing
+from shardwise.insight.schema.training import AUTO, Existing
 from tests.devices.device import NAME, figures, register
 from tests.devices.process_group import register_backend
 from tests.harness import run_ranks

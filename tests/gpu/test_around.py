@@ -136,7 +136,7 @@ def test_a_recipe_resumes_with_the_random_numbers_of_the_device(
     """Dropout draws from the generator of the device, whose state is saved."""
     for name in ("transformers", "xxhash", "rich"):
         pytest.importorskip(name)
-    from shardwise.schema.training import Existing
+    from shardwise.insight.schema.training import Existing
     from tests.recipes.small import losses, small_config
 
     train: Callable[..., Any] = _train_recipe

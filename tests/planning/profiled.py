@@ -20,8 +20,8 @@ from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Stepping
 from shardwise.optim import in_backward
-from shardwise.schema.sharding import Stepping
 
 
 @dataclass(frozen=True)

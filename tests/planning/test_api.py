@@ -32,7 +32,7 @@ from shardwise.insight.planning.memory import PROCESS_FACTOR
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import Settings, SettingsError
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import write_model
 
 TINY = PlannedStep(seq_length=16)

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
-from shardwise.schema.sharding import parse_wires
+from shardwise.insight.schema.sharding import parse_wires
 from tests.planning.counted import Training, counted, planned
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.

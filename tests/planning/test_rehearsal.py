@@ -30,7 +30,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Checkpointing, Stepping
 from tests.planning.profiled import allocated
 
 

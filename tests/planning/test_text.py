@@ -10,7 +10,7 @@ from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.report import Available, Traffic
 from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.planning.text import as_text
-from shardwise.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import Checkpointing
 from tests.planning.test_report import LOG, RANK, STEP, MiB, make_plan
 
 

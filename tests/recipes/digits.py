@@ -10,7 +10,7 @@ from typing import Any
 
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.files import CLASSES, SIDE
-from shardwise.schema.training import OptimizerConfig
+from shardwise.insight.schema.training import OptimizerConfig
 from tests.recipes.small import train_config
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.schema.sharding import ShardingConfig
-from shardwise.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
+from shardwise.insight.schema.sharding import ShardingConfig
+from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
 #: Odd sizes, so that shards are uneven; dropout, so that random states matter.
 MODEL = {

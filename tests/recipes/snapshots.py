@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from shardwise.app.recipes.vision.config import ImagenetConfig
-from shardwise.schema.training import SgdConfig
+from shardwise.insight.schema.training import SgdConfig
 from tests.recipes.small import train_config
 
 COLORS = {"grass": (40, 160, 60), "rust": (170, 80, 40), "sea": (30, 90, 180)}

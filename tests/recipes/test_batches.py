@@ -25,7 +25,7 @@ from shardwise.app.recipes.text.batches import (
 )
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Bytes, Sequences, load_text
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import small_config
 
 CPU = torch.device("cpu")

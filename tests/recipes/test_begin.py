@@ -22,8 +22,8 @@ from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import JOB, PARENT_PID
-from shardwise.schema.option import OptionError
-from shardwise.schema.training import Existing, LogName, OutputConfig
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import Existing, LogName, OutputConfig
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,12 @@ from shardwise.app.recipes.core.build import (
     set_lr,
 )
 from shardwise.elastic.errors import UserError
-from shardwise.schema.training import OptimizerConfig, OptimizerName, ScheduleName, SgdConfig
+from shardwise.insight.schema.training import (
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleName,
+    SgdConfig,
+)
 
 
 @pytest.fixture

@@ -28,8 +28,8 @@ from shardwise.checkpoint.disk.commit import steps
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.schema.option import OptionError
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import Existing
 from tests.recipes.running import train, train_here
 from tests.recipes.small import small_config
 from tests.worlds import Ranks

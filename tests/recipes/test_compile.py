@@ -11,8 +11,8 @@ import torch
 
 from shardwise.app.recipes.core import build
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.schema.sharding import Checkpointing
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation, write_model

@@ -23,9 +23,9 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.presets import longest_sequence
-from shardwise.schema.option import OptionError, as_json, flatten
-from shardwise.schema.sharding import ShardingConfig, resolve_sharding
-from shardwise.schema.training import (
+from shardwise.insight.schema.option import OptionError, as_json, flatten
+from shardwise.insight.schema.sharding import ShardingConfig, resolve_sharding
+from shardwise.insight.schema.training import (
     Existing,
     OptimizerConfig,
     OutputConfig,

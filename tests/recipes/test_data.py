@@ -23,7 +23,7 @@ from shardwise.app.recipes.text.data import (
     load_vocabulary,
 )
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 
 def write(folder: Path, **files: bytes) -> list[Path]:

@@ -19,8 +19,8 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import memory_rows, traffic_rows
-from shardwise.schema.sharding import PrecisionName, ShardingConfig
-from shardwise.schema.training import DilocoConfig
+from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
+from shardwise.insight.schema.training import DilocoConfig
 from tests.recipes.small import ONE_BLOCK
 from tests.recipes.test_plan import planned_config
 

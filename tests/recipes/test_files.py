@@ -18,7 +18,7 @@ from shardwise.app.recipes.vision.files import (
     find_images,
     load_mnist,
 )
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.digits import idx, write_digits
 
 

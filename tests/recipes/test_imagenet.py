@@ -18,9 +18,9 @@ from shardwise.app.recipes.vision.images import Augment, FolderImages, center_bo
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import Checkpointing, PrecisionName
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
+from shardwise.insight.schema.training import Existing
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses
 from tests.recipes.snapshots import COLORS, small_imagenet, write_snapshots

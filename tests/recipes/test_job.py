@@ -17,8 +17,8 @@ from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Recipe
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import World
-from shardwise.schema.option import Config, OptionError, as_json
-from shardwise.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
+from shardwise.insight.schema.option import Config, OptionError, as_json
+from shardwise.insight.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
 
 ALONE = World(0, 1, 0, 1)
 

@@ -39,9 +39,9 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import Checkpointing, PrecisionName, Stepping
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import Checkpointing, PrecisionName, Stepping
+from shardwise.insight.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model

@@ -17,7 +17,7 @@ from shardwise.app.recipes.core.model import (
 )
 from shardwise.app.recipes.text.config import with_microbatches
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import MODEL, small_config
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     DILOCO,
     GROUP,
     HOSTS,
@@ -25,7 +25,7 @@ from shardwise.schema.option import (
     option,
     option_name,
 )
-from shardwise.schema.training import DilocoConfig, TrainConfig
+from shardwise.insight.schema.training import DilocoConfig, TrainConfig
 
 
 def options(config: Any) -> Iterator[tuple[str, Option]]:

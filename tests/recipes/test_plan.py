@@ -23,8 +23,8 @@ from shardwise.base import devices
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.schema.sharding import Checkpointing, PrecisionName, ShardingConfig
-from shardwise.schema.training import (
+from shardwise.insight.schema.sharding import Checkpointing, PrecisionName, ShardingConfig
+from shardwise.insight.schema.training import (
     DilocoConfig,
     OptimizerConfig,
     OptimizerName,

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.app.recipes.core.position import Draw, Position, Shuffle, TrainingSpan, permute
 from shardwise.base.mixing import mix
-from shardwise.schema.training import OutputConfig, SgdConfig, TrainConfig
+from shardwise.insight.schema.training import OutputConfig, SgdConfig, TrainConfig
 
 FIRST_EPOCH = [9, 5, 7, 1, 6, 4, 8, 3, 2, 0]  # of 10 examples, with seed 0
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.recipe import Recipe
-from shardwise.schema.option import OptionError, as_json, flatten
+from shardwise.insight.schema.option import OptionError, as_json, flatten
 
 
 def leaves(values: dict[str, object]) -> int:

@@ -21,7 +21,7 @@ from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.checkpoint.disk import commit
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
-from shardwise.schema.training import DilocoConfig, Existing, OptimizerName
+from shardwise.insight.schema.training import DilocoConfig, Existing, OptimizerName
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until

@@ -20,7 +20,7 @@ from shardwise.app.runs.files import is_locked
 from shardwise.base import devices
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import small_config
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from shardwise.app.recipes.core.rundir import RunDir, check_same, write_text
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError
-from shardwise.schema.training import Existing, OutputConfig
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import Existing, OutputConfig
 
 
 def output(folder: Path, existing: Existing = Existing.REFUSE) -> OutputConfig:

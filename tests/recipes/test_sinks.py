@@ -16,8 +16,8 @@ from shardwise.app.recipes.core.journal import FileJournal, RunRecord, StepMetri
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.core.sinks import Wandb, open_sink
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError
-from shardwise.schema.training import Existing, LogName, OutputConfig
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.training import Existing, LogName, OutputConfig
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
 from tests.worlds import Ranks

@@ -31,7 +31,7 @@ from shardwise.app.recipes.text.streams import (
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.corpora import (
     texts,
     write_hub_folder,

@@ -14,7 +14,7 @@ from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import load_vocabulary
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import consolidate, convert
-from shardwise.schema.training import Existing, OutputConfig
+from shardwise.insight.schema.training import Existing, OutputConfig
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train
 from tests.recipes.small import small_config

@@ -45,15 +45,15 @@ from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.planning.presets import VIT_PRESETS
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import (
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import (
     Checkpointing,
     PrecisionName,
     ShardingConfig,
     TransportName,
     resolve_sharding,
 )
-from shardwise.schema.training import Existing, OptimizerConfig, OutputConfig, TrainConfig
+from shardwise.insight.schema.training import Existing, OptimizerConfig, OutputConfig, TrainConfig
 from tests.checkpoint.ranks.test_memory import MIB, extra_memory
 from tests.recipes.running import train
 from tests.recipes.small import losses, train_config

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.schema.sharding import parse_wires
+from shardwise.insight.schema.sharding import parse_wires
 from shardwise.transport.base import Call, Kind, Label, LocalTransport, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.conversations import TargetBatch
-from shardwise.schema.training import OptimizerConfig, ScheduleName
+from shardwise.insight.schema.training import OptimizerConfig, ScheduleName
 from tests.recipes.small import train_config
 
 #: The part of a microbatch that a rank takes: step, microbatch, rank -> batch.

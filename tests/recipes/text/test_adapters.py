@@ -24,9 +24,9 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import PrecisionName
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.insight.schema.training import Existing
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.text.chat import Chat, ChatError, Completion, load_chats, parse_chat
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.text.published import chats, write_lines
 
 USER = {"role": "user", "content": "2 + 2?"}

@@ -27,7 +27,7 @@ from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, chats, make_model, make_tokenizer, write_lines
 from tests.worlds import Ranks
 

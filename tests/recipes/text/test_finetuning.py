@@ -30,7 +30,7 @@ from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.world import World
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl
 from tests.recipes.running import train
 from tests.recipes.small import losses, validation

@@ -13,7 +13,7 @@ from shardwise.app.recipes.text.config import FOR_PRETRAINED, LmConfig
 from shardwise.app.recipes.text.published import find_pretrained
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.running import train_here
 from tests.recipes.small import losses
 from tests.recipes.text.plain import tuned

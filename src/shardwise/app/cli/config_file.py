@@ -32,7 +32,7 @@ from shardwise.app.cli.values import read_integer, read_name, read_path
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import Reads
+from shardwise.insight.schema.option import Reads
 
 _MAX_BYTES = 1 << 20  # of a file of options
 

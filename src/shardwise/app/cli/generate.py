@@ -1,4 +1,4 @@
-"""Options of a command, generated from a configuration of :mod:`shardwise.schema`.
+"""Options of a command, generated from a configuration of :mod:`shardwise.insight.schema`.
 
     Options            what a command takes of a configuration
     with_options       the function that typer sees, with a parameter for each option
@@ -24,7 +24,7 @@ from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
 import typer
 
 from shardwise.app.cli.values import read_integer, read_name, read_path
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     BY_MODEL,
     GROUP,
     OPTION,

@@ -11,8 +11,8 @@ from typer import Argument, Option
 from shardwise.app.cli.values import Integer, read_name
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import SEEDS, Bounds, check_number, require
-from shardwise.schema.training import check_nproc
+from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
+from shardwise.insight.schema.training import check_nproc
 
 EXAMPLES = """\
 [bold]Examples[/bold]

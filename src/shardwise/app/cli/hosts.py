@@ -25,7 +25,7 @@ from shardwise.elastic.hosts import (
     slurm_script,
     torchrun_lines,
 )
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     Bounds,
     Count,
     NotNegative,

@@ -18,7 +18,7 @@ from shardwise.base.units import brief_size, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.planning.presets import MODELS
-from shardwise.schema.option import OptionError, require
+from shardwise.insight.schema.option import OptionError, require
 
 if TYPE_CHECKING:
     from shardwise.insight.inspect.report import ParameterReport, Report

@@ -31,8 +31,8 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.schema.option import OUTPUT, SHARDING, Config, OptionError, option
-from shardwise.schema.sharding import Stepping, StrategyConfig
+from shardwise.insight.schema.option import OUTPUT, SHARDING, Config, OptionError, option
+from shardwise.insight.schema.sharding import Stepping, StrategyConfig
 
 if TYPE_CHECKING:
     from shardwise.insight.planning.api import ModelPlan

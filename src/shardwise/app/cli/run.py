@@ -30,8 +30,17 @@ from shardwise.elastic.world import (
     usable_cores,
 )
 from shardwise.insight.planning.settings import MOST_RANKS
-from shardwise.schema.option import HOSTS, Bounds, Config, Count, Natural, Seconds, option, require
-from shardwise.schema.training import check_nproc
+from shardwise.insight.schema.option import (
+    HOSTS,
+    Bounds,
+    Config,
+    Count,
+    Natural,
+    Seconds,
+    option,
+    require,
+)
+from shardwise.insight.schema.training import check_nproc
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,8 +19,8 @@ from shardwise.elastic.hosts import Terms
 from shardwise.elastic.program import command_of
 from shardwise.elastic.restarts import run_here, run_over_hosts
 from shardwise.elastic.world import find_world
-from shardwise.schema.option import require
-from shardwise.schema.training import check_nproc
+from shardwise.insight.schema.option import require
+from shardwise.insight.schema.training import check_nproc
 
 _TEXT = """Run a script of your own as the ranks of a job, on one host or several.
 

@@ -19,7 +19,7 @@ from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import Recipe, RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
-from shardwise.schema.training import OptimizerConfig, OptimizerName
+from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 
 _LM = """
 [bold]Examples[/bold]

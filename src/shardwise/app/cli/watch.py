@@ -17,7 +17,7 @@ from shardwise.app.runs.snapshot import RunReader
 from shardwise.app.runs.text import compared
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError, require
+from shardwise.insight.schema.option import OptionError, require
 
 WATCH = """
 [bold]Examples[/bold]

@@ -19,7 +19,7 @@ from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, Vit
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS
-from shardwise.schema.option import flatten, require
+from shardwise.insight.schema.option import flatten, require
 
 if TYPE_CHECKING:
     from shardwise.insight.inspect.api import Blueprint

@@ -17,7 +17,7 @@ from shardwise.app.recipes.vision.task import (
 )
 from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.inspect.api import Blueprint
-from shardwise.schema.training import SgdConfig
+from shardwise.insight.schema.training import SgdConfig
 
 
 def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:

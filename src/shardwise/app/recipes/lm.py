@@ -45,7 +45,7 @@ from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
 from shardwise.insight.inspect.api import Blueprint
-from shardwise.schema.training import OptimizerConfig
+from shardwise.insight.schema.training import OptimizerConfig
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.text.adapters import Adapters

@@ -35,7 +35,7 @@ from shardwise.app.recipes.vision.task import (
     vision_task,
 )
 from shardwise.insight.inspect.api import Blueprint
-from shardwise.schema.training import OptimizerConfig
+from shardwise.insight.schema.training import OptimizerConfig
 
 MEAN, STD = 0.1307, 0.3081  # of the training set
 WIDTHS = (16, 32)

@@ -36,8 +36,8 @@ from shardwise.app.recipes.vision.task import Classifier, ImageData, example_of,
 from shardwise.checkpoint import load_weights
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.models import vit_placement
-from shardwise.schema.sharding import ShardingConfig
-from shardwise.schema.training import OptimizerConfig
+from shardwise.insight.schema.sharding import ShardingConfig
+from shardwise.insight.schema.training import OptimizerConfig
 
 
 def assemble(inputs: VitInputs, place: TrainContext) -> Task:

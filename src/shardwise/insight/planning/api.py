@@ -38,7 +38,7 @@ from shardwise.insight.planning.settings import (
     Settings,
     SettingsError,
 )
-from shardwise.schema.sharding import StrategyConfig, TransportName
+from shardwise.insight.schema.sharding import StrategyConfig, TransportName
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from shardwise.frontends.strategies import (
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.report import Alternative
 from shardwise.insight.planning.settings import Settings
-from shardwise.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import Checkpointing
 
 #: Batch sizes that are tried, in samples of a rank and microbatch.
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

@@ -46,12 +46,12 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
+from shardwise.insight.schema.sharding import Checkpointing, Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
-from shardwise.schema.sharding import Checkpointing, Stepping
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh

@@ -26,7 +26,7 @@ from shardwise.frontends.strategies import (
     reshard_over,
     resolve,
 )
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     MODEL,
     TRAINING,
     Bounds,
@@ -38,7 +38,7 @@ from shardwise.schema.option import (
     require,
     view,
 )
-from shardwise.schema.sharding import PrecisionName, StepConfig, StrategyConfig
+from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
 from shardwise.transport.wire import WireFormat, Wires
 
 MOST_RANKS = 100_000  # of a mesh to plan for

@@ -14,7 +14,7 @@ from shardwise.insight.inspect.words import Row, counted, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
 from shardwise.insight.planning.settings import MOST_PEERS, Compiled, Products, Settings, name_of
-from shardwise.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Checkpointing, Stepping
 
 MOST_MODULES = 6  # of whose activations are listed
 _MOST_KINDS = 3  # of ranks that get a column

@@ -40,10 +40,10 @@ from shardwise.insight.planning.models import language_model
 from shardwise.insight.planning.presets import LlamaShape
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import PrecisionName, TransportName
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recording import PATIENCE, Recording
 from shardwise.optim.norms import clip_grad_norm_
-from shardwise.schema.sharding import PrecisionName, TransportName
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))

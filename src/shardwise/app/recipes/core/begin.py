@@ -20,9 +20,9 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import job_id
 from shardwise.insight.planning import presets as planning
 from shardwise.insight.planning.presets import ModelError
-from shardwise.schema.option import OptionError, flatten
-from shardwise.schema.sharding import PrecisionName
-from shardwise.schema.training import Existing, LogName, OptimizerName, OutputConfig
+from shardwise.insight.schema.option import OptionError, flatten
+from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.insight.schema.training import Existing, LogName, OptimizerName, OutputConfig
 
 # A checkpoint brings these back whatever the options say, or they change the order of the data.
 _FIXED = {

@@ -27,6 +27,22 @@ from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.activation import batch_norms, keep_products
 from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.insight.schema.sharding import (
+    Checkpointing,
+    PrecisionName,
+    ShardingConfig,
+    Stepping,
+    TransportName,
+)
+from shardwise.insight.schema.training import (
+    MOMENTA,
+    OptimizerConfig,
+    OptimizerName,
+    ScheduleName,
+    SgdConfig,
+    TrainConfig,
+    rules_of,
+)
 from shardwise.optim import (
     Adafactor,
     AdamW8bit,
@@ -36,22 +52,6 @@ from shardwise.optim import (
     muon_groups,
     offload,
     param_groups,
-)
-from shardwise.schema.sharding import (
-    Checkpointing,
-    PrecisionName,
-    ShardingConfig,
-    Stepping,
-    TransportName,
-)
-from shardwise.schema.training import (
-    MOMENTA,
-    OptimizerConfig,
-    OptimizerName,
-    ScheduleName,
-    SgdConfig,
-    TrainConfig,
-    rules_of,
 )
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport

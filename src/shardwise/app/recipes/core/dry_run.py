@@ -25,7 +25,7 @@ from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import counted, fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed
 from shardwise.insight.planning.text import needs
-from shardwise.schema.training import TrainConfig
+from shardwise.insight.schema.training import TrainConfig
 
 
 def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world: World) -> str:

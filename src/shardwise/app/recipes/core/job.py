@@ -12,8 +12,8 @@ from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
-from shardwise.schema.sharding import resolve_sharding
-from shardwise.schema.training import Existing
+from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.training import Existing
 
 
 class Folder(enum.Enum):

@@ -37,8 +37,8 @@ from shardwise.app.runs.ranks import RankStep
 from shardwise.base import devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
+from shardwise.insight.schema.training import TrainConfig
 from shardwise.optim import OptimizerInBackward
-from shardwise.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged

@@ -37,9 +37,15 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.text import verdict
+from shardwise.insight.schema.sharding import Checkpointing, resolve_sharding
+from shardwise.insight.schema.training import (
+    AUTO,
+    OptimizerConfig,
+    OptimizerName,
+    SgdConfig,
+    TrainConfig,
+)
 from shardwise.insight.timeline.merged import prediction_to_json
-from shardwise.schema.sharding import Checkpointing, resolve_sharding
-from shardwise.schema.training import AUTO, OptimizerConfig, OptimizerName, SgdConfig, TrainConfig
 
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",

@@ -15,7 +15,7 @@ import enum
 from dataclasses import dataclass
 
 from shardwise.base.mixing import mix
-from shardwise.schema.training import TrainConfig
+from shardwise.insight.schema.training import TrainConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
-from shardwise.schema.training import TrainConfig
+from shardwise.insight.schema.training import TrainConfig
 
 if TYPE_CHECKING:
     import torch

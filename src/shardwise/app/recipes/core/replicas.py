@@ -30,7 +30,7 @@ from shardwise.diloco import DiLoCo, Quorum
 from shardwise.diloco.membership import TIMEOUT
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.schema.training import DilocoConfig
+from shardwise.insight.schema.training import DilocoConfig
 from shardwise.transport.peers import Peers
 
 #: The most steps until all ranks tell each other whether they were asked to stop.

@@ -58,8 +58,8 @@ from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.errors import UserError, say
-from shardwise.schema.option import OptionError, flatten
-from shardwise.schema.training import Existing, OutputConfig
+from shardwise.insight.schema.option import OptionError, flatten
+from shardwise.insight.schema.training import Existing, OutputConfig
 
 #: In the folder of checkpoints: those of all replicas but the first, where replicas train apart.
 REPLICAS = "replicas"

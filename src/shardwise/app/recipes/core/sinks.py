@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from shardwise.elastic.errors import UserError, say
-from shardwise.schema.training import LogName
+from shardwise.insight.schema.training import LogName
 
 
 class Sink(Protocol):

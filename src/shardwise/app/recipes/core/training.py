@@ -46,9 +46,9 @@ from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
 from shardwise.insight.inspect.api import inspect
 from shardwise.insight.inspect.page import page as inspect_page
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import resolve_sharding
-from shardwise.schema.training import AUTO, Existing, TrainConfig, steps_to_record
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
 
 

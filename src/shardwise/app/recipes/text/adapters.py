@@ -25,7 +25,7 @@ from shardwise.frontends.pretrained.lora import (
     save_adapters,
 )
 from shardwise.frontends.pretrained.merging import merge_lora
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 

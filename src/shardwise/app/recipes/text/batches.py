@@ -49,7 +49,7 @@ from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
 from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 VALIDATION_SEQUENCES = 64

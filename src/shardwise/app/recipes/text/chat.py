@@ -28,7 +28,7 @@ from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.strict import parse
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 ASSISTANT = "assistant"
 HELD_OUT_AT_MOST = 512  # chats: an evaluation should take less time than the steps between two

@@ -18,7 +18,7 @@ from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.published import find_pretrained
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, LlamaShape, longest_sequence
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
     SAMPLE,
@@ -35,8 +35,8 @@ from shardwise.schema.option import (
     option,
     require,
 )
-from shardwise.schema.sharding import resolve_sharding
-from shardwise.schema.training import OptimizerConfig, OutputConfig, TrainConfig
+from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 _ONLY_DOCUMENTS = (

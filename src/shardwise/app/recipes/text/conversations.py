@@ -25,7 +25,7 @@ from shardwise.app.recipes.text.packing import Packing, Rows, lay_out
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 #: Padded rows are as long as the longest of a batch, rounded up to a multiple of this.

@@ -27,7 +27,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained import opening
 from shardwise.insight.planning import presets
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -30,7 +30,7 @@ import xxhash
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
 from shardwise.elastic.errors import UserError
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 HUB = "hf:"
 _COMPRESSED = {".zst": "zstandard", ".gz": None}  # suffix -> package that reads it

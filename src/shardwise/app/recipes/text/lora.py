@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from shardwise.schema.option import OptionError
-from shardwise.schema.sharding import PrecisionName
+from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.sharding import PrecisionName
 
 if TYPE_CHECKING:
     from torch import nn

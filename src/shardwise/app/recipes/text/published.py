@@ -16,7 +16,7 @@ from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 _CONFIG = "config.json"
 _SINGLE = "model.safetensors"

@@ -45,7 +45,7 @@ from shardwise.app.recipes.text.documents import StreamSource
 from shardwise.base.errors import CheckpointError
 from shardwise.base.mixing import mix
 from shardwise.elastic.world import World
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 LEAST_STREAMS = 8  # so that a run can go on over fewer ranks, with whole streams for each
 

@@ -26,7 +26,7 @@ from shardwise.app.recipes.text.data import Tokenizer
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained.opening import limited
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 #: A target that no loss is computed on: the default ``ignore_index`` of torch's cross-entropy.
 IGNORED = -100

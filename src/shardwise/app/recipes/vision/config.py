@@ -16,7 +16,7 @@ from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_mod
 from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
     SHARDING,
@@ -33,8 +33,8 @@ from shardwise.schema.option import (
     option,
     require,
 )
-from shardwise.schema.sharding import resolve_sharding
-from shardwise.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
+from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
 # --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
 FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000

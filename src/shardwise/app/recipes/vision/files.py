@@ -27,7 +27,7 @@ from typing import BinaryIO
 
 import xxhash
 
-from shardwise.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
 

@@ -18,7 +18,7 @@ from shardwise.diloco.settings import (
 )
 from shardwise.elastic.world import World, most_ranks
 from shardwise.frontends.strategies import Strategy
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     DILOCO,
     GROUP,
     HOSTS,
@@ -37,7 +37,7 @@ from shardwise.schema.option import (
     option,
     require,
 )
-from shardwise.schema.sharding import ShardingConfig, StepConfig, Stepping
+from shardwise.insight.schema.sharding import ShardingConfig, StepConfig, Stepping
 
 
 class LogName(enum.Enum):

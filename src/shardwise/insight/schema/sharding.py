@@ -20,7 +20,7 @@ from shardwise.frontends.strategies import (
     reshard_over,
     resolve,
 )
-from shardwise.schema.option import (
+from shardwise.insight.schema.option import (
     SHARDING,
     TRAINING,
     Config,
