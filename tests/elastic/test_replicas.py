@@ -76,9 +76,14 @@ def test_other_machines_cannot_reach_the_store_of_a_replica(tmp_path: Path) -> N
     """torch's store knows no token, and would listen at all addresses of the host."""
     found: list[str] = []
 
-    def look(replica: ReplicaWorld, pids: list[int]) -> None:
+    def listening() -> dict[int, str]:
         mine = psutil.Process().net_connections("tcp")
-        found.extend(each.laddr.ip for each in mine if each.status == psutil.CONN_LISTEN)
+        return {e.laddr.port: e.laddr.ip for e in mine if e.status == psutil.CONN_LISTEN}
+
+    before = listening()  # stores of earlier tests
+
+    def look(replica: ReplicaWorld, pids: list[int]) -> None:
+        found.extend(ip for port, ip in listening().items() if port not in before)
         (tmp_path / "go").touch()
 
     trial = Trial(tmp_path, {"0-0": "wait go"})
