@@ -139,7 +139,8 @@ class PlannedStep(StepConfig):
             :func:`shardwise.optim.in_backward`.
         seq_length: tokens of a sequence; ``None`` for models without sequences.
         image_size: height and width of an image; ``None``: as the model's configuration says.
-        optimizer: one of :data:`OPTIMIZERS`, or a function from parameters to an optimizer.
+        optimizer: ``"adamw"`` or another name that ``shardwise plan --help`` lists, or a function
+            from parameters to an optimizer.
         clip_grad: the largest norm of the gradients; 0: no clipping.
         batch: makes a microbatch of n samples on the current default device; ``None``: made
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
