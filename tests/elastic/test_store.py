@@ -682,8 +682,13 @@ PROGRAM = """
 import os
 import sys
 import time
+from shardwise.elastic import store as store_module
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
+
+def hang(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
 
 TOKEN = b"a token that only this test knows"
 if sys.argv[1] == "serve":
@@ -692,12 +697,21 @@ if sys.argv[1] == "serve":
     print(listener.getsockname()[1], flush=True)
     sys.stdin.read()
     time.sleep(1000)
+elif sys.argv[1] == "look":
+    server = StoreServer(listening("127.0.0.1"), TOKEN)
+    server.start()
+    store_module._HANDSHAKE = float(sys.argv[2])
+    server.put("key", b"value")
+    server._call(lambda: hang(sys.argv[3]))
+    print("looks", flush=True)
+    print(server.values("")["key"].decode(), flush=True)
+    server.close()
 else:
     seconds = float(sys.argv[4]) if len(sys.argv) > 4 else 1000.0
     store = GuardedStore("127.0.0.1", int(sys.argv[2]), TOKEN, "killed", seconds)
     print("asks", flush=True)
-    while len(sys.argv) > 5 and not os.path.exists(sys.argv[5]):
-        time.sleep(0.01)
+    if len(sys.argv) > 5:
+        hang(sys.argv[5])
     print(store.get(sys.argv[3]).decode(), flush=True)
 """
 
@@ -758,6 +772,21 @@ def test_the_time_for_which_a_client_is_suspended_does_not_count(
         asking.send_signal(signal.SIGCONT)
         time.sleep(0.1)  # for what it does first
     assert line(asking) == "value"
+
+
+def test_the_time_for_which_a_server_is_suspended_does_not_count(
+    start: Start, tmp_path: Path
+) -> None:
+    limit = 3.0
+    looking = start("look", str(limit), "hanging")
+    assert line(looking) == "looks"
+    time.sleep(0.1)  # until it waits for the server
+    suspend(looking)
+    time.sleep(limit)
+    looking.send_signal(signal.SIGCONT)
+    time.sleep(0.1)  # for what it does first
+    (tmp_path / "hanging").touch()
+    assert line(looking) == "value"
 
 
 def test_a_server_may_be_paused_and_killed(served: Served, start: Start) -> None:

@@ -160,6 +160,36 @@ def _that_fit(values: list[bytes]) -> list[bytes]:
     return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
 
 
+class _Limit:
+    """A limit for a wait. The time for which this process is suspended does not count.
+
+    Otherwise a host that was suspended in the middle of a request would take its server for silent
+    as soon as it wakes. That may even be its own server, which was suspended with it.
+
+    Args:
+        seconds: the limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._left = seconds
+
+    @contextlib.contextmanager
+    def wait(self) -> Iterator[float]:
+        """Yield the seconds for one wait; it may end with ``TimeoutError``, and another may follow.
+
+        Raises:
+            TimeoutError: the limit was reached before.
+        """
+        if self._left <= 0:
+            raise TimeoutError
+        seconds = max(0.001, min(self._left, _WAIT))
+        began = time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            yield seconds
+        # A wait that took longer than it may was suspended.
+        self._left -= min(time.monotonic() - began, seconds)
+
+
 @dataclass(frozen=True)
 class _Client:
     """A connection whose other end has proven that it holds the token."""
@@ -236,7 +266,11 @@ class StoreServer:
                 {key: value for key, value in self._values.items() if key.startswith(start)}
             )
         )
-        values = found.result(_HANDSHAKE).items() if self._thread.is_alive() else ()
+        limit = _Limit(_HANDSHAKE)
+        while self._thread.is_alive() and not found.done():
+            with limit.wait() as seconds:
+                found.result(seconds)
+        values = found.result().items() if found.done() else ()
         return {key[len(start) :].decode(errors="replace"): value for key, value in values}
 
     def forget(self, prefix: str) -> None:
@@ -390,36 +424,6 @@ class StoreServer:
                 raise ConnectionResetError
             received += arrived
         return bytes(received)
-
-
-class _Limit:
-    """A limit for how long a client waits. While its process is suspended, the time does not count.
-
-    Otherwise a host that was suspended in the middle of a request would take its server for silent
-    as soon as it wakes. That may even be its own server, which was suspended with it.
-
-    Args:
-        seconds: the limit.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[float]:
-        """Yield the seconds for one wait; it may end with ``TimeoutError``, and another may follow.
-
-        Raises:
-            TimeoutError: the limit was reached before.
-        """
-        if self._left <= 0:
-            raise TimeoutError
-        seconds = max(0.001, min(self._left, _WAIT))
-        began = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            yield seconds
-        # A wait that took longer than it may was suspended.
-        self._left -= min(time.monotonic() - began, seconds)
 
 
 class GuardedStore(Store):
