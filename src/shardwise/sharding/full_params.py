@@ -41,7 +41,7 @@ from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam, versions_of
+from shardwise.sharding.param import ShardedParam, Version, versions_of
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -110,7 +110,7 @@ class FilledParams:
         self._fulls = _fulls_of(params)
         self._forms = [param.form for param in params]
         # The versions of the shards when they were gathered.
-        self._shards: list[int] = []
+        self._shards: list[Version] = []
         # The versions and addresses of full parameters that hold their values.
         self._found: list[tuple[int, int]] | None = None
 

@@ -87,7 +87,8 @@ class _Steps:
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for form in self.forms_of(group["params"]):
-                form.steps += 1
+                # One that steps without a gradient writes in a way that autograd counts.
+                form.steps += form.parameter.grad is not None
                 if form.offload.disk is not None:
                     form.offload.let_go(form.local)
 
@@ -417,10 +418,17 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
         )
 
 
-def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
-    """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    counted = autograd.versions_of_sharded(map(_PARAMETER, forms))
-    return list(map(operator.add, counted, map(_STEPS, forms)))
+#: What changes when a shard is written to, or exchanged for another (by ``swap_tensors``, say).
+Version = tuple[int, int, int]
+
+
+def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
+    """What changes with every write to a shard: to the ``DTensor`` or its local tensor."""
+    found = list(map(_PARAMETER, forms))
+    counted = autograd.versions_of_sharded(found)
+    return list(
+        zip(counted, map(_STEPS, forms), map(id, map(dtensor.local_of, found)), strict=True)
+    )
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
