@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const main = document.getElementById("page");
-  const updates = document.body.dataset.updates;
+  const updates = main.dataset.updates;
   const data = JSON.parse(document.getElementById("data").textContent);
   let runs = data.runs;
 
@@ -163,6 +163,7 @@
 
   // Resident memory of a CPU has the interpreter and its libraries in it, too.
   const planned = run => session(run).device === "cpu" ? "tensors in the plan" : "plan";
+  const compared = () => runs.length === 1 && peakOf(runs[0].plan) && session(runs[0]).device === "cpu";
 
   function tiles(run) {
     const l = run.latest, s = speed(run), peak = peakOf(run.plan), shown = [];
@@ -341,7 +342,7 @@
         const chart = { log: false, zoomed: false, box: h("div", {}) };
         const toggle = h("input", { type: "checkbox" });
         toggle.addEventListener("change", () => { chart.log = toggle.checked; drawChart(name, chart, true); });
-        const title = own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
+        const title = name === "memory_mib" && compared() ? "Memory of the largest process, and of its tensors in the plan" : own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
         chart.root = h("div", { class: "chart", "data-name": name }, h("h3", {}, title, ["loss", "grad_norm"].includes(name) ? h("label", {}, toggle, " log") : null), chart.box);
         charts.set(name, chart);
       }

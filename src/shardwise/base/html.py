@@ -1,0 +1,70 @@
+"""What all pages share: their style, and HTML that no name of a user's can break.
+
+A page loads nothing from elsewhere: its style, its data and its scripts are in it.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterable, Sequence
+
+from shardwise.base.lazy import resource
+
+
+def document(title: str, body: Iterable[str], style: str = "", policy: str = "") -> str:
+    """Return a page.
+
+    Args:
+        title: of the page, as text.
+        body: HTML.
+        style: a style sheet for what this page alone has.
+        policy: the page's content security policy; empty: none.
+    """
+    allowed = f'<meta http-equiv="Content-Security-Policy" content="{policy}">' if policy else ""
+    return "\n".join(
+        (
+            "<!doctype html>",
+            f'<html lang="en"><head><meta charset="utf-8">{allowed}',
+            '<meta name="viewport" content="width=device-width,initial-scale=1">',
+            f"<title>{escape(title)}</title>",
+            f"<style>{resource(__name__, 'page.css')}\n{style}</style></head><body>",
+            *body,
+            "</body></html>\n",
+        )
+    )
+
+
+def escape(text: str) -> str:
+    """Escape text for use in an element or an attribute.
+
+    Halves of surrogate pairs, which the name of a file may have, become question marks.
+    """
+    return html.escape(text.encode(errors="replace").decode(), quote=True)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in a box that scrolls if the page is too narrow."""
+    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows
+    )
+    return (
+        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def as_data(value: object) -> str:
+    """Return JSON that may stand inside of an element: nothing in it begins or ends one.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)  # ASCII only
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def data_element(value: object) -> str:
+    """Return the element that a script of the page reads: ``document.getElementById("data")``."""
+    return f'<script type="application/json" id="data">{as_data(value)}</script>'
