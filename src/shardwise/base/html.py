@@ -55,6 +55,30 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     )
 
 
+def bar(parts: Iterable[tuple[str, str, float, str]], mark: str = "") -> str:
+    """Return a bar of parts.
+
+    Args:
+        parts: each with its name, its size in words, its share of the whole bar from 0 to 1, and
+            its color in CSS. One without a share is left out.
+        mark: HTML of what lies over the bar.
+    """
+    shown = [part for part in parts if part[2] > 0]
+    pieces = (
+        f'<i style="background:{color};width:{100 * share:.3f}%" '
+        f'title="{escape(f"{name}: {size}")}"></i>'
+        for name, size, share, color in shown
+    )
+    label = escape(", ".join(f"{name} {size}" for name, size, *_ in shown))
+    return f'<div class="bar" role="img" aria-label="{label}">{"".join(pieces)}{mark}</div>'
+
+
+def keys(colors: Iterable[tuple[str, str]]) -> str:
+    """Return what the colors of bars stand for, given names with their colors."""
+    rows = (f'<li><i style="background:{color}"></i>{escape(name)}</li>' for name, color in colors)
+    return f'<ul class="keys">{"".join(rows)}</ul>'
+
+
 def as_data(value: object) -> str:
     """Return JSON that may stand inside of an element: nothing in it begins or ends one.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.base.html import document, escape, table
+from shardwise.base.html import bar, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
@@ -105,7 +105,7 @@ def _memory_bar(plan: Plan) -> Iterator[str]:
         mark = f'<span class="limit" style="left:{place:.2f}%" title="{binary_size(limit)}"></span>'
     yield from _bar(
         f"memory at the peak: {rank.peak_moment}",
-        [(name, value / scale, binary_size(value), color) for name, value, color in parts],
+        [(name, binary_size(value), value / scale, color) for name, value, color in parts],
         mark,
     )
 
@@ -122,20 +122,12 @@ def _time_bar(plan: Plan) -> Iterator[str]:
     scale = max(sum(parts.values()), 1e-12)
     yield from _bar(
         f"time of a step: {seconds(step.seconds)}",
-        [(name, value / scale, seconds(value), _COLORS[name]) for name, value in parts.items()],
+        [(name, seconds(value), value / scale, _COLORS[name]) for name, value in parts.items()],
     )
 
 
-def _bar(title: str, parts: Sequence[tuple[str, float, str, str]], mark: str = "") -> Iterator[str]:
-    """A bar of parts, each with its name, its share, its size in words and its color."""
-    shown = [part for part in parts if part[1] > 0]
+def _bar(title: str, parts: Sequence[tuple[str, str, float, str]], mark: str = "") -> Iterator[str]:
+    """A bar with its title and the keys to its parts; for these see :func:`.html.bar`."""
     yield f"<p>{escape(title)}</p>"
-    label = ", ".join(f"{name} {size}" for name, _, size, _ in shown)
-    yield f'<div class="bar" role="img" aria-label="{escape(label)}">'
-    for name, share, size, color in shown:
-        tip = escape(f"{name}: {size}")
-        yield f'<i style="background:{color};width:{100 * share:.3f}%" title="{tip}"></i>'
-    yield f'{mark}</div><ul class="keys">'
-    for name, _, size, color in shown:
-        yield f'<li><i style="background:{color}"></i>{escape(name)} {escape(size)}</li>'
-    yield "</ul>"
+    yield bar(parts, mark)
+    yield keys((f"{name} {size}", color) for name, size, share, color in parts if share > 0)

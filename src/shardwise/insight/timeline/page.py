@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.base import units
-from shardwise.base.html import data_element, document, escape, table
+from shardwise.base.html import bar, data_element, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
+from shardwise.insight.inspect.words import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.timeline.merged import Timeline
 from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
@@ -75,9 +76,9 @@ def _head(timeline: Timeline, steps: Sequence[StepOfAll]) -> Iterator[str]:
     yield '<p class="soft">'
     hosts = len({rank.host for rank in timeline.ranks})
     facts = [
-        _counted(len(timeline.ranks), "rank") + f" on {_counted(hosts, 'host')}",
+        counted(len(timeline.ranks), "rank") + f" on {counted(hosts, 'host')}",
         *sorted({rank.device for rank in timeline.ranks}),
-        _counted(len(timeline.steps), "step"),
+        counted(len(timeline.steps), "step"),
     ]
     if len(steps) < len(timeline.steps):
         facts.append(f"the last {len(steps)} are shown")
@@ -105,10 +106,8 @@ def _steps(
     timeline: Timeline, steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]
 ) -> Iterator[str]:
     """Steps side by side, ranks as rows, each a bar of its parts."""
-    yield '<section><h2>Steps</h2><ul class="keys">'
-    for part, meaning in _MEANING.items():
-        yield f'<li><i style="background:{_color(part)}"></i>{meaning}</li>'
-    yield "</ul>"
+    yield "<section><h2>Steps</h2>"
+    yield keys((meaning, _color(part)) for part, meaning in _MEANING.items())
     if not steps:
         yield "<p>No step was recorded.</p></section>"
         return
@@ -164,14 +163,12 @@ def _predicted_parts(predicted: StepTime) -> dict[Part, float]:
 
 def _bar(parts: Any, longest: float) -> str:
     """A bar of the parts of a step, as long as the step took."""
-    shown = [(part, parts[part]) for part in Part if parts.get(part, 0.0) > 0 and longest]
-    pieces = (
-        f'<i style="background:{_color(part)};width:{100 * seconds / longest:.3f}%" '
-        f'title="{_MEANING[part]}: {units.seconds(seconds)}"></i>'
-        for part, seconds in shown
+    scale = longest or 1.0
+    return bar(
+        (_MEANING[part], units.seconds(seconds), seconds / scale, _color(part))
+        for part in Part
+        for seconds in [parts.get(part, 0.0)]
     )
-    label = ", ".join(f"{_MEANING[part]} {units.seconds(seconds)}" for part, seconds in shown)
-    return f'<div class="bar" role="img" aria-label="{label}">{"".join(pieces)}</div>'
 
 
 def _color(part: Part) -> str:
@@ -364,7 +361,3 @@ def _about(span: Span) -> str:
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
