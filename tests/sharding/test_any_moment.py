@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -1324,16 +1324,30 @@ def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
     assert_same_values(net, whole)
 
 
+class DropsGradients(torch.optim.Optimizer):
+    """Subtracts gradients, and frees them as the last part of a step."""
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        torch._foreach_sub_(params, [param.grad for param in params])
+        self.zero_grad()
+
+
 def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
-    net, whole = sharded_net(transport=transport), seeded(Net)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (net, whole)]
-    x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    with torch.no_grad(), net.keep_unsharded():
-        net(x[rank])
-        optimizers[0].step()
-        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+    for kind in (torch.optim.SGD, DropsGradients):
+        net = sharded_net(transport=transport)
+        optimizer = kind(net.parameters(), lr=0.1, foreach=True)
+        x = batches(world_size)
+        loss_of(net, x[rank]).backward()
+        with torch.no_grad(), net.keep_unsharded():
             net(x[rank])
+            optimizer.step()
+            with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+                net(x[rank])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

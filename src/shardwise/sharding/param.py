@@ -56,7 +56,10 @@ class _Steps:
         if not self._is_registered:
             self._is_registered = True
             register_optimizer_step_pre_hook(self._check_states)
+            # A closure makes gradients, and a step may drop them at its end: both ends count.
+            register_optimizer_step_pre_hook(self._count)
             register_optimizer_step_post_hook(self._count)
+            register_optimizer_step_post_hook(self._let_go)
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
         """Return the sharded forms of those of ``params`` that are sharded."""
@@ -87,8 +90,12 @@ class _Steps:
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for form in self.forms_of(group["params"]):
-                # One that steps without a gradient writes in a way that autograd counts.
+                # Torch's optimizers leave a parameter without a gradient as it is.
                 form.steps += form.parameter.grad is not None
+
+    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for form in self.forms_of(group["params"]):
                 if form.offload.disk is not None:
                     form.offload.let_go(form.local)
 
