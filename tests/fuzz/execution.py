@@ -64,6 +64,7 @@ class Execution:
     def _set_up(self) -> None:
         self._at = "set up"
         model = build(self.program)
+        self._began = {name: value.abs().max().item() for name, value in model.state_dict().items()}
         first = "hooks_first" in self.program.traits
         if first:
             self._add_hooks(model)
@@ -102,7 +103,8 @@ class Execution:
     def _look(self) -> None:
         for index, model in enumerate(self.models):
             for name, value in model.state_dict().items():
-                self.trace.note(f"end: model {index} {name}", value)
+                # What steps have brought near to zero has the rounding of where it began.
+                self.trace.note(f"end: model {index} {name}", value, self._began.get(name, 0.0))
             for name, param in model.named_parameters():
                 self.trace.note(f"end: gradient {index} {name}", param.grad)
         if self.optimizer is not None:
@@ -233,9 +235,12 @@ class Execution:
         # With mixed precision, what is live is another tensor in every runtime. A rank has rows of
         # its own in shards only: a full parameter that differs between ranks has no meaning.
         if action.form == "live" and not self.program.precision and action.rank is None:
+            # A tied parameter has two forms while only one of its groups is gathered: its first
+            # name is the one that an unsharded model lists.
+            held = dict(self.models[self._model].named_parameters())
             found = [
-                param
-                for name, param in self.models[self._model].named_parameters()
+                held.get(name, param)
+                for name, param in self.handles[self._model].items()
                 if self._is_of(name, action.block)
             ]
         else:

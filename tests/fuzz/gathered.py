@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import copy
 import enum
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ class Between(enum.Enum):
     FREED = "backward gathers again"
     KEPT = "backward computes with what forward gathered"
     NOTHING = "backward is that of the unsharded program"
+    ALIASED = "the same, and what was gathered is the parameter itself"
 
 
 @dataclass
@@ -41,9 +43,10 @@ class Clock:
         began: the models that it has reached.
         uncounted: parameters that were written to in a way that autograd does not count for a
             ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
-        missed: whether a backward computed with values from before a write in it, or a forward
-            with those that were prefetched: docs/torch-compatibility.md has the former under "Not
-            detected", and ``FSDPModule.set_modules_to_forward_prefetch`` the latter.
+        missed: whether a backward computed with values from before a write in it, or with those
+            that a later forward gathered, or a forward with those that were prefetched:
+            docs/torch-compatibility.md has the former under "Not detected", and
+            ``FSDPModule.set_modules_to_forward_prefetch`` the latter.
     """
 
     is_running: bool = False
@@ -156,7 +159,9 @@ class Group:
                 self.free_left()
             self._is_for_forward = False
         if self._is_left:
-            self._refuse_stale()
+            if self.between is not Between.ALIASED:  # where a write is one to what is gathered
+                self._refuse_stale()
+            self._is_left = False  # one of its modules may write to it before the next one runs
         self._gather()
         self._hold()
         if begins:
@@ -167,7 +172,7 @@ class Group:
     def leave(self, module: nn.Module, output: Any) -> None:
         """The forward of one of the modules is over, or has raised."""
         if self.gathers.clock.is_running:
-            if self._phase is not Phase.BEGUN:
+            if self._phase is not Phase.BEGUN or self.between is Between.ALIASED:
                 self._restore()
             return
         self._to_run.discard(module)
@@ -207,27 +212,35 @@ class Group:
         return value
 
     def _mark(self, output: Any) -> None:
+        begin = functools.partial(self._begin, self._values)
         for tensor in unwrap(output):
             if tensor is None or not tensor.requires_grad:
                 continue
             base = tensor._base
             if base is not None and base.grad_fn is not None:
-                base.grad_fn.register_prehook(self._begin_at_base)
-            tensor.register_hook(self._begin)  # type: ignore[no-untyped-call]
+                base.grad_fn.register_prehook(functools.partial(self._begin_at_base, begin))
+            tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
-    def _begin_at_base(self, grads: tuple[torch.Tensor, ...]) -> None:
+    def _begin_at_base(
+        self, begin: Callable[[torch.Tensor], None], grads: tuple[torch.Tensor, ...]
+    ) -> None:
         """What was written to in place has lost its own hook."""
         if self._phase is Phase.NOT_REACHED:
-            self._begin(grads[0])
+            begin(grads[0])
 
-    def _begin(self, grad: torch.Tensor) -> None:
+    def _begin(self, then: dict[_Place, torch.Tensor], grad: torch.Tensor) -> None:
+        """The backward of a forward begins that computed with the values of ``then``."""
         if self._phase is Phase.BEGUN:
             return  # another output of it was there before, or no input told of the end
         self._phase = Phase.BEGUN
         self.gathers.begin_backward()
         self._gather()
-        self._hold()  # for what is computed again
-        if self.between is not Between.NOTHING:
+        if self.between is not Between.ALIASED:
+            self._hold()  # for what is computed again
+        if self.between is Between.KEPT:
+            now = self._values.items()
+            self.gathers.clock.missed |= any(not torch.equal(then[at], value) for at, value in now)
+        if self.between in (Between.FREED, Between.KEPT):
             for other in self.ahead_in_backward or self.gathers.expected_after(self):
                 other.gather_ahead()
 
@@ -299,7 +312,7 @@ class Group:
             self._is_whole = True
             for copied, place in self._copies:  # all have the same memory
                 copied.data.copy_(self._values[place])
-        if may_miss and self.between is not Between.NOTHING:
+        if may_miss and self.between in (Between.FREED, Between.KEPT):
             values = self._values.items()
             clock.missed |= any(not torch.equal(now[at], then) for at, then in values)
 
@@ -331,11 +344,14 @@ class Group:
             assert param is not None
             if param not in copies:
                 with torch.enable_grad():  # what is computed again looks as it did in forward
-                    copied = param.clone() if self.dtype is None else param.to(self.dtype)
-                copied.data.copy_(values)
+                    if self.between is Between.ALIASED:
+                        copied = param.view_as(param)
+                    else:
+                        copied = param.clone() if self.dtype is None else param.to(self.dtype)
+                        copied.data.copy_(values)
                 copies[param] = copied
             copied = copies[param]
-            if self.between is not Between.NOTHING:
+            if self.between in (Between.FREED, Between.KEPT):
                 self._copies.append((copied, place))
             self._held.append(Held(owner, name, param, copied, copied.detach().clone()))
             owner._parameters[name] = copied  # type: ignore[assignment]
@@ -343,7 +359,8 @@ class Group:
     def _restore(self) -> None:
         """Let the modules have their parameters again, and those what was written to the copies."""
         for held in self._held:
-            if self.dtype is None and not torch.equal(held.copied.detach(), held.before):
+            is_copy = self.dtype is None and self.between is not Between.ALIASED
+            if is_copy and not torch.equal(held.copied.detach(), held.before):
                 held.param.data.copy_(held.copied.detach())
             held.owner._parameters[held.name] = held.param
         self._held = []

@@ -338,6 +338,17 @@ def loosens_ties(program: Program) -> bool:
     return ties and any(isinstance(each, Load) and each.how == "assign" for each in walk(program))
 
 
+def freezes_ahead(program: Program) -> bool:
+    """Whether a forward freezes parameters before they are used in it, where hooks step them.
+
+    A sharded module has been gathered by then, and computes as before.
+    """
+    return program.optimizer == "in_backward" and any(
+        isinstance(each, At) and isinstance(each.do, Grads) and each.when != "backward"
+        for each in walk(program.steps)
+    )
+
+
 def taken_by_torch(program: Program) -> Program:
     """Make a program as much like this one as there is that torch's FSDP2 does not refuse.
 

@@ -115,9 +115,14 @@ class Unsharded:
             self.clock.free_all()
             raise
         finally:
+            began = [gathers.groups[-1] for gathers in self.clock.began]
             self.clock.end()
         # A model that this backward did not come through keeps what waits for its own.
-        ran = {p for each in models if any(p.grad is not None for p in each) for p in each}
+        reached = self._stepped.union(
+            *(module.parameters() for each in began for module in each.modules)
+        )
+        reached.update(param for param in params if param.grad is not None)
+        ran = {param for each in models if not reached.isdisjoint(each) for param in each}
         for param in params:
             if param.grad is not None:
                 waiting = self._waiting.get(param)
@@ -130,6 +135,10 @@ class Unsharded:
         for param, grad in zip(due, averaged, strict=True):
             param.grad = grad if param.grad is None else param.grad.add_(grad)
             del self._waiting[param]
+            # What was frozen since, or is not used now, has a hook that this backward did not run.
+            hooks: Any = param._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+            for hook in (hooks or {}).values():
+                hook(param)
 
     def sync(self, model: nn.Module, to: str) -> None:
         self._syncs = to == "on"
@@ -209,8 +218,6 @@ class Gathered(Unsharded):
     def shard(self, model: FuzzModel, program: Program) -> None:
         self._note_cut(program)
         self._is_aliased = program.shards == 1 and not program.precision
-        if self._is_aliased:
-            return
         dtype = torch.bfloat16 if program.precision else None
         groups = []
         for modules, reshard in groups_of(model, program):
@@ -218,6 +225,8 @@ class Gathered(Unsharded):
             if freed is None:
                 freed = modules[0] is not model
             between = Between.FREED if freed is True else Between.KEPT
+            if self._is_aliased:
+                between = Between.ALIASED
             groups.append(Group(modules, dtype, between))
         for one, two in itertools.pairwise(groups[:-1]):
             if "forward_prefetch" in program.traits:

@@ -57,6 +57,26 @@ _TOLD = [
             "steps=(Forward(at=(At(when='inside', do=Write(block=1)),)),))",
             "Program(blocks=(Block(), Block()), reshard='true', steps=(Forward(at=("
             "At(when='backward', block=1, do=Write(block=1)),)), Backward()))",
+            "Program(precision='bf16-fp32', blocks=(Block(kind='view'), Block(kind='norm')), "
+            "root=('first',), reshard='false', steps=(Forward(at=(At(do=Ema(target=0)),)), "
+            "Forward(), Backward(which='first')))",
+            "Program(blocks=(Block(),), root=('last_tied',), optimizer='in_backward', "
+            "steps=(Sync(), Forward(), Backward(), Sync(to='on'), "
+            "Forward(at=(At(do=Grads(block=-1)),)), Backward()))",
+            "Program(blocks=(Block(traits=('frozen',)),), root=('last_tied',), "
+            "precision='bf16', steps=(Sync(), Forward(), Backward(), Sync(to='on'), "
+            "Forward(at=(At(do=Grads(block=-1)),)), Backward()))",
+            "Program(blocks=(Block(shard='root'),), steps=(Forward(at=(At(when='pre', "
+            "do=Grads()),)), Backward()))",
+            "Program(blocks=(Block(), Block(tied_to=0), Block(shard='root', tied_to=0)), "
+            "steps=(Forward(at=(At(do=Write(block=2, form='live')),)),))",
+            "Program(blocks=(Block(), Block(shard='with_previous')), root=('last',), "
+            "steps=(Gather(), Forward(at=(At(when='inside', do=Write()),))))",
+            "Program(blocks=(Block(),), root=('last_tied',), optimizer='in_backward', "
+            "steps=(Forward(at=(At(when='inside', do=Grads()),)), Forward(), "
+            "Backward(which='last'), Backward()))",
+            "Program(blocks=(Block(kind='scalar', traits=('in_place', 'twice')), "
+            "Block(kind='norm')), steps=(Forward(), Backward(), Step(), Forward(), Backward()))",
         ),
     ),
 ]

@@ -14,11 +14,16 @@ Cut = tuple[int, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A tensor that was looked at, ``None`` where there was none."""
+    """A tensor that was looked at, ``None`` where there was none.
+
+    Attributes:
+        scale: of the numbers that it is a sum of, if that is known.
+    """
 
     label: str
     tensor: torch.Tensor | None
     cut: Cut | None = None
+    scale: float = 0.0
 
 
 @dataclasses.dataclass
@@ -35,7 +40,7 @@ class Trace:
     raised: str | None = None
     undefined: bool = False
 
-    def note(self, label: str, value: torch.Tensor | None) -> None:
+    def note(self, label: str, value: torch.Tensor | None, scale: float = 0.0) -> None:
         """Look at a tensor, of a sharded one at this rank's part, without communication."""
         if value is None:
             self.entries.append(Entry(label, None))
@@ -43,9 +48,9 @@ class Trace:
         with torch.no_grad():
             if isinstance(value, DTensor):
                 local = value.to_local().detach().clone()
-                self.entries.append(Entry(label, local, _cut_of(value)))
+                self.entries.append(Entry(label, local, _cut_of(value), scale))
             else:
-                self.entries.append(Entry(label, value.detach().clone()))
+                self.entries.append(Entry(label, value.detach().clone(), scale=scale))
 
 
 def _cut_of(tensor: DTensor) -> Cut | None:
@@ -97,12 +102,18 @@ def _difference(mine: Entry, theirs: Entry, tolerance: float) -> str | None:
     if not found.numel():
         return None
     found, expected = found.double(), expected.double()
-    scale = theirs.tensor.double().abs().max().clamp(min=1e-2)
+    # Sums of numbers around one may cancel: that leaves an error which is not relative to them.
+    scale = theirs.tensor.double().abs().max().clamp(min=max(1e-2, theirs.scale, _floor(tolerance)))
     bound = tolerance * torch.nan_to_num(scale, nan=1.0, posinf=1.0).item()
     if torch.allclose(found, expected, rtol=tolerance, atol=bound, equal_nan=True):
         return None
     at = int((found - expected).abs().nan_to_num(nan=float("inf")).argmax())
     return f"{found.flatten()[at]:.6g} in place of {expected.flatten()[at]:.6g}"
+
+
+def _floor(tolerance: float) -> float:
+    """From what size on differences are relative; in bfloat16, most gradients are below it."""
+    return 0.1 if tolerance < 1e-3 else 0.0
 
 
 def _brief(tensor: torch.Tensor | None) -> str:

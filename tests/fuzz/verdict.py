@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.fuzz.program import Program, loosens_ties
+from tests.fuzz.program import Program, freezes_ahead, loosens_ties
 from tests.fuzz.worker import Report
 
 #: Not as the unsharded program, but as torch's FSDP2.
@@ -25,6 +25,9 @@ _REFUSED_STALE = (
     # Modules hold full parameters after an exception in backward: docs/torch-compatibility.md.
     "both its full parameter, which its module holds while it runs, and its shard were written to",
 )
+
+# What is frozen after its gather is in the graph of the forward, which needs the values of before.
+_REFUSED_STEPPED = "modified by an inplace operation"
 
 _Ranks = Mapping[int, Report]
 
@@ -97,6 +100,8 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
             # torch goes on with values, or parameters, of before: no difference shows if a program
             # ends, or raises, before it uses what comes of them.
             return Verdict(f"refuses what is out of date ({beside})")
+        if freezes_ahead(program) and all(_REFUSED_STEPPED in text for text in raised):
+            return Verdict(f"refuses a step between forward and backward ({beside})")
         if torch_ran == "equal":
             return Verdict("raises (torch equal)", True, detail)
         return Verdict(

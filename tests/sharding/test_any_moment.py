@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -732,6 +732,51 @@ def _reshard_and_differentiate(net: nn.Module) -> None:
     torch.autograd.grad(net.blocks[1](x).sum(), x)  # type: ignore[operator, index]
 
 
+class TakesOutOfBlocks(nn.Module):
+    """Uses and returns views of parameters that its blocks have returned to it."""
+
+    class Block(nn.Module):
+        """Returns a view of its parameter, where the runtime cannot replace it if asked to."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.offset = nn.Parameter(torch.arange(64.0 * WIDTH).view(64, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + self.offset[0], self.offset[:1]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, first = self.blocks[0](x)
+        x, second = self.blocks[1](x)
+        return x + first, first, second
+
+
+def _uses_what_blocks_have_returned(rank: int, world_size: int, transport: str) -> None:
+    x = batches(world_size)
+    net = sharded_net(TakesOutOfBlocks, transport=transport, reshard_after_forward=False)
+    whole, group = seeded(TakesOutOfBlocks), group_of(net.blocks[0])
+    for reads in (nn.Module.state_dict, lambda net: net.load_state_dict(net.state_dict())):
+        handle = net.blocks[0].register_forward_hook(lambda *_, reads=reads: reads(net) and None)
+        for train in (True, False):
+            with torch.set_grad_enabled(train):
+                outputs = net(x[rank])
+                torch.testing.assert_close(outputs, whole(x[rank]), rtol=0, atol=0)
+            assert group.fulls is not None
+            assert not group.fulls.is_allocated
+            assert group.state is GroupState.SHARDED
+            if train:
+                sum(each.square().mean() for each in outputs).backward()  # type: ignore[union-attr]
+        for batch in x:
+            outputs = whole(batch)
+            (sum(each.square().mean() for each in outputs) / world_size).backward()
+        assert_same_gradients(net, whole)
+        handle.remove()
+
+
 def _loads_in_its_forward(rank: int, world_size: int, transport: str) -> None:
     net = sharded_net(TakesOut, transport=transport)
     net.blocks[0].register_forward_hook(lambda *_: net.load_state_dict(net.state_dict()) and None)
@@ -746,6 +791,7 @@ def test_what_a_program_took_out_of_a_module_stays_until_its_forward_is_over(
     resharding = (_reshard_twice, _reshard_and_differentiate)
     for interrupt in (nn.Module.state_dict, FSDPModule.reshard, *resharding):
         run_over(transport, _uses_what_was_taken_out_before, 2, interrupt)
+    run_over(transport, _uses_what_blocks_have_returned, 2)
     run_over(transport, _loads_in_its_forward, 2)
 
 
@@ -878,6 +924,31 @@ def test_a_parameter_that_a_module_replaces_in_forward_is_not_lost_in_silence(
 
 
 @on_threads(2)
+def test_a_step_without_gradients_writes_to_no_shard(rank: int, world_size: int) -> None:
+    """After an exception in backward a program may write to what its modules hold."""
+    net, whole = sharded_net(), seeded(Net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    handle = net.blocks[1].register_forward_hook(lambda *args: args[2].register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        loss_of(net, batches(world_size)[rank]).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    optimizer.step()
+    written = {name for name, param in net.named_parameters() if type(param) is nn.Parameter}
+    assert written, "modules hold full parameters"
+    with torch.no_grad():
+        for name in written:
+            for model in (net, whole):
+                model.get_parameter(name).mul_(2.0)
+    net.state_dict()  # gives the shards what was written
+    assert_same_values(net, whole)
+
+
+@on_threads(2)
 def test_writes_to_a_shard_and_to_its_full_parameter_at_once_raise(
     rank: int, world_size: int
 ) -> None:
@@ -937,13 +1008,17 @@ def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_
         assert_same_gradients(net, whole)
 
 
-@on_threads(1)
-def test_on_one_rank_backward_notices_what_was_loaded_while_it_ran(
-    rank: int, world_size: int
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_a_backward_notices_what_was_loaded_while_it_ran(
+    rank: int, world_size: int, reshard: bool
 ) -> None:
+    """Also where a forward has left the parameters unsharded, or they are the shards."""
     net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     whole = copy.deepcopy(net)
-    fully_shard(net)  # one group, whose backward is under way when the hook runs
+    # One group, whose backward is under way when the hook runs.
+    fully_shard(net, reshard_after_forward=reshard)
     for model in (net, whole):
         values = {name: 2 * value for name, value in model.state_dict().items()}
 
@@ -954,7 +1029,8 @@ def test_on_one_rank_backward_notices_what_was_loaded_while_it_ran(
             args[0].register_hook(load)
 
         model[2].register_forward_pre_hook(watch)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        refused = "would have replaced" if model is net else "modified by an inplace operation"
+        with pytest.raises((MisuseError, RuntimeError), match=refused):
             model(torch.ones(2, 4)).sum().backward()
 
 
@@ -1248,16 +1324,30 @@ def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
     assert_same_values(net, whole)
 
 
+class DropsGradients(torch.optim.Optimizer):
+    """Subtracts gradients, and frees them as the last part of a step."""
+
+    def __init__(self, params: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = self.param_groups[0]["params"]
+        torch._foreach_sub_(params, [param.grad for param in params])
+        self.zero_grad()
+
+
 def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
-    net, whole = sharded_net(transport=transport), seeded(Net)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, foreach=True) for m in (net, whole)]
-    x = batches(world_size)
-    loss_of(net, x[rank]).backward()
-    with torch.no_grad(), net.keep_unsharded():
-        net(x[rank])
-        optimizers[0].step()
-        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+    for kind in (torch.optim.SGD, DropsGradients):
+        net = sharded_net(transport=transport)
+        optimizer = kind(net.parameters(), lr=0.1, foreach=True)
+        x = batches(world_size)
+        loss_of(net, x[rank]).backward()
+        with torch.no_grad(), net.keep_unsharded():
             net(x[rank])
+            optimizer.step()
+            with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+                net(x[rank])
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -1265,8 +1355,20 @@ def test_steps_of_optimizers_are_noticed_however_they_write(transport: str) -> N
     run_over(transport, in_turn, 2, _accumulates_and_keeps, _steps_while_kept)
 
 
+def _scale(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.mul_(2.0)
+
+
+def _swap(param: nn.Parameter) -> None:
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach() * 2.0))
+
+
+@pytest.mark.parametrize("change", [_scale, _swap])
 @on_threads(2)
-def test_a_write_between_unshard_and_forward_is_noticed(rank: int, world_size: int) -> None:
+def test_a_write_between_unshard_and_forward_is_noticed(
+    rank: int, world_size: int, change: Callable[[nn.Parameter], None]
+) -> None:
     net, whole = sharded_net(), seeded(Net)
     x = batches(world_size)[rank]
     handle = net.blocks[0].unshard(async_op=True)
@@ -1274,9 +1376,8 @@ def test_a_write_between_unshard_and_forward_is_noticed(rank: int, world_size: i
     handle.wait()
     shards = list(net.blocks[0].parameters())
     net.blocks[0].unshard()
-    with torch.no_grad():
-        for param in shards:
-            param.mul_(2.0)
+    for param in shards:
+        change(param)
     with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
         net(x)
 

@@ -121,6 +121,33 @@ def test_resharding_by_hand_and_changing_ones_mind(rank: int, world_size: int) -
     loss.backward()
 
 
+class Gain(nn.Module):
+    """Has a scalar, which is not cut, beside a parameter that is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.tensor(3.0))
+        self.scale = nn.Parameter(torch.full((4,), 5.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.gain * self.scale
+
+
+@on_threads(4)
+def test_backward_computes_with_the_scalars_of_its_forward(rank: int, world_size: int) -> None:
+    """As it does with what forward kept of other parameters."""
+    net, x = Gain(), torch.ones(4, requires_grad=True)
+    fully_shard(net, reshard_after_forward=2)
+    out = net(x)
+    with torch.no_grad():
+        net.gain.mul_(2.0)
+    out.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [15.0] * 4
+    assert net.gain.item() == 6.0
+    assert net(x).tolist() == [30.0] * 4
+
+
 @on_threads(4)
 def test_what_an_optimizer_has_outdated_is_gathered_anew(rank: int, world_size: int) -> None:
     """An optimizer steps after a forward of which no backward came."""

@@ -401,7 +401,7 @@ def _keep_state_dicts_sharded(groups: list[ParamGroup]) -> None:
     for group in groups:
         for module in {owner.module for param in group.params for owner in param.owners}:
             module.register_state_dict_pre_hook(group.check_for_state_dict)  # type: ignore[no-untyped-call]
-            module.register_state_dict_pre_hook(group.reshard_for_user)  # type: ignore[no-untyped-call]
+            module.register_state_dict_pre_hook(group.reshard_for_state_dict)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(group.reshard_for_load)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_pre_hook(_keep_out_other_parts)  # type: ignore[no-untyped-call]
             module.register_load_state_dict_post_hook(group.refresh_from_state_dict)  # type: ignore[no-untyped-call]

@@ -41,7 +41,7 @@ from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam, versions_of
+from shardwise.sharding.param import ShardedParam, Version, versions_of
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -110,7 +110,7 @@ class FilledParams:
         self._fulls = _fulls_of(params)
         self._forms = [param.form for param in params]
         # The versions of the shards when they were gathered.
-        self._shards: list[int] = []
+        self._shards: list[Version] = []
         # The versions and addresses of full parameters that hold their values.
         self._found: list[tuple[int, int]] | None = None
 
@@ -201,10 +201,15 @@ class CopiedParams:
         self._params = params
         _make_fulls(params, fulls)
 
-    def fill(self) -> None:
-        """Copy the shards now, since later writes belong to the next gather."""
+    def fill(self, source: PostForwardShards | None) -> None:
+        """Copy the shards now, or what forward kept of them: later writes are for the next gather.
+
+        Args:
+            source: the post-forward shards to copy instead of the shards, if there are any.
+        """
         for param in self._params:
-            param.full_data.copy_(param.local, non_blocking=True)
+            shard = param.local if source is None else source.shard_of(param)
+            param.full_data.copy_(shard, non_blocking=True)
 
 
 class DirectParams:
@@ -364,7 +369,7 @@ class FullParams:
             self._report()
             if source is None:
                 self.filled.begin()
-            self._copied.fill()
+            self._copied.fill(source)
             shards, buffers = self._direct.gathered(label.name, source)
             for way in self._finished:
                 sent, into = way.gathered(label.name, source)
@@ -486,6 +491,7 @@ class PostForwardShards:
         for param in self._uncut:
             GroupParam.leave_all([param])
             param.register(param.form.parameter)  # every rank has all of it
+            self._shards[param] = param.full_data.clone()
         with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
@@ -524,7 +530,7 @@ class PostForwardShards:
         ]
 
     def shard_of(self, param: GroupParam) -> torch.Tensor:
-        """The post-forward shard of ``param``, 1-D."""
+        """The post-forward shard of ``param``: 1-D, or all of a scalar."""
         return self._shards[param]
 
     def layout_of(self, param: GroupParam) -> Layout:

@@ -85,6 +85,7 @@ class ParamGroup:
         self.stepper: Stepper | None = None
         self.pages = Pages.of([param.form for param in params])
         self._lease: Lease | None = None
+        self._left = Freshness.STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
@@ -94,6 +95,8 @@ class ParamGroup:
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
+        #: Whether an outermost forward of the model is running.
+        self.is_in_forward: Callable[[], bool] = lambda: False
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ParamGroup:
         """Copy the group for copied modules: sharded, without gradients that are being reduced."""
@@ -124,8 +127,8 @@ class ParamGroup:
             param.install()
             param.form.groups.append(self)
 
-    def reshard_for_user(self, *_: Any) -> None:
-        """Reshard because the user asks for it, or makes a state dict; a hook.
+    def reshard_for_user(self) -> None:
+        """Reshard because the user asks for it.
 
         During a forward or backward of the group its full parameters stay in memory until that is
         over: the program may have taken them, or views of them, out of the modules.
@@ -134,6 +137,19 @@ class ParamGroup:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
         self._put_shards_back(self._deliver_all if self._is_in_use else self._free)
+
+    def reshard_for_state_dict(self, *_: Any) -> None:
+        """Reshard before a state dict is made; a hook.
+
+        Until the outermost forward is over, the memory of full parameters stays where
+        ``reshard_after_forward`` leaves it: a module may have returned views of them.
+
+        Raises:
+            MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
+        """
+        is_whole = self._lease is None or self.state is GroupState.UNSHARDED
+        stays = self._is_in_use or (is_whole and self.is_in_forward())
+        self._put_shards_back(self._deliver_all if stays else self._free)
 
     def reshard_for_load(self, *_: Any) -> None:
         """Reshard before a state dict is loaded; a hook.
@@ -147,7 +163,7 @@ class ParamGroup:
                 "have replaced values that its running forward or backward needs. Load between "
                 "steps"
             )
-        self.reshard()
+        self.reshard_for_state_dict()
 
     def check_for_state_dict(self, *_: Any) -> None:
         """Check that the shards are of one step before a state dict is made; a hook.
@@ -199,7 +215,7 @@ class ParamGroup:
         """
         lease, source = self._lease, None
         if lease is None:
-            if self._is_left:
+            if self.is_left:
                 self._free()
             self._take_over_replaced()
         elif lease.state is GroupState.SHARDED_POST_FORWARD:
@@ -291,7 +307,7 @@ class ParamGroup:
     def _put_shards_back(self, then: Callable[[], None]) -> None:
         lease = self._lease
         if lease is None:
-            if self._is_left:
+            if self.is_left:
                 then()
             return
         if lease.state is GroupState.SUMMONED:
@@ -337,7 +353,7 @@ class ParamGroup:
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
         if self.state is not GroupState.UNSHARDED:
-            if self._is_left:
+            if self.is_left:
                 self._free()
             return
         if not self.frees_after_forward:
@@ -358,7 +374,13 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return (asked and self.state is GroupState.UNSHARDED) or self._is_left
+        return (asked and self.state is GroupState.UNSHARDED) or self.is_left
+
+    @property
+    def ends_with_forward(self) -> bool:
+        """Whether the end of the outermost forward frees the full parameters: see ``Root``."""
+        evaluates = not (torch.is_grad_enabled() or self.options.keep_unsharded)
+        return self.is_left or (evaluates and self.state is GroupState.UNSHARDED)
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
@@ -710,16 +732,17 @@ class ParamGroup:
     @property
     def _is_in_use(self) -> bool:
         """Whether a forward or backward uses the full parameters, in its modules or beside them."""
-        lease = self._lease
+        lease, is_in_backward = self._lease, self.phase is Phase.BACKWARD
         if lease is None:
-            uses = self.fulls is not None and self.fulls.filled.holds_values
+            has_values, use = self.fulls is not None and self.fulls.filled.holds_values, self._left
         else:
-            uses = lease.state is GroupState.UNSHARDED and lease.freshness is Freshness.CURRENT
-        # Otherwise an exception has ended the backward.
-        return uses and (self.phase is not Phase.BACKWARD or autograd.in_backward())
+            has_values, use = lease.state is GroupState.UNSHARDED, lease.freshness
+        if is_in_backward:  # unless an exception has ended it
+            return has_values and autograd.in_backward()
+        return has_values and use is Freshness.CURRENT
 
     @property
-    def _is_left(self) -> bool:
+    def is_left(self) -> bool:
         """Whether full parameters are in memory that modules do not hold any more.
 
         A gather that failed has left them, or a user has resharded while they were in use.
@@ -760,6 +783,8 @@ class ParamGroup:
                 f"{found.value} to {to.value}"
             )
         if to is GroupState.SHARDED:
+            if lease is not None:
+                self._left = lease.freshness
             self._lease = None
         elif lease is None:
             self._lease = Lease(to, self.steps_in_backward)

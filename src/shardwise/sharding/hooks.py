@@ -124,16 +124,23 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
     Raises:
         MisuseError: a view is inside an object of a user's class, where it cannot be replaced.
     """
+    ends = state is state.root.forward_root
+    groups = [group for each in (state.root.states if ends else [state]) for group in each.groups]
     freeing = [
         group.fulls.storages
-        for group in state.groups
-        if group.fulls is not None and group.frees_after_forward
+        for group in groups
+        if group.fulls is not None
+        and (
+            (group in state.groups and group.frees_after_forward)
+            # What groups that ran inside have left goes with the outermost forward.
+            or (ends and group.ends_with_forward)
+        )
     ]
     if not any(freeing):
         return output
     freed = frozenset[int]().union(*freeing)
     # An object may hold a parameter itself, whose memory comes back. A view's would not.
-    fulls = {id(param.full) for group in state.groups for param in group.params}
+    fulls = {id(param.full) for group in groups for param in group.params}
 
     def is_lost(tensor: torch.Tensor) -> bool:
         return dtensor.storage_of(tensor) in freed

@@ -56,7 +56,10 @@ class _Steps:
         if not self._is_registered:
             self._is_registered = True
             register_optimizer_step_pre_hook(self._check_states)
+            # A closure makes gradients, and a step may drop them at its end: both ends count.
+            register_optimizer_step_pre_hook(self._count)
             register_optimizer_step_post_hook(self._count)
+            register_optimizer_step_post_hook(self._let_go)
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
         """Return the sharded forms of those of ``params`` that are sharded."""
@@ -87,7 +90,12 @@ class _Steps:
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for group in optimizer.param_groups:
             for form in self.forms_of(group["params"]):
-                form.steps += 1
+                # Torch's optimizers leave a parameter without a gradient as it is.
+                form.steps += form.parameter.grad is not None
+
+    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for form in self.forms_of(group["params"]):
                 if form.offload.disk is not None:
                     form.offload.let_go(form.local)
 
@@ -417,10 +425,17 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
         )
 
 
-def versions_of(forms: Sequence[ShardedParam]) -> list[int]:
-    """Numbers that grow with every write to a shard: to the ``DTensor`` or its local tensor."""
-    counted = autograd.versions_of_sharded(map(_PARAMETER, forms))
-    return list(map(operator.add, counted, map(_STEPS, forms)))
+#: What changes when a shard is written to, or exchanged for another (by ``swap_tensors``, say).
+Version = tuple[int, int, int]
+
+
+def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
+    """What changes with every write to a shard: to the ``DTensor`` or its local tensor."""
+    found = list(map(_PARAMETER, forms))
+    counted = autograd.versions_of_sharded(found)
+    return list(
+        zip(counted, map(_STEPS, forms), map(id, map(dtensor.local_of, found)), strict=True)
+    )
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

@@ -129,6 +129,10 @@ class Root:
         """The name under which ``torch.distributed.pipelining`` asks for :attr:`states`."""
         return self.states
 
+    def is_in_forward(self) -> bool:
+        """Whether an outermost forward is running."""
+        return self.forward_root is not None
+
     def begin_forward(self, state: FSDPState) -> None:
         """Begin an outermost forward.
 
@@ -347,7 +351,8 @@ class Root:
         for state in self.states:
             for group in state.groups:
                 asked = group.options.reshard_after_backward and not group.options.keep_unsharded
-                if not self._is_in_forward(state) and (asked or group.state is GroupState.SHARDED):
+                is_left = group.state is not GroupState.SHARDED
+                if asked and is_left and not self._is_in_forward(state):
                     # Frees parameters for a backward that did not come, and those that a forward
                     # in a hook of this backward left.
                     group.reshard()
@@ -355,11 +360,12 @@ class Root:
         self.order.end_backward()
 
     def _reshard_unused(self) -> None:
-        """Free groups that were prefetched and then did not run."""
+        """Free groups that were prefetched and then did not run, or that a user has resharded."""
+        is_over = not self.is_in_forward()
         for state in self.states:
             for group in state.groups:
                 found = group.state
-                if found is GroupState.UNSHARDING:
+                if found is GroupState.UNSHARDING or (found is GroupState.SHARDED and is_over):
                     group.reshard()
                 elif found is not GroupState.SHARDED:
                     group.mark_stale()
@@ -484,6 +490,7 @@ class FSDPState:
                 if group.pages is not None:
                     group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
+                group.is_in_forward = state.root.is_in_forward
         if self._keep_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False
