@@ -1008,6 +1008,23 @@ def test_on_one_rank_backward_notices_what_was_written_since_forward_as_without_
         assert_same_gradients(net, whole)
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_a_new_memory_format_between_forward_and_backward_is_no_write(
+    rank: int, world_size: int
+) -> None:
+    """Backward needs the values of forward, which an exchange of the shards leaves as they were."""
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    whole = copy.deepcopy(net)
+    fully_shard(net)
+    for model in (net, whole):
+        model.to(memory_format=torch.channels_last)
+        loss = model(x).sum()
+        model.to(memory_format=torch.channels_last)
+        loss.backward()
+    assert_same_gradients(net, whole)
+
+
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_threads()

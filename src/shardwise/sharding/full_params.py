@@ -78,7 +78,8 @@ class AliasedParams:
         before, self._versions = self._versions, versions_of(self._forms)
         if before != self._versions:
             for full, old, new in zip(self._fulls, before, self._versions, strict=True):
-                if old != new:
+                # What `to()` or `swap_tensors` put in the place of a shard wrote nothing.
+                if old != new and old.local == new.local:
                     autograd.set_versions([full], [autograd.version_of(full) + 1])
 
     def take_back(self) -> None:

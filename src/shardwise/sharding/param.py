@@ -10,7 +10,7 @@ import enum
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -425,17 +425,25 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
         )
 
 
-#: What changes when a shard is written to, or exchanged for another (by ``swap_tensors``, say).
-Version = tuple[int, int, int]
+class Version(NamedTuple):
+    """What changes when a shard is written to, or exchanged for another (by ``swap_tensors``).
+
+    Attributes:
+        counted: writes that autograd has counted, to the ``DTensor`` or its local tensor.
+        steps: of optimizers, some of which write what autograd does not count.
+        local: the identity of the local tensor.
+    """
+
+    counted: int
+    steps: int
+    local: int
 
 
 def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
-    """What changes with every write to a shard: to the ``DTensor`` or its local tensor."""
+    """Return the versions of some shards."""
     found = list(map(_PARAMETER, forms))
     counted = autograd.versions_of_sharded(found)
-    return list(
-        zip(counted, map(_STEPS, forms), map(id, map(dtensor.local_of, found)), strict=True)
-    )
+    return list(map(Version, counted, map(_STEPS, forms), map(id, map(dtensor.local_of, found))))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
