@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.fuzz.models import unwrap
+from tests.fuzz.models import FuzzBlock, unwrap, wrap
 
 #: Where a parameter is registered.
 _Place = tuple[nn.Module, str]
@@ -491,12 +491,24 @@ def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tuple(map(cast, args)), {name: cast(value) for name, value in kwargs.items()}
 
 
-def _after(module: nn.Module, args: Any, output: Any) -> None:
+def _after(module: nn.Module, args: Any, output: Any) -> Any:
     group = _group_of(module)
     gathers = group.gathers
+    output = _outlive(module, output)
     group.leave(module, output)
     if group is gathers.groups[-1] and not gathers.clock.is_running:
         gathers.end_forward(output)
+    return output
+
+
+def _outlive(module: nn.Module, output: Any) -> Any:
+    """Put a copy in the place of a view of what is freed now: no later gather writes to it."""
+    if isinstance(module, FuzzBlock) and module.spec.beside == "parameter":
+        main, beside = unwrap(output)
+        assert beside is not None
+        if _group_of(module).between is Between.FREED:
+            return wrap(module.spec.returns, main, beside.clone())
+    return output
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
