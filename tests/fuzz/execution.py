@@ -332,11 +332,14 @@ class Execution:
             # Autograd's hooks on gradients are swapped, Python's list of them is not: a plain
             # parameter has no hook then, and a sharded one, torch's too, still has it.
             return
-        if self._losses and isinstance(self.runtime, Unsharded):
-            # Torch refuses to swap plain parameters of a forward whose backward is to come, or to
-            # run that backward: a shard is no part of its graph.
+        # Torch refuses to swap plain parameters of a forward whose backward is to come, or to run
+        # that backward, and those that were frozen since one: a shard is no part of a graph.
+        is_plain = isinstance(self.runtime, Unsharded)
+        if self._losses and is_plain:
             raise UndefinedError
         for param in self._params(action.block):
+            if is_plain and not param.requires_grad and param._use_count() > 1:
+                raise UndefinedError
             new = nn.Parameter(param.detach() * 0.5, requires_grad=param.requires_grad)
             torch.utils.swap_tensors(param, new)
 

@@ -77,6 +77,8 @@ _TOLD = [
             "Backward(which='last'), Backward()))",
             "Program(blocks=(Block(kind='scalar', traits=('in_place', 'twice')), "
             "Block(kind='norm')), steps=(Forward(), Backward(), Step(), Forward(), Backward()))",
+            "Program(blocks=(Block(),), steps=(Forward(at=(At(when='pre', block=1, do=Grads()),)), "
+            "Backward(), Swap()))",
             "Program(blocks=(Block(beside='parameter', traits=('twice',)),), "
             "steps=(Forward(at=(At(do=Write()),)),))",
         ),
