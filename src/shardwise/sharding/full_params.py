@@ -493,6 +493,7 @@ class PostForwardShards:
             GroupParam.leave_all([param])
             param.register(param.form.parameter)  # every rank has all of it
             self._shards[param] = param.full_data.clone()
+            observe.memory_of(Memory.FULL_PARAMETERS, label.name, self._shards[param])
         with autograd.no_grad():
             for param, layout in self._layouts.items():
                 rows = layout.cut(param.full_data, self.mesh.shard.rank)
