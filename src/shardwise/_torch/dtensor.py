@@ -32,7 +32,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where the local tensors of ``DTensor``s are in memory."""
-    return [local_of(each).data_ptr() for each in tensors]
+    return [each._local_tensor.data_ptr() for each in tensors]  # type: ignore[attr-defined]
+
+
+def identities_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the identities of the local tensors of ``DTensor``s."""
+    return [id(each._local_tensor) for each in tensors]  # type: ignore[attr-defined]
 
 
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
