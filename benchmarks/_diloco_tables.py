@@ -64,30 +64,3 @@ def _table(case: dict[str, Any]) -> Table:
 
 def _bytes(found: dict[str, Any]) -> int:
     return int(found["sent"] + found["sent_at_end"])
-
-
-def sweep_tables(content: dict[str, Any]) -> list[Table]:
-    """Make one table for each case of a ``diloco_sweep`` document, a row for each contender."""
-    return [_sweep_table(case) for case in content["cases"]]
-
-
-def _sweep_table(case: dict[str, Any]) -> Table:
-    settings = case["settings"]
-    seeds = range(settings["seeds"])
-    table = Table(
-        f"{settings['replicas']} replicas, {settings['steps']} steps from random weights",
-        ["contender", *(f"seed {seed}" for seed in seeds), "mean", "loss", "MB sent"],
-    )
-    for name, found in case["synchronous"].items():
-        losses = found["losses"]
-        mean = sum(losses) / len(losses)
-        title = ", ".join(filter(None, ["synchronous", name]))
-        table.rows.append([title, *("1" for _ in seeds), "1", f"{mean:.4f}", ""])
-    for name, found in case["contenders"].items():
-        beside = case["synchronous"][found["beside"]]["losses"]
-        ratios = [one / other for one, other in zip(found["losses"], beside, strict=True)]
-        mean = sum(found["losses"]) / len(beside)
-        cells = [f"{ratio:.4f}" for ratio in (*ratios, sum(ratios) / len(ratios))]
-        table.rows.append([name or "defaults", *cells, f"{mean:.4f}", f"{found['sent'] / 1e6:.2f}"])
-    table.notes.append("columns of seeds: loss divided by that of synchronous training")
-    return table

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,7 +30,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _adamw8bit_curves import LENGTH, batch, set_lr, text
 from _contenders import CONTENDERS, Case
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
 from _models import PRESETS
@@ -43,7 +43,33 @@ from shardwise.app.recipes.core.build import learning_rate
 PARTS = ("steps", "loss")
 WARMUP = 2  # steps: the first makes states, and may compile
 GRADIENT = 1e-2  # root of the mean square of an element
+LENGTH = 256  # tokens of a sequence
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pools of processes beside the ranks
+
+
+def text() -> torch.Tensor:
+    """The source code of the standard library as bytes; int64."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(each for each in folder.glob("*.py") if each.is_file())
+    return torch.frombuffer(
+        bytearray(b"\n".join(each.read_bytes() for each in files)), dtype=torch.uint8
+    ).long()
+
+
+def batch(data: torch.Tensor, tokens: int, seed: int, step: int) -> torch.Tensor:
+    """Draw the sequences of a step; int64 of shape ``(tokens // LENGTH, LENGTH)``."""
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+    at = torch.randint(len(data) - LENGTH, (tokens // LENGTH,), generator=generator)
+    return torch.stack([data[start : start + LENGTH] for start in at.tolist()])
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups, which torchao keeps in tensors."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class Worker:
