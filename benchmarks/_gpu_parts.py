@@ -23,8 +23,8 @@ from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, ProbeWorker, SanitizedWorker
 from _gpu_journal import Journal, shortened
 from _gpu_steps import Pace, Room, Turns, planned_peak
+from _measured import mean_losses
 from _report import ROOT, machine
-from _step_tables import mean_losses
 from _steps import StepWorker, transposed
 from _worlds import World, WorldError
 

@@ -13,11 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _memory_tables import peak
-from _overhead_tables import overheads
+from _measured import overheads, peak, seconds_by_round, step_seconds
 from _pictures import OURS, PEER, RULE, looks, write
-from _step_tables import step_seconds
-from _strategies_tables import seconds_by_round
 
 Case = dict[str, Any]
 

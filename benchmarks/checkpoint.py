@@ -30,12 +30,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import shardwise.checkpoint
-from _checkpoint_tables import CONTENDERS, checkpoint_tables
 from _memory import peak_rss, reset_peak_rss, rss
 from _models import PRESETS, build, groups
 from _options import one_of, positive_int, positive_ints
 from _report import announce, document, publish
+from _tables import CHECKPOINT, CHECKPOINT_TITLES
 from _worlds import World, stop_server
+
+_CONTENDERS = tuple(CHECKPOINT_TITLES)
 
 
 class CheckpointWorker:
@@ -154,16 +156,16 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
     Raises:
         ValueError: a contender did not load what it had saved.
     """
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTENDERS}
     worlds: dict[str, World] = {}
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
         try:
-            for name in CONTENDERS:
+            for name in _CONTENDERS:
                 worlds[name] = World(name, ranks, CheckpointWorker, name, params, options.seed)
                 _turn(worlds[name], Path(root, name), options.cold)  # to warm up
             for index in range(options.rounds):
-                shift = index % len(CONTENDERS)
-                for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
+                shift = index % len(_CONTENDERS)
+                for name in _CONTENDERS[shift:] + _CONTENDERS[:shift]:
                     turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
             nbytes = sum(worlds["ours"].call("nbytes"))
         finally:
@@ -218,7 +220,7 @@ def main() -> int:
     console = announce()
     cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
     content = document("checkpoint", cases)
-    publish(console, content, checkpoint_tables(content), options.json)
+    publish(console, content, CHECKPOINT.of_cases(content), options.json)
     return 0
 
 

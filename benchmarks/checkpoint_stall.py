@@ -26,13 +26,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
-from _checkpoint_stall_tables import WAYS, stall_tables
 from _memory import peak_rss, reset_peak_rss
 from _models import PRESETS, batches, build, groups
 from _options import one_of, positive_int, positive_ints
 from _report import announce, document, publish
+from _tables import STALL, STALL_TITLES
 from _worlds import World, stop_server
 
+WAYS = tuple(STALL_TITLES)
 Wait = Callable[[], object]
 
 
@@ -153,7 +154,7 @@ def main() -> int:
     console = announce()
     cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
     content = document("checkpoint_stall", cases)
-    publish(console, content, stall_tables(content), options.json)
+    publish(console, content, STALL.of_cases(content), options.json)
     return 0
 
 

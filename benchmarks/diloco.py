@@ -24,9 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
+from _measured import bytes_ratio, loss_ratio
 from _options import positive_int
 from _report import announce, document, save
+from _tables import DILOCO
 from _wire import metered
 from _worlds import World, stop_server
 from shardwise import checkpoint, clip_grad_norm_
@@ -42,6 +43,7 @@ from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
 from shardwise.insight.schema.sharding import ShardingConfig, TransportName
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 
+SYNCHRONOUS = "synchronous"
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {
     "fp32": (WireFormat.FP32, Streaming()),
@@ -293,7 +295,7 @@ def main() -> int:
         for name in (SYNCHRONOUS, *options.contenders):
             case["contenders"][name] = play(name, settings, start)
     content = document("diloco", [case])
-    for table in diloco_tables(content):
+    for table in DILOCO.of_cases(content):
         table.show(console)
     console.print(content["command"], highlight=False, soft_wrap=True)
     if options.json:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case, narrow
+from _measured import too_high
 from _memory import (
     PROMPT_MALLOC,
     Formula,
@@ -33,10 +34,10 @@ from _memory import (
     reset_peak_rss,
     rss,
 )
-from _memory_tables import memory_tables, too_high
 from _models import batches, build, groups
 from _options import cases, contender_env, parser
 from _report import announce, publish_each
+from _tables import TABLES
 from _worlds import World, stop_server
 
 WARMUP = 2  # steps: the first makes the optimizer's state
@@ -218,7 +219,7 @@ def main() -> int:
     options = _options()
     console = announce()
     found = (measure_all(case, options) for case in cases(options))
-    measured = publish_each(console, "memory", found, memory_tables, options.json)
+    measured = publish_each(console, "memory", found, TABLES["memory"], options.json)
     return 1 if any(too_high(case) for case in measured) else 0
 
 

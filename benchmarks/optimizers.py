@@ -31,12 +31,14 @@ import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case
+from _measured import optimizer_differences as differences
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
 from _models import PRESETS
 from _optimizer_contenders import installed, make, settings_of
-from _optimizers_tables import TITLES, differences, optimizers_tables, split
 from _options import one_of, positive_int
 from _report import announce, publish_each
+from _tables import OPTIMIZER_TITLES as TITLES
+from _tables import optimizers_tables
 from _worlds import World, stop_server
 from shardwise.app.recipes.core.build import learning_rate
 
@@ -76,7 +78,7 @@ class Worker:
     """One rank of a contender."""
 
     def __init__(self, name: str, params: str, ranks: int, lr: float, seed: int) -> None:
-        sharded_by, _ = split(name)
+        sharded_by, _ = name.split("-", 1)
         self._trained = CONTENDERS[sharded_by](Case(ranks, params, seed=seed))
         self._settings = settings_of(name, lr)
         self._optimizer = make(name, self._trained.model, self._settings)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import nn
 
 from _options import TRANSPORTS, contender_env, positive_int, positive_ints
-from _overhead_tables import overhead_tables
 from _report import announce, document, publish
+from _tables import overhead_tables
 from _worlds import World, stop_server
 
 CONTENDERS = ("ours", "fsdp2", "floor")

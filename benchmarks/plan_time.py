@@ -30,17 +30,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _hosts import HostsError, two_hosts
 from _models import build
-from _plan_time_tables import Case, plan_time_tables
+from _plan_cases import Case
 from _report import announce, document, publish
+from _tables import PLAN_TIME
 from _worlds import World, stop_server
 from shardwise.base.devices import keep_freed_memory
 from shardwise.elastic.world import usable_cores
-from shardwise.frontends.blocks import shard_blocks
 from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
@@ -55,21 +53,21 @@ _Found = dict[str, Any]
 
 
 CASES = (
-    Case("5m", 512, "dp=1"),
-    Case("34m", 256, "dp=1"),
-    Case("34m", 256, "dp=1", dtype="bf16"),
-    Case("5m", 512, "dp=2"),
-    Case("34m", 256, "dp=2"),
-    Case("34m", 512, "dp=2", dtype="bf16"),
-    Case("34m", 256, "dp=2", "grad-op"),
-    Case("34m", 256, "dp=2", "no-shard", dtype="bf16"),
+    Case("5m", 512, "dp=1", transport="auto"),
+    Case("34m", 256, "dp=1", transport="auto"),
+    Case("34m", 256, "dp=1", dtype="bf16", transport="auto"),
+    Case("5m", 512, "dp=2", transport="auto"),
+    Case("34m", 256, "dp=2", transport="auto"),
+    Case("34m", 512, "dp=2", dtype="bf16", transport="auto"),
+    Case("34m", 256, "dp=2", "grad-op", transport="auto"),
+    Case("34m", 256, "dp=2", "no-shard", dtype="bf16", transport="auto"),
     Case("34m", 256, "dp=2", transport="c10d"),
     Case("34m", 512, "dp=2", dtype="bf16", transport="c10d"),
-    Case("10m", 256, "dp=4"),
-    Case("10m", 256, "dp_replicate=2,dp_shard=2", "hybrid", dtype="bf16"),
-    Case("34m", 256, "dp=2", gbit=10),
-    Case("34m", 512, "dp=2", dtype="bf16", gbit=1),
-    Case("10m", 512, "dp=2", "no-shard", gbit=1),
+    Case("10m", 256, "dp=4", transport="auto"),
+    Case("10m", 256, "dp_replicate=2,dp_shard=2", "hybrid", dtype="bf16", transport="auto"),
+    Case("34m", 256, "dp=2", gbit=10, transport="auto"),
+    Case("34m", 512, "dp=2", dtype="bf16", gbit=1, transport="auto"),
+    Case("10m", 512, "dp=2", "no-shard", gbit=1, transport="auto"),
 )
 
 
@@ -83,21 +81,11 @@ class Worker:
         torch.set_num_threads(1 if clock == PROCESSOR else max(1, threads))
         self._now = time.process_time if clock == PROCESSOR else time.perf_counter
         model = build(case.model, seed=0)
-        plan = settings.sharding
-        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
-        dtype = None if case.dtype == "fp32" else torch.bfloat16
-        shard_blocks(
-            model,
-            list(model.model.layers),
-            mesh=plan.sharding_mesh(mesh),
-            reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-            transport=case.transport,
-        )
+        case.shard(model, of_module(model))
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self._tokens = torch.randint(model.config.vocab_size, (1, case.tokens), generator=generator)
+        self._tokens = torch.randint(model.config.vocab_size, (1, case.size), generator=generator)
 
     def steps(self, seconds: float) -> list[float]:
         """Take at least five timed steps, and as many as fit into so many seconds."""
@@ -189,7 +177,7 @@ def main() -> None:
         os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations, too
     measured = run(options.seconds, options.rounds, cases, console, options.clock)
     found = document("plan_time", measured)
-    publish(console, found, plan_time_tables(found), options.json)
+    publish(console, found, PLAN_TIME.of_document(found), options.json)
 
 
 if __name__ == "__main__":

@@ -19,44 +19,19 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _checkpoint_stall_tables import stall_tables
-from _checkpoint_tables import checkpoint_tables
-from _diloco_tables import diloco_tables
 from _goodput_tables import goodput_tables
 from _gpu_tables import gpu_tables
-from _memory_tables import memory_tables
-from _optimizers_tables import optimizers_tables
-from _overhead_tables import overhead_tables
-from _plan_memory_tables import plan_memory_tables
-from _plan_time_tables import plan_time_tables
-from _report import ROOT, Table, machine_line
-from _scaling_tables import scaling_tables
-from _step_tables import step_tables
-from _strategies_tables import strategies_tables
+from _report import ROOT, machine_line
 from _summary import draw, table
+from _tables import TABLES
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "docs" / name for name in ("benchmarks.md", "measurements.md", "gpu.md")]
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
-TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    "step_time": step_tables,
-    "memory": memory_tables,
-    "overhead": overhead_tables,
-    "checkpoint": checkpoint_tables,
-    "checkpoint_stall": stall_tables,
-    "scaling": scaling_tables,
-    "diloco": diloco_tables,
-    "strategies": strategies_tables,
-    "goodput": goodput_tables,
-    "gpu": gpu_tables,
-    "plan_memory": plan_memory_tables,
-    "plan_time": plan_time_tables,
-    "optimizers": optimizers_tables,
-}
+SHOWN = TABLES | {"goodput": goodput_tables, "gpu": gpu_tables}
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
@@ -75,7 +50,7 @@ def markdown(content: dict[str, Any], name: str) -> str:
         f"{content['date']}, {machine_line(content['machine'])} "
         f"([raw numbers](../benchmarks/results/{name}))",
     ]
-    tables = TABLES[content["script"]](content)
+    tables = SHOWN[content["script"]](content)
     return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
 
 

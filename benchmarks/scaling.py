@@ -23,12 +23,12 @@ from typing import Any
 from rich.console import Console
 
 from _contenders import Case
+from _measured import disagreement
 from _models import PRESETS
 from _options import TRANSPORTS, one_of, positive_int, positive_ints
 from _report import document, machine, machine_line, save, wide_console
 from _scaling_picture import draw
-from _scaling_tables import AXES, CONTENDERS, scaling_tables
-from _step_tables import disagreement
+from _tables import AXES, scaling_tables
 from _worlds import stop_server
 from step_time import Match
 
@@ -112,7 +112,7 @@ def _options() -> argparse.Namespace:
         metavar="FILES",
         help="measure nothing: show what these documents hold (a.json,b.json)",
     )
-    made.set_defaults(contenders=[*CONTENDERS])
+    made.set_defaults(contenders=["ours", "fsdp2", "floor"])
     return made.parse_args()
 
 

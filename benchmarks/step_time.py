@@ -21,11 +21,12 @@ import psutil
 from rich.console import Console
 
 from _contenders import Case
+from _measured import disagreement
 from _models import PRESETS
 from _options import cases, contender_env, parser, positive_int
 from _report import announce, publish_each
-from _step_tables import disagreement, step_tables
 from _steps import StepWorker, transposed
+from _tables import TABLES
 from _worlds import World, stop_server
 
 
@@ -151,7 +152,7 @@ def main() -> int:
     options = _options()
     console = announce()
     matches = (Match(case, options, console).play() for case in cases(options))
-    played = publish_each(console, "step_time", matches, step_tables, options.json)
+    played = publish_each(console, "step_time", matches, TABLES["step_time"], options.json)
     return 1 if any(disagreement(case) for case in played) else 0
 
 

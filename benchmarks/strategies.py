@@ -27,15 +27,15 @@ from rich.console import Console
 
 from _contenders import ByModule, Case, Contender
 from _hosts import Host, HostsError, two_hosts
+from _measured import disagreement
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
 from _options import one_of, positive_int
 from _report import document, machine, machine_line, save, wide_console
-from _step_tables import disagreement
 from _steps import StepWorker, transposed
 from _strategies_picture import draw
-from _strategies_tables import ACCUMULATED, strategies_tables
-from _strategy_contenders import STRATEGIES, Apart
+from _strategy_contenders import ACCUMULATED, STRATEGIES, Apart
+from _tables import STRATEGY
 from _worlds import World, stop_server
 from shardwise.base.devices import keep_freed_memory
 
@@ -247,7 +247,7 @@ def main() -> int:
             return 2
         if options.json:
             save(options.json, content)
-    for table in strategies_tables(content):
+    for table in STRATEGY.of_cases(content):
         table.show(console)
     if options.picture:
         draw(content, options.picture)

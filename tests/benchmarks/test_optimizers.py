@@ -29,7 +29,7 @@ def test_contenders_take_turns_and_train_on_the_same_text(tmp_path: Path) -> Non
 
 
 def test_losses_that_differ_between_runtimes_are_an_error() -> None:
-    from _optimizers_tables import differences
+    from _measured import optimizer_differences as differences
 
     losses = {"ours-sgd": [2.0, 1.5], "fsdp2-sgd": [2.0, 1.5], "ours-lion": [2.0]}
     case: dict[str, Any] = {"part": "loss", "ranks": 2, "losses": losses}

@@ -36,7 +36,7 @@ def document(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_document_holds_a_case_for_each_point_of_each_axis(document: dict[str, Any]) -> None:
-    from _scaling_tables import along, value
+    from _tables import along, value
 
     assert document["script"] == "scaling"
     points = {axis: [value(case) for case in along(document, axis)] for axis in ("ranks", "groups")}
