@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from _charts import OURS, Panel, draw
 from _measured import overheads, peak, seconds_by_round, step_seconds
-from _pictures import OURS, PEER, RULE, looks, write
 
 Case = dict[str, Any]
 
@@ -182,26 +182,12 @@ def table(results: Path) -> str:
     return "\n".join(rows)
 
 
-def draw(results: Path, path: Path) -> None:
+def draw_summary(results: Path, path: Path) -> None:
     """Draw the ratios of the summary as bars, beside a line at torch's 1.
 
     Args:
         results: folder of the documents.
         path: a file that ends in ``.svg`` or ``.png``; replaced only when it is complete.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state and no display
-
-    ratios = [each.measured(results).ratio for each in MEASUREMENTS]
-    with looks("summary"):
-        figure = Figure(figsize=(9.6, 0.42 * len(ratios) + 1.1), layout="constrained")
-        panel = figure.subplots()
-        bars = panel.barh([each.what for each in MEASUREMENTS], ratios, color=OURS, height=0.66)
-        panel.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=-30, color="white")
-        panel.axvline(1, color=PEER, ls="--", lw=1.4)
-        panel.set_xlim(0, 1.12)
-        panel.invert_yaxis()
-        panel.set_title("Shardwise, as a fraction of torch (dashed)", loc="left", fontsize=11)
-        panel.grid(visible=True, axis="x", color=RULE, alpha=0.25, linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-        write(figure, path)
+    bars = {each.what: (each.measured(results).ratio, OURS) for each in MEASUREMENTS}
+    draw(path, "Shardwise, as a fraction of torch (dashed)", [Panel("", bars=bars, mark=1)])

@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,11 @@ from torch.distributed.tensor import DTensor
 
 import shardwise.checkpoint
 from _memory import peak_rss, reset_peak_rss, rss
-from _models import PRESETS, build, groups
-from _options import one_of, positive_int, positive_ints
-from _report import announce, document, publish
-from _tables import CHECKPOINT, CHECKPOINT_TITLES
-from _worlds import World, stop_server
+from _models import build, groups
+from _options import end, parser, run
+from _tables import CHECKPOINT_TITLES
+from _turns import in_turns
+from _worlds import World
 
 _CONTENDERS = tuple(CHECKPOINT_TITLES)
 
@@ -157,20 +158,18 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
         ValueError: a contender did not load what it had saved.
     """
     turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTENDERS}
-    worlds: dict[str, World] = {}
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
-        try:
-            for name in _CONTENDERS:
-                worlds[name] = World(name, ranks, CheckpointWorker, name, params, options.seed)
-                _turn(worlds[name], Path(root, name), options.cold)  # to warm up
-            for index in range(options.rounds):
-                shift = index % len(_CONTENDERS)
-                for name in _CONTENDERS[shift:] + _CONTENDERS[:shift]:
-                    turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
-            nbytes = sum(worlds["ours"].call("nbytes"))
-        finally:
-            for world in worlds.values():
-                world.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root,
+        ExitStack() as stack,
+    ):
+        worlds: dict[str, World] = {}
+        for name in _CONTENDERS:
+            world = World(name, ranks, CheckpointWorker, name, params, options.seed)
+            worlds[name] = stack.enter_context(world)
+            _turn(world, Path(root, name), options.cold)  # to warm up
+        for _, name in in_turns(_CONTENDERS, options.rounds):
+            turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
+        nbytes = sum(worlds["ours"].call("nbytes"))
     return {
         "ranks": ranks,
         "params": params,
@@ -202,30 +201,14 @@ def _both(saved: list[Any], loaded: list[Any]) -> list[tuple[str, list[Any]]]:
     return [("save", saved), ("load", loaded)]
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    add("--ranks", type=positive_ints, default=[2], help="world sizes, e.g. 2 or 2,4")
-    add("--params", type=one_of(*PRESETS), default=["150m"], help=f"models: {', '.join(PRESETS)}")
-    add("--rounds", type=positive_int, default=7, help="turns of a contender (7)")
-    add("--cold", action="store_true", help="drop files from the page cache before they are loaded")
-    add("--folder", type=Path, help="on the disk to be measured (the one of temporary files)")
-    add("--seed", type=int, default=0, help="of weights (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    console = announce()
-    cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
-    content = document("checkpoint", cases)
-    publish(console, content, CHECKPOINT.of_cases(content), options.json)
-    return 0
+    made = parser(__doc__, ranks="2", params="150m", rounds=7, folder=None, seed=0)
+    cold = "drop files from the page cache before they are loaded"
+    made.add_argument("--cold", action="store_true", help=cold)
+    options = made.parse_args()
+    each = product(options.params, options.ranks)
+    return run("checkpoint", options, lambda say: (play(r, p, options) for p, r in each))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

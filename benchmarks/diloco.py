@@ -13,11 +13,10 @@ where DiLoCo's loss is more than 2 % above, or bytes fall by less than ``LEAST_R
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,9 @@ import torch
 import torch.distributed as dist
 
 from _measured import bytes_ratio, loss_ratio
-from _options import positive_int
-from _report import announce, document, save
-from _tables import DILOCO
+from _options import end, natural, parser, positive_int, run
 from _wire import metered
-from _worlds import World, stop_server
+from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
 from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
 from shardwise.app.recipes.core.model import build, decoder_layers, initialize, next_token_loss
@@ -246,12 +243,6 @@ def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
     return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
 
 
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
-    return int(text)
-
-
 def _contenders(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
@@ -262,13 +253,26 @@ def _contenders(text: str) -> list[str]:
     return names
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def measure(
+    settings: Settings, contenders: list[str], say: Callable[[str], None]
+) -> Iterator[dict[str, Any]]:
+    """Train all contenders from one start; return the case."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        start = make_start(settings, Path(folder, "start"))
+        for name in (SYNCHRONOUS, *contenders):
+            say(name)
+            found[name] = play(name, settings, start)
+    yield {"settings": dataclasses.asdict(settings), "contenders": found}
+
+
+def main() -> int:
+    made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
-    add("--start", type=_natural, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--start", type=natural, default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
@@ -276,36 +280,18 @@ def _options() -> argparse.Namespace:
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="inner one (adamw)")
     add("--lr", type=float, default=2e-3, help="its peak learning rate (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
-    add("--outer-warmup", type=_natural, default=0, help="rounds in which momentum rises (0)")
+    add("--outer-warmup", type=natural, default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
+    options = made.parse_args()
     fields = [field.name for field in dataclasses.fields(Settings)]
     settings = Settings(**{name: getattr(options, name) for name in fields})
-    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        start = make_start(settings, Path(folder, "start"))
-        for name in (SYNCHRONOUS, *options.contenders):
-            case["contenders"][name] = play(name, settings, start)
-    content = document("diloco", [case])
-    for table in DILOCO.of_cases(content):
-        table.show(console)
-    console.print(content["command"], highlight=False, soft_wrap=True)
-    if options.json:
-        save(options.json, content)
-    return 0 if keeps_promises(case) else 1
+    return run(
+        *("diloco", options, lambda say: measure(settings, options.contenders, say)),
+        lambda case: not keeps_promises(case),
+    )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        with contextlib.suppress(OSError):
-            stop_server()
+    end(main)

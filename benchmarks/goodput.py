@@ -22,22 +22,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import subprocess
-import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from _goodput_counts import restarts, schedule, speed, useful
 from _goodput_judge import judge, rounds_of
-from _goodput_picture import draw
 from _goodput_run import (
     GoodputError,
     Hit,
@@ -48,10 +43,8 @@ from _goodput_run import (
     kill,
     pausing,
 )
-from _goodput_tables import DILOCO, SYNCHRONOUS, goodput_tables, is_diloco, keeps_promise
-from _options import one_of, positive_int
-from _report import announce, document, publish
-from _worlds import stop_server
+from _goodput_tables import DILOCO, SYNCHRONOUS, is_diloco, keeps_promise
+from _options import end, number, one_of, parser, positive_int, run
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
@@ -225,9 +218,8 @@ def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
     ]
 
 
-def measure(settings: Settings, fault: str, folder: Path, console: Console) -> dict[str, Any]:
+def measure(settings: Settings, fault: str, folder: Path) -> dict[str, Any]:
     """Run all contenders at all rates; return the raw numbers of the case."""
-    shown = threading.Lock()
     runs = [
         Run(name, rate, fault, settings, folder / f"{fault}-{name.replace(':', '-')}-{rate:g}")
         for name, rate in order(settings.contenders, settings.rates)
@@ -238,28 +230,21 @@ def measure(settings: Settings, fault: str, folder: Path, console: Console) -> d
             found = run.measure()
             said = f"{speed(found):,.0f} tokens/s"
         except (GoodputError, subprocess.TimeoutExpired) as error:
-            names = {"contender": run.contender, "per_minute": run.per_minute}
-            found = {**names, "ended": str(error)}
+            found = {"contender": run.contender, "per_minute": run.per_minute, "ended": str(error)}
             said = str(error)
-        with shown:
-            console.print(
-                f"  {run.contender}, {run.per_minute:g} {fault}s a minute: {said}", highlight=False
-            )
+        print(f"  {run.contender}, {run.per_minute:g} {fault}s a minute: {said}", flush=True)
         return found
 
     with ThreadPoolExecutor(settings.at_once) as pool:
         found = list(pool.map(play, runs))
     points = [(run, *point) for run in runs for point in run.checkpoints()]
-    losses = judge(
-        settings.model,
-        settings.length,
-        [(path, is_diloco(run.contender)) for run, _, path in points],
-    )
-    for run, each in zip(runs, found, strict=True):
+    judged = [(path, is_diloco(run.contender)) for run, _, path in points]
+    losses = judge(settings.model, settings.length, judged)
+    for one, each in zip(runs, found, strict=True):
         each["losses"] = [
             [tokens, loss]
             for (other, tokens, _), loss in zip(points, losses, strict=True)
-            if other is run
+            if other is one
         ]
     return {"fault": fault, "settings": dataclasses.asdict(settings), "runs": found}
 
@@ -283,29 +268,12 @@ def _rates(text: str) -> list[float]:
     return sorted({0.0, *rates})
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _files(text: str) -> list[Path]:
-    paths = [Path(word) for word in text.split(",")]
-    for path in paths:
-        if not path.is_file():
-            raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
-    return paths
-
-
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    made = parser(__doc__)
     add = made.add_argument
     contenders = ["sync:20", "diloco:10"]
     names = f"sync:STEPS, diloco:STEPS ({','.join(contenders)})"
+    seconds = number(1e-3, 86400, "a number of seconds")
     add("--contenders", type=_contenders, default=contenders, help=names)
     add("--faults", type=one_of("kill", "pause"), default=["kill"], help="kill, pause (kill)")
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]
@@ -314,41 +282,23 @@ def _options() -> argparse.Namespace:
     add("--ranks", type=positive_int, default=4, help="processes of a training (4)")
     add("--batch", type=positive_int, default=2, help="sequences of a process and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
-    add("--step", type=_seconds, default=0.5, help="seconds of forward and backward (0.5)")
-    add("--seconds", type=_seconds, default=180.0, help="that a training is watched (180)")
-    add("--pause", type=_seconds, default=15.0, help="seconds of a pause (15)")
-    add("--deadline", type=_seconds, default=2.0, help="of a round of DiLoCo, in seconds (2)")
+    add("--step", type=seconds, default=0.5, help="seconds of forward and backward (0.5)")
+    add("--seconds", type=seconds, default=180.0, help="that a training is watched (180)")
+    add("--pause", type=seconds, default=15.0, help="seconds of a pause (15)")
+    add("--deadline", type=seconds, default=2.0, help="of a round of DiLoCo, in seconds (2)")
     add("--at-once", type=positive_int, default=2, help="trainings at the same time (2)")
     add("--seed", type=int, default=0, help="of the faults (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    add("--picture", type=Path, metavar="FILE", help="draw the picture here, as SVG or PNG")
-    add(
-        "--stored", type=_files, metavar="FILES", help="measure nothing: show these (a.json,b.json)"
-    )
-    return made.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    if options.stored:
-        loaded = [json.loads(path.read_text()) for path in options.stored]
-        content = {**loaded[0], "cases": [case for each in loaded for case in each["cases"]]}
-    else:
-        fields = [field.name for field in dataclasses.fields(Settings)]
-        settings = Settings(**{name: getattr(options, name) for name in fields})
-        with tempfile.TemporaryDirectory(prefix="goodput-") as name:
-            folder = Path(name)
-            cases = [measure(settings, fault, folder, console) for fault in options.faults]
-        content = document("goodput", cases)
-    publish(console, content, goodput_tables(content), options.json)
-    if options.picture:
-        draw(content, options.picture)
-    return 0 if all(map(keeps_promise, content["cases"])) else 1
+    options = made.parse_args()
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    settings = Settings(**{name: getattr(options, name) for name in fields})
+    with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
+        return run(
+            "goodput",
+            options,
+            lambda say: (measure(settings, fault, Path(folder)) for fault in options.faults),
+            lambda case: not keeps_promise(case),
+        )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

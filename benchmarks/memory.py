@@ -12,7 +12,6 @@ or FSDP2.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ from _memory import (
     rss,
 )
 from _models import batches, build, groups
-from _options import cases, contender_env, parser
-from _report import announce, publish_each
-from _tables import TABLES
-from _worlds import World, stop_server
+from _options import contender_env, end, one_of, parser, run, step_cases
+from _worlds import World
 
 WARMUP = 2  # steps: the first makes the optimizer's state
 QUIET = {"KINETO_LOG_LEVEL": "5"}
@@ -200,9 +197,21 @@ def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:
     return {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
 
 
-def _options() -> argparse.Namespace:
-    made = parser(__doc__.splitlines()[0], "ours,fsdp2")
-    made.add_argument(
+def main() -> int:
+    made = parser(
+        __doc__,
+        ranks="2",
+        params="34m",
+        zero="3",
+        tokens=256,
+        seed=0,
+        contenders="ours,fsdp2",
+        transport="auto",
+        device="cpu",
+    )
+    add = made.add_argument
+    add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
+    add(
         "--malloc",
         choices=("prompt", "default"),
         default="prompt",
@@ -212,19 +221,9 @@ def _options() -> argparse.Namespace:
     options = made.parse_args()
     if options.device == "cpu" and not Path("/proc/self/clear_refs").exists():
         made.error("on the CPU this needs Linux, whose kernel keeps the peak of resident memory")
-    return options
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    found = (measure_all(case, options) for case in cases(options))
-    measured = publish_each(console, "memory", found, TABLES["memory"], options.json)
-    return 1 if any(too_high(case) for case in measured) else 0
+    found = (measure_all(case, options) for case in step_cases(options))
+    return run("memory", options, lambda say: found, too_high)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -16,13 +16,11 @@ against its planned tensors: how many times as much in the median is the factor 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import itertools
 import mmap
 import multiprocessing
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -34,10 +32,9 @@ import torch
 import torch.distributed as dist
 
 from _memory import PssSampler, pss, pss_shared
+from _options import end, parser, positive_int, positive_ints, run
 from _plan_cases import Case
-from _report import announce, document, save
-from _tables import plan_memory_tables
-from _worlds import World, stop_server
+from _worlds import World
 from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
 from shardwise.frontends.activation import checkpoint_module, keep_products
@@ -198,7 +195,7 @@ def predict(case: Case) -> dict[str, Any]:
     return {name: each for name, each in values.items() if isinstance(each, int | str)}
 
 
-def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
+def compared(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
     """Plan the cases, and measure each of them some times."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, context) as planner:
@@ -208,34 +205,22 @@ def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
-    parser.add_argument("--model", help="a case of your own: a preset")
-    parser.add_argument("--size", type=int, default=256, help="its tokens, or images")
-    parser.add_argument("--mesh", default="dp=2", help="its ranks")
-    parser.add_argument("--transport", default="shm", help="its transport")
-    parser.add_argument("--runs", type=int, default=RUNS, help="how often each case is trained")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add("--model", help="a case of your own: a preset")
+    add("--size", type=positive_int, default=256, help="its tokens, or images")
+    add("--mesh", default="dp=2", help="its ranks")
+    add("--transport", default="shm", help="its transport")
+    add("--runs", type=positive_int, default=RUNS, help="how often each case is trained")
+    options = made.parse_args()
     if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("this needs Linux, whose kernel counts proportional set sizes")
-    console = announce()
-    names = [int(each) - 1 for each in (options.cases or "").split(",") if each]
-    cases = [CASES[at] for at in names] or list(CASES)
+        made.error("this needs Linux, whose kernel counts proportional set sizes")
+    cases = [CASES[at - 1] for at in options.cases] or list(CASES)
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
-    found: list[dict[str, Any]] = []
-    for each in run(cases, options.runs):
-        found.append(each)
-        content = document("plan_memory", found)
-        if options.json is not None:
-            save(options.json, content)
-    plan_memory_tables(content)[0].show(console)
-    return 0
+    return run("plan_memory", options, lambda say: compared(cases, options.runs))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

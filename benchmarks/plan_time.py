@@ -18,25 +18,21 @@ two hosts, which wait for bytes, are left out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 
 from _hosts import HostsError, two_hosts
 from _models import build
+from _options import end, parser, positive_ints, run
 from _plan_cases import Case
-from _report import announce, document, publish
-from _tables import PLAN_TIME
-from _worlds import World, stop_server
+from _worlds import World
 from shardwise.base.devices import keep_freed_memory
 from shardwise.elastic.world import usable_cores
 from shardwise.insight.planning.calibrate import Calibration
@@ -134,17 +130,16 @@ def predict(case: Case, log: Log, calibration: Calibration, clock: str) -> StepT
     return replace(found, seconds=found.seconds - found.exposed) if clock == PROCESSOR else found
 
 
-def run(
-    seconds: float, rounds: int, cases: Sequence[Case], console: Console, clock: str = "wall"
+def compared(
+    seconds: float, rounds: int, cases: Sequence[Case], say: Callable[[str], None], clock: str
 ) -> list[_Found]:
     """Calibrate, take the steps of all cases and predict them, in rounds."""
     cases = [case for case in cases if clock != PROCESSOR or not case.gbit]
-    logs = [rehearse(of_module(build(case.model, 0, "meta")), case.settings) for case in cases]
+    logs = [rehearse(case.blueprint(), case.settings) for case in cases]
     found: list[_Found] = [{"case": asdict(case), "rounds": []} for case in cases]
     impossible: set[Case] = set()
     for at in range(rounds):
-        if console.is_terminal:
-            console.print(f"  round {at + 1} of {rounds}", end="\r")
+        say(f"round {at + 1} of {rounds}")
         calibration = measure_machine()
         for number, (case, log) in enumerate(zip(cases, logs, strict=True)):
             if case in impossible:
@@ -152,33 +147,28 @@ def run(
             try:
                 steps = measure(case, seconds, _PORT + number, clock)
             except HostsError as error:
-                console.print(f"left out: {case}: {error}", highlight=False)
+                print(f"left out: {case}: {error}")
                 impossible.add(case)
                 continue
             predicted = vars(predict(case, log, calibration, clock))
             values = {name: each for name, each in predicted.items() if name != "spans"}
             found[number]["rounds"].append({"steps": steps, "predicted": values})
-    stop_server()
     return [each for each in found if each["rounds"]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of steps in each case")
-    parser.add_argument("--rounds", type=int, default=5, help="of calibration and steps")
-    parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
-    parser.add_argument("--clock", choices=("wall", PROCESSOR), default="wall")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    options = parser.parse_args()
-    console = announce()
-    names = [int(each) for each in (options.cases or "").split(",") if each]
-    cases = [CASES[name - 1] for name in names] or CASES
+def main() -> int:
+    made = parser(__doc__, rounds=5)
+    add = made.add_argument
+    add("--seconds", type=float, default=2.0, help="of steps in each case (2)")
+    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add("--clock", choices=("wall", PROCESSOR), default="wall")
+    options = made.parse_args()
+    cases = [CASES[at - 1] for at in options.cases] or CASES
     if options.clock == PROCESSOR:
         os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations, too
-    measured = run(options.seconds, options.rounds, cases, console, options.clock)
-    found = document("plan_time", measured)
-    publish(console, found, PLAN_TIME.of_document(found), options.json)
+    settings = (options.seconds, options.rounds, cases)
+    return run("plan_time", options, lambda say: compared(*settings, say, options.clock))
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

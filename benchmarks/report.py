@@ -25,7 +25,7 @@ from typing import Any
 from _goodput_tables import goodput_tables
 from _gpu_tables import gpu_tables
 from _report import ROOT, machine_line
-from _summary import draw, table
+from _summary import draw_summary, table
 from _tables import TABLES
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -77,7 +77,7 @@ def main() -> int:
     except FileNotFoundError as error:
         parser.error(f"{error.filename} does not exist")
     if options.document == DOCUMENTS and not options.check:
-        draw(options.results, PICTURE)
+        draw_summary(options.results, PICTURE)
     for path in stale if options.check else []:
         print(f"{path} does not show the stored results: run benchmarks/report.py")
     return 1 if options.check and stale else 0
