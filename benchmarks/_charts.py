@@ -227,7 +227,7 @@ def _goodput(content: Content, path: Path) -> None:
             for name, color, dash in _styles(case)
             if (found := goodputs(case, name))
         ]
-        unit = f"{case['fault']}s a minute, {case['settings']['ranks']} processes"
+        unit = f"kills a minute, {case['settings']['ranks']} processes"
         panels.append(Panel("Useful tokens per second, % of undisturbed", unit, lines))
     case = content["cases"][0]
     lines = []

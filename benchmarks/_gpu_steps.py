@@ -14,8 +14,8 @@ from typing import Any
 from _contenders import Case
 from _gpu_journal import shortened
 from _models import PRESETS, build
-from _turns import Pace, StepWorker, Turns
-from _worlds import World, WorldError
+from _turns import Pace, Turns
+from _worlds import WorldError
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
@@ -105,19 +105,14 @@ class GpuTurns(Turns):
         backend: str | None,
         deadline: float,
     ) -> None:
-        fits = room.holds(case, names)
-        super().__init__(case, names, pace, is_resident=fits, deadline=deadline)
-        self._backend = backend
-        self._errors: dict[str, str] = {}
-
-    def start(self, name: str) -> World:
-        """Start the processes of a contender."""
-        return World(
-            *(name, self.case.ranks, StepWorker, name, self.case),
-            device=self.case.device,
-            backend=self._backend,
+        super().__init__(
+            *(case, names, pace),
+            is_resident=room.holds(case, names),
+            backend=backend,
             timeout=120,
+            deadline=deadline,
         )
+        self._errors: dict[str, str] = {}
 
     def fail(self, name: str, error: WorldError) -> None:
         """Note it; a process that ran out of memory spoils nothing but its own row."""
@@ -132,5 +127,5 @@ class GpuTurns(Turns):
         error = self._errors.get("ours")
         if error is None and rounds < min(FEWEST_ROUNDS, self.pace.rounds):
             error = f"only {rounds} rounds: the time of this part was over"
-        backend = self._backend or ("nccl" if self.case.device == "cuda" else "gloo")
+        backend = self.backend or ("nccl" if self.case.device == "cuda" else "gloo")
         return {**found, "backend": backend, "errors": self._errors, "error": error}

@@ -49,9 +49,9 @@ def _overview(content: Content) -> Table:
         count = f"{good} of {len(cases)}"
         table.rows.append([part["part"], part["status"], f"{part['seconds']:.0f}", count])
         if part["error"]:
-            table.notes.append(f"{part['part']}: {_last_line(part['error'])}")
+            table.notes.append(f"{part['part']}: {last_line(part['error'])}")
         table.notes += [
-            f"{part['part']}, {case['key']}: {_last_line(case['error'])}"
+            f"{part['part']}, {case['key']}: {last_line(case['error'])}"
             for case in cases
             if case["error"] is not None
         ]
@@ -130,7 +130,7 @@ def _test_tables(cases: list[Content]) -> list[Table]:
         failures = case["failures"]
         counts = (case["passed"], len(failures), case["skipped"])
         table.rows.append([case["key"], *map(str, counts)])
-        table.notes += [f"{name}: {_last_line(text)}" for name, text in failures.items()]
+        table.notes += [f"{name}: {last_line(text)}" for name, text in failures.items()]
     return [table]
 
 
@@ -145,7 +145,7 @@ def _of_steps(case: Content) -> Table:
         verdict(case),
         f"{rounds} rounds; {case['worlds']} processes; {case['backend']}",
     ]
-    notes += [f"{CONTENDERS[n].title}: {_last_line(text)}" for n, text in case["errors"].items()]
+    notes += [f"{CONTENDERS[n].title}: {last_line(text)}" for n, text in case["errors"].items()]
     return Table(
         title=f"{Case.stored(case).label()} ({case['numel'] / 1e6:.0f} M)",
         columns=STEP_COLUMNS,
@@ -217,7 +217,8 @@ def _graph_tables(cases: list[Content]) -> list[Table]:
     return [table]
 
 
-def _last_line(error: str | None) -> str:
+def last_line(error: str | None) -> str:
+    """Return what an error says at its end; nothing where there is none."""
     lines = (error or "").strip().splitlines()
     return lines[-1] if lines else ""
 

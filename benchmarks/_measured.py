@@ -27,9 +27,14 @@ def quartiles(
     return " to ".join(f"{round(each, digits) + 0:.{digits}f}" for each in ends)  # no "-0"
 
 
+def ratio_of(mine: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over rounds of one value over another's of the same round."""
+    return median(m / t for m, t in zip(mine, theirs, strict=True))
+
+
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:
-    """Show the median over rounds of one value over another's of the same round."""
-    return f"{median(m / t for m, t in zip(mine, theirs, strict=True)):.2f}"
+    """Show :func:`ratio_of`."""
+    return f"{ratio_of(mine, theirs):.2f}"
 
 
 def beside(case: Content, name: str, peer: str, read: Callable[[Content, str], list[float]]) -> str:

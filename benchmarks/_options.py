@@ -79,6 +79,7 @@ def files(text: str) -> list[Path]:
     return paths
 
 
+_OUTPUTS = ("json", "picture", "stored")
 TRANSPORTS = ("auto", "c10d", "collectives", "shm")
 _SHARED: dict[str, Content] = {
     "ranks": {"type": positive_ints, "help": "world sizes, e.g. 2 or 2,4"},
@@ -164,6 +165,11 @@ def run(
         PICTURES[script](content, options.picture)
     console.print(command(), highlight=False, soft_wrap=True)
     return 1 if any(map(wrong, measured)) else 0
+
+
+def plain(options: argparse.Namespace) -> Content:
+    """Return the options that say what was measured, for a document."""
+    return {name: each for name, each in vars(options).items() if name not in _OUTPUTS}
 
 
 def end(main: Callable[[], int]) -> None:

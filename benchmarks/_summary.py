@@ -14,27 +14,11 @@ from statistics import median
 from typing import Any
 
 from _charts import OURS, Panel, draw
-from _measured import overheads, peak, seconds_by_round, step_seconds
+from _measured import overheads, peak, ratio, ratio_of, seconds_by_round, step_seconds
 
 Case = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Beside:
-    """One measurement of both, paired by round.
-
-    Attributes:
-        mine: ours, one value per round.
-        theirs: torch's, in the same rounds.
-    """
-
-    mine: Sequence[float]
-    theirs: Sequence[float]
-
-    @property
-    def ratio(self) -> float:
-        """The median over rounds of ours over torch's; below 1, ours is faster or smaller."""
-        return median(mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
+#: Ours and torch's of the same rounds, one value for each.
+Beside = tuple[Sequence[float], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -71,30 +55,30 @@ class Measurement:
 
 
 def _step(case: Case) -> Beside:
-    return Beside(step_seconds(case, "ours"), step_seconds(case, "fsdp2"))
+    return step_seconds(case, "ours"), step_seconds(case, "fsdp2")
 
 
 def _strategy(mine: str, theirs: str) -> Callable[[Case], Beside]:
     def read(case: Case) -> Beside:
-        return Beside(seconds_by_round(case, mine), seconds_by_round(case, theirs))
+        return seconds_by_round(case, mine), seconds_by_round(case, theirs)
 
     return read
 
 
 def _overhead(case: Case) -> Beside:
-    return Beside(overheads(case, "ours"), overheads(case, "fsdp2"))
+    return overheads(case, "ours"), overheads(case, "fsdp2")
 
 
 def _memory(case: Case) -> Beside:
     found = [peak(case, name) for name in ("ours", "fsdp2")]
     mine, theirs = (size / 2**20 for size in found if size)
-    return Beside([mine], [theirs])
+    return [mine], [theirs]
 
 
 def _checkpoint(what: str) -> Callable[[Case], Beside]:
     def read(case: Case) -> Beside:
         mine, theirs = ([max(turn[what]) for turn in case["turns"][n]] for n in ("ours", "dcp"))
-        return Beside(mine, theirs)
+        return mine, theirs
 
     return read
 
@@ -173,12 +157,9 @@ def table(results: Path) -> str:
     rows = ["| | Shardwise | torch | ratio |", "| --- | ---: | ---: | ---: |"]
     for each in MEASUREMENTS:
         found = each.measured(results)
-        mine, theirs = (
-            f"{median(values):.{each.decimals}f} {each.unit}"
-            for values in (found.mine, found.theirs)
-        )
+        mine, theirs = (f"{median(values):.{each.decimals}f} {each.unit}" for values in found)
         link = f"[{each.what}](../benchmarks/results/{each.result})"
-        rows.append(f"| {link} | {mine} | {theirs} | {found.ratio:.2f} |")
+        rows.append(f"| {link} | {mine} | {theirs} | {ratio(*found)} |")
     return "\n".join(rows)
 
 
@@ -189,5 +170,5 @@ def draw_summary(results: Path, path: Path) -> None:
         results: folder of the documents.
         path: a file that ends in ``.svg`` or ``.png``; replaced only when it is complete.
     """
-    bars = {each.what: (each.measured(results).ratio, OURS) for each in MEASUREMENTS}
+    bars = {each.what: (ratio_of(*each.measured(results)), OURS) for each in MEASUREMENTS}
     draw(path, "Shardwise, as a fraction of torch (dashed)", [Panel("", bars=bars, mark=1)])

@@ -143,6 +143,8 @@ class Turns:
         pace: how much is measured.
         is_resident: whether all stay in memory.
         env: of a contender's processes, by its name.
+        backend: of the process group; by default gloo on CPUs, NCCL on GPUs.
+        timeout: seconds that ranks have to answer.
         deadline: no turn begins after it, as ``time.monotonic()`` counts.
         say: tells people whose turn it is.
     """
@@ -155,11 +157,14 @@ class Turns:
         *,
         is_resident: bool,
         env: Callable[[str], dict[str, str]] = lambda name: {},
+        backend: str | None = None,
+        timeout: float = 600,
         deadline: float = math.inf,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.case, self.names, self.pace, self._say = case, names, pace, say
         self._is_resident, self._env, self._deadline = is_resident, env, deadline
+        self.backend, self._timeout = backend, timeout
         self.worlds: dict[str, World] = {}
         self._idle_cpu = 0.0
 
@@ -194,6 +199,8 @@ class Turns:
             *(name, self.case.ranks, StepWorker, name, self.case),
             device=self.case.device,
             env=self._env(name),
+            backend=self.backend,
+            timeout=self._timeout,
         )
 
     def fail(self, name: str, error: WorldError) -> None:

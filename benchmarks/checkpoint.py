@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import shardwise.checkpoint
+from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
-from _models import build, groups
 from _options import end, parser, run
 from _tables import CHECKPOINT_TITLES
 from _turns import in_turns
@@ -46,16 +46,11 @@ class CheckpointWorker:
 
     def __init__(self, name: str, params: str, seed: int) -> None:
         self._name = name
-        self._model = build(params, seed)
-        for group in groups(self._model):
-            for module in group:
-                shardwise.fully_shard(module)
-        shardwise.fully_shard(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        trained = Ours(Case(dist.get_world_size(), params, seed=seed))
+        self._model, self._optimizer = trained.model, trained.optimizer
         for parameter in self._model.parameters():
             parameter.grad = parameter.detach().clone()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        trained.update()
 
     def nbytes(self) -> int:
         """Return the bytes of this rank's shards and their optimizer state."""

@@ -20,14 +20,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
+from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss
-from _models import PRESETS, batches, build, groups
+from _models import PRESETS, batches
 from _options import end, parser, run
 from _tables import STALL_TITLES
 from _turns import in_turns
@@ -41,12 +41,8 @@ class StallWorker:
     """One rank of a training that saves."""
 
     def __init__(self, params: str, tokens: int, seed: int) -> None:
-        self._model = build(params, seed)
-        for group in groups(self._model):
-            for module in group:
-                shardwise.fully_shard(module)
-        shardwise.fully_shard(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._trained = Ours(Case(dist.get_world_size(), params, seed=seed))
+        self._model, self._optimizer = self._trained.model, self._trained.optimizer
         self._batches = batches(params, tokens, dist.get_rank(), seed)
         self._others = dist.new_group(backend="gloo")  # DCP's thread must not use training's
         self._step(0)
@@ -79,10 +75,9 @@ class StallWorker:
         return {"stall": stall, "seconds": seconds, "peak": peak_rss()}
 
     def _step(self, index: int) -> None:
-        tokens = self._batches[index % len(self._batches)]
-        self._model(input_ids=tokens, labels=tokens).loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        loss = self._trained.forward(self._batches[index % len(self._batches)])
+        self._trained.backward(loss)
+        self._trained.update()
 
     def _save(self, folder: Path) -> Wait:
         shardwise.checkpoint.save(folder, self._model, self._optimizer)

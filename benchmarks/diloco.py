@@ -13,7 +13,6 @@ where DiLoCo's loss is more than 2 % above, or bytes fall by less than ``LEAST_R
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -23,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from _goodput_judge import summed_loss
 from _measured import bytes_ratio, loss_ratio
-from _options import end, natural, parser, positive_int, run
+from _options import end, natural, parser, plain, positive_int, run
 from _wire import metered
 from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
@@ -64,41 +64,6 @@ LEAST_RATIOS = {
 JUDGED = 512  # sequences
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all contenders have in common.
-
-    Attributes:
-        model: a preset of the recipes.
-        ranks: processes, spread evenly over the replicas.
-        replicas: copies that meet.
-        start: synchronous steps that all go on from.
-        steps: of each replica since then.
-        every: inner steps of a round.
-        batch: sequences of a rank and step.
-        length: tokens of a sequence.
-        optimizer: the inner one, ``adamw`` or ``muon``.
-        lr: its peak learning rate.
-        outer_lr: learning rate of the outer steps.
-        outer_warmup: rounds over which their momentum rises.
-        seed: of weights and order of text.
-    """
-
-    model: str
-    ranks: int
-    replicas: int
-    start: int
-    steps: int
-    every: int
-    batch: int
-    length: int
-    optimizer: str
-    lr: float
-    outer_lr: float
-    outer_warmup: int
-    seed: int
-
-
 class DilocoWorker:
     """One rank of a contender.
 
@@ -108,7 +73,7 @@ class DilocoWorker:
         start: the checkpoint to go on from.
     """
 
-    def __init__(self, name: str, settings: Settings, start: Path | None) -> None:
+    def __init__(self, name: str, settings: argparse.Namespace, start: Path | None) -> None:
         self._settings = settings
         strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
         plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
@@ -184,24 +149,18 @@ class DilocoWorker:
         """Save what all contenders go on from."""
         checkpoint.save(path, self._model, self._optimizer)
 
-    @torch.no_grad()
     def _judge(self) -> float:
         """The mean loss of all ranks on text that was held back."""
-        settings = self._settings
-        self._model.eval()
-        room = len(self._held_back) - settings.length - 1
-        mine = range(dist.get_rank(), JUDGED, settings.ranks)
-        total = torch.zeros(1, dtype=torch.float64)
-        for i in range(0, len(mine), 16):
-            starts = [room * each // (JUDGED - 1) for each in mine[i : i + 16]]
-            rows = [self._held_back.read(start, settings.length + 1) for start in starts]
-            batch = torch.stack([torch.from_numpy(row) for row in rows])
-            total += next_token_loss(self._model, batch).double() * len(rows)
+        mine = range(dist.get_rank(), JUDGED, self._settings.ranks)
+        length = self._settings.length
+        total = torch.tensor(
+            summed_loss(self._model, self._held_back, length, mine, JUDGED), dtype=torch.float64
+        )
         dist.all_reduce(total)
         return total.item() / JUDGED
 
 
-def make_start(settings: Settings, path: Path) -> Path | None:
+def make_start(settings: argparse.Namespace, path: Path) -> Path | None:
     """Train synchronously what all contenders go on from, if they are to go on from anything."""
     if not settings.start:
         return None
@@ -211,7 +170,7 @@ def make_start(settings: Settings, path: Path) -> Path | None:
     return path
 
 
-def play(name: str, settings: Settings, start: Path | None) -> dict[str, Any]:
+def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[str, Any]:
     """Train a contender; return its figures."""
     with World(name, settings.ranks, DilocoWorker, name, settings, start) as world:
         by_rank = world.call("train", settings.start, settings.start + settings.steps)
@@ -253,17 +212,15 @@ def _contenders(text: str) -> list[str]:
     return names
 
 
-def measure(
-    settings: Settings, contenders: list[str], say: Callable[[str], None]
-) -> Iterator[dict[str, Any]]:
+def measure(settings: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Train all contenders from one start; return the case."""
     found = {}
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
         start = make_start(settings, Path(folder, "start"))
-        for name in (SYNCHRONOUS, *contenders):
+        for name in (SYNCHRONOUS, *settings.contenders):
             say(name)
             found[name] = play(name, settings, start)
-    yield {"settings": dataclasses.asdict(settings), "contenders": found}
+    yield {"settings": plain(settings), "contenders": found}
 
 
 def main() -> int:
@@ -285,10 +242,8 @@ def main() -> int:
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
     options = made.parse_args()
-    fields = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(options, name) for name in fields})
     return run(
-        *("diloco", options, lambda say: measure(settings, options.contenders, say)),
+        *("diloco", options, lambda say: measure(options, say)),
         lambda case: not keeps_promises(case),
     )
 

@@ -38,7 +38,6 @@ from _options import contender_env, end, one_of, parser, run, step_cases
 from _worlds import World
 
 WARMUP = 2  # steps: the first makes the optimizer's state
-QUIET = {"KINETO_LOG_LEVEL": "5"}
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
@@ -132,20 +131,18 @@ class ActivationsWorker:
 
     def measure(self) -> tuple[int, list[list[torch.Size]]]:
         """Return the peak of activations in bytes, and the shapes of each group's parameters."""
-        with Trace(self._case.device) as trace:
+        with Trace() as trace:
             model = build(self._case.params, self._case.seed, self._case.device)
             parameters = list(model.parameters())
             if self._case.dtype == "bf16":
                 narrow(parameters)
             batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
             batch = batch.to(self._case.device)
-            with trace.phase("start"):
-                pass
-            with trace.phase("step"):
-                model(input_ids=batch, labels=batch).loss.backward()
-        gradients = {p.grad.data_ptr() for p in parameters if p.grad is not None}
-        blocks = trace.live_at_end("step", gradients)
-        activations = trace.peak("step", without=blocks) - trace.peak("start")
+            begin = trace.now
+            model(input_ids=batch, labels=batch).loss.backward()
+            gradients = trace.at(p.grad for p in parameters if p.grad is not None)
+        before = sum(block.size for block in trace.blocks if block.start <= begin < block.end)
+        activations = trace.peak(begin, without=gradients) - before
         shapes = [
             [p.shape for module in group for p in module.parameters()] for group in groups(model)
         ]
@@ -154,7 +151,7 @@ class ActivationsWorker:
 
 def predict(case: Case) -> Formula:
     """Apply the formula to a case, its activations measured."""
-    with World("unsharded", 1, ActivationsWorker, case, device=case.device, env=QUIET) as world:
+    with World("unsharded", 1, ActivationsWorker, case, device=case.device) as world:
         activations, shapes = world.call("measure")[0]
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
@@ -188,9 +185,7 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
-    return World(
-        name, case.ranks, worker, *args, device=case.device, env=QUIET | env, exec_each=True
-    )
+    return World(name, case.ranks, worker, *args, device=case.device, env=env, exec_each=True)
 
 
 def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:

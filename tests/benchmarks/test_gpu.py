@@ -282,7 +282,7 @@ def test_a_contender_without_memory_spoils_no_other(
     from _contenders import Case
     from _gpu_tables import TABLES
 
-    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    monkeypatch.setattr("_turns.World", _FakeWorld)
     _FakeWorld.started = []
     room, pace = _gpu_steps.Room(1, memory), _gpu_steps.Pace(rounds=3, steps=2, warmup=1)
     names = ["ours", "fsdp2", "ddp"]
@@ -302,7 +302,7 @@ def test_a_case_with_too_few_rounds_is_measured_again(monkeypatch: pytest.Monkey
     import _gpu_steps
     from _contenders import Case
 
-    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    monkeypatch.setattr("_turns.World", _FakeWorld)
     room, pace = _gpu_steps.Room(1, 0), _gpu_steps.Pace(rounds=7, steps=1, warmup=1)
     over = time.monotonic() - 1
     found = _gpu_steps.GpuTurns(Case(1, "tiny"), ["ours", "fsdp2"], pace, room, None, over).play()

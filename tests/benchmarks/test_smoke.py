@@ -1,14 +1,17 @@
-"""Each benchmark runs in its smallest form, and its table has a row for all that was asked for."""
+"""Each benchmark runs in its smallest form: its table has a row for all, its numbers add up."""
 
 from __future__ import annotations
 
+import importlib
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.benchmarks.scripts import call_script
+from tests.benchmarks.scripts import BENCHMARKS, call_script
 from tests.hosts.network import needs_hosts
 
 ROUNDS = "--rounds 2"
@@ -49,6 +52,89 @@ ROWS = {
     "plan_time": [["5m, 512 tokens, fp32, full, auto"]],
     "goodput": [["DiLoCo, H = 2"]],
 }
+
+
+def _checkpoint(cases: list[Any]) -> None:
+    for turn in (turn for turns in cases[0]["turns"].values() for turn in turns):
+        assert turn["size"] >= cases[0]["nbytes"], "something was left out"
+        assert all(seconds > 0 for seconds in turn["save_s"] + turn["load_s"])
+
+
+def _checkpoint_stall(cases: list[Any]) -> None:
+    turns = [turn for turns in cases[0]["turns"].values() for turn in turns]
+    assert all(0 <= rank["stall"] < rank["seconds"] for turn in turns for rank in turn)
+
+
+def _diloco(cases: list[Any]) -> None:
+    parameters, found = 920_704, cases[0]["contenders"]  # of llama-tiny
+    # Two ranks, each of which sends a half of its vector twice, with an element for each of the 39
+    # tensors that says whether they have gradients.
+    assert found["synchronous"]["sent"] == 2 * 4 * 4 * (parameters + 39)
+    assert found["synchronous"]["sent_at_end"] == 0
+    for name in ("sent", "sent_at_end"):  # one exchange after three steps, one at the end
+        assert found["int8"][name] == pytest.approx(2 * parameters * (1 + 4 / 256), rel=1e-3)
+    assert all(4 < each["judged"] < 7 for each in found.values())
+
+
+def _optimizers(cases: list[Any]) -> None:
+    steps, loss = cases
+    assert [len(turns) for turns in steps["seconds"].values()] == [2, 2]
+    for name, by_rank in steps["state_bytes"].items():
+        numel = steps["shard_numel"][name]
+        assert sum(numel) == steps["numel"]
+        assert by_rank == pytest.approx([8 * each for each in numel], rel=0.01)
+        assert all(taken >= 0 for taken in steps["step_bytes"][name])
+    assert len(loss["losses"]["ours-adamw"]) == 2
+    assert loss["losses"]["ours-adamw"] == loss["losses"]["fsdp2-adamw"]
+
+
+def _scaling(cases: list[Any]) -> None:
+    assert [(case["axis"], case["ranks"], case["params"]) for case in cases] == [
+        *(("ranks", 1, "10m"), ("ranks", 2, "10m")),
+        *(("params", 2, "tiny"), ("groups", 2, "4-groups")),
+    ]
+    assert all(case["optimizer"] == "sgd" for case in cases)
+    for case in cases:
+        assert {name: len(turns) for name, turns in case["contenders"].items()} == {
+            "ours": 2,
+            "fsdp2": 2,
+            "floor": 2,
+        }
+
+
+def _strategies(cases: list[Any]) -> None:
+    """Interfaces count what crosses, and no more."""
+    (case,) = cases
+    whole = 4 * case["numel"]
+    for name in ("hybrid", "fsdp2-hybrid"):
+        for turn in case["contenders"][name]:
+            # Each host's two ranks all-reduce a half each: as much as the gradients, and headers.
+            assert turn["sent"] == pytest.approx([1.1 * whole] * 2, rel=0.1), name
+            slowest = max(rank["seconds"] for rank in turn["steps"][0])
+            assert slowest > 0.5 * whole * 8 / 1e8, f"{name}: the link is not shaped"
+        one, several = case["beside"][name]["accumulated"]
+        assert (one["microbatches"], several["microbatches"]) == (1, 4)
+        assert max(several["sent"]) < 1.1 * max(one["sent"]), f"{name}: once per step"
+    for turn in case["contenders"]["full-int8"]:
+        # Every parameter and every gradient once, in a byte each: half from either host.
+        assert turn["sent"] == pytest.approx([0.28 * whole] * 2, rel=0.2)
+    for turn in case["contenders"]["diloco-int8"]:
+        assert max(turn["sent"]) < 0.05 * whole, "an inner step crosses hosts"
+    for meeting in case["beside"]["diloco-int8"]["meetings"]:
+        assert meeting["sent"] == pytest.approx([0.28 * whole] * 2, rel=0.1)
+    assert all(peak > 1e6 for each in case["beside"].values() for peak in each["memory"])
+
+
+CHECKS = {
+    "checkpoint": _checkpoint,
+    "checkpoint_stall": _checkpoint_stall,
+    "diloco": _diloco,
+    "optimizers": _optimizers,
+    "scaling": _scaling,
+    "strategies": _strategies,
+}
+#: Those that write to a disk, and leave nothing there.
+FOLDERS = {"checkpoint", "checkpoint_stall"}
 #: Trainings of a few steps keep none of what is promised of long ones.
 FAILS = {"memory", "diloco"}
 PICTURES = {"scaling": "shardwise", "strategies": "0.1 Gbit/s", "goodput": "DiLoCo, H = 2"}
@@ -70,6 +156,8 @@ def test_a_benchmark_runs_and_shows_its_table(script: str, tmp_path: Path) -> No
     arguments = [*CASES[script].split(), "--json", str(path)]
     if script in PICTURES:
         arguments += ["--picture", str(picture)]
+    if script in FOLDERS:
+        arguments += ["--folder", str(tmp_path)]
     done = call_script(f"{script}.py", *arguments)
     assert done.returncode == 0 or script in FAILS, done.stdout + done.stderr
     content = json.loads(path.read_text())
@@ -81,6 +169,10 @@ def test_a_benchmark_runs_and_shows_its_table(script: str, tmp_path: Path) -> No
         assert table.title in " ".join(done.stdout.split()), done.stdout
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert not [note for note in table.notes if "DIFFER" in note]
+    if script in CHECKS:
+        CHECKS[script](content["cases"])
+    if script in FOLDERS:
+        assert [entry.name for entry in tmp_path.iterdir()] == ["raw.json"], "it cleans up"
     if script in PICTURES:
         assert PICTURES[script] in picture.read_text()
 
@@ -91,8 +183,52 @@ def test_plans_are_held_against_published_figures() -> None:
     assert plan_published.ROWS
 
 
-@needs_hosts
-def test_bad_options_are_refused_at_once() -> None:
-    done = call_script("step_time.py", "--contenders", "ours,horovod")
+def test_a_difference_of_losses_is_told_and_fails(tmp_path: Path) -> None:
+    content = json.loads((BENCHMARKS / "results" / "2026-11-21-scaling-ranks.json").read_text())
+    content["cases"][1]["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text(json.dumps(content))
+    done = call_script("scaling.py", "--stored", str(wrong))
+    assert done.returncode == 1
+    assert "losses at 2 ranks DIFFER: ours differs from fsdp2" in done.stdout
+
+
+def test_losses_that_differ_between_runtimes_are_an_error() -> None:
+    from _measured import optimizer_differences as differences
+
+    losses = {"ours-sgd": [2.0, 1.5], "fsdp2-sgd": [2.0, 1.5], "ours-lion": [2.0]}
+    case: dict[str, Any] = {"part": "loss", "ranks": 2, "losses": losses}
+    assert not differences(case)
+    losses["ours-sgd"] = [2.0, 1.4]
+    assert differences(case) == ["sgd"]
+
+
+def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no ``ip`` in it
+    done = call_script("strategies.py", "--params", "tiny")
     assert done.returncode == 2
-    assert "'horovod' is not one of ours, ours-ahead" in done.stderr
+    assert "hosts need root" in done.stdout
+
+
+def _documented() -> list[str]:
+    """The commands of the documentation that measure something here."""
+    pages = "".join(page.read_text() for page in sorted((BENCHMARKS.parent / "docs").glob("*.md")))
+    found = re.findall(r"python benchmarks/(\w+\.py [^`\n]*)$", pages, re.MULTILINE)
+    whole = [each for each in found if not re.search(r"[$\\]", each)]
+    return sorted({each for each in whole if each.partition(".")[0] in CASES})
+
+
+def test_commands_of_the_documentation_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever renames an option or a contender renames it there, too."""
+    asked: list[str] = []
+
+    def measure_nothing(script: str, *_: object) -> int:
+        asked.append(script)
+        return 0
+
+    for command in _documented():
+        script, *arguments = shlex.split(command)
+        module = importlib.import_module(Path(script).stem)
+        monkeypatch.setattr(module, "run", measure_nothing)
+        assert call_script(script, *arguments).returncode == 0, command
+    assert set(asked) == set(CASES)
