@@ -17,15 +17,13 @@ from __future__ import annotations
 import argparse
 import enum
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from _report import Table, wide_console
 from shardwise.frontends.activation import checkpoint_module
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.inspect.api import Blueprint
@@ -194,29 +192,18 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-_HEADINGS = ("GPUs", "row", "tokens/s", "predicted", "error", "GiB", "predicted", "error")
-
-
-def _print_markdown(rows: list[list[str]]) -> None:
-    for cells in (_HEADINGS, ("---",) * len(_HEADINGS), *rows):
-        print("| " + " | ".join(cells) + " |")
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    table = Table(box=None, header_style="bold")
-    for at, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if at < 2 else "right")
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=140).print(table)
+_HEADINGS = ["GPUs", "row", "tokens/s", "predicted", "error", "GiB", "predicted", "error"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--markdown", action="store_true", help="print a table in Markdown")
-    show: Callable[[list[list[str]]], None]
-    show = _print_markdown if parser.parse_args().markdown else _print_table
-    show([_cells(row) for row in ROWS])
+    options = parser.parse_args()
+    table = Table("Plans and published figures", _HEADINGS, [_cells(row) for row in ROWS])
+    if options.markdown:
+        print(table.markdown())
+    else:
+        table.show(wide_console())
 
 
 if __name__ == "__main__":
