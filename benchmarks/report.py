@@ -1,6 +1,6 @@
 """Put the tables and the summary of stored results into the documentation.
 
-    python benchmarks/report.py            # rewrite those in docs/benchmarks.md and others
+    python benchmarks/report.py            # rewrite those in benchmarks/measurements.md and others
     python benchmarks/report.py --check    # exit code 1 if they do not show the stored results
 
 The tables of a document go between two markers that name it under ``benchmarks/results/``:
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -29,7 +30,11 @@ from _summary import draw_summary, table
 from _tables import TABLES
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = [ROOT / "docs" / name for name in ("benchmarks.md", "measurements.md", "gpu.md")]
+DOCUMENTS = [
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "gpu.md",
+    ROOT / "benchmarks" / "measurements.md",
+]
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
 SHOWN = TABLES | {"goodput": goodput_tables, "gpu": gpu_tables}
 _BETWEEN = re.compile(
@@ -40,29 +45,30 @@ _SUMMARY = re.compile(
 )
 
 
-def markdown(content: dict[str, Any], name: str) -> str:
-    """Show a document: where and how it was measured, then its tables."""
+def markdown(content: dict[str, Any], raw: str) -> str:
+    """Show a document, which a page finds at ``raw``: where it was measured, then its tables."""
     head = [
         "```",
         content["command"],
         "```",
         "",
         f"{content['date']}, {machine_line(content['machine'])} "
-        f"([raw numbers](../benchmarks/results/{name}))",
+        f"([raw numbers]({raw}))",
     ]
     tables = SHOWN[content["script"]](content)
     return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
 
 
-def filled(text: str, results: Path) -> str:
-    """Return a Markdown text with the tables between its markers made anew."""
+def filled(page: Path, results: Path) -> str:
+    """Return the text of a page with the tables between its markers made anew."""
+    folder = os.path.relpath(RESULTS, page.parent)
 
     def between(match: re.Match[str]) -> str:
         name = match["name"]
         content = json.loads((results / name).read_text())
-        return f"{match['begin']}\n{markdown(content, name)}\n\n{match['end']}"
+        return f"{match['begin']}\n{markdown(content, f'{folder}/{name}')}\n\n{match['end']}"
 
-    text = _BETWEEN.sub(between, text)
+    text = _BETWEEN.sub(between, page.read_text())
     return _SUMMARY.sub(lambda m: f"{m['begin']}\n{table(results)}\n\n{m['end']}", text)
 
 
@@ -86,7 +92,7 @@ def main() -> int:
 def _is_current(path: Path, options: argparse.Namespace) -> bool:
     """Tell whether a page shows the stored results; rewrite it unless that is forbidden."""
     before = path.read_text()
-    after = filled(before, options.results)
+    after = filled(path, options.results)
     if before != after and not options.check:
         path.write_text(after)
     return before == after
