@@ -52,8 +52,7 @@ def markdown(content: dict[str, Any], raw: str) -> str:
         content["command"],
         "```",
         "",
-        f"{content['date']}, {machine_line(content['machine'])} "
-        f"([raw numbers]({raw}))",
+        f"{content['date']}, {machine_line(content['machine'])} ([raw numbers]({raw}))",
     ]
     tables = SHOWN[content["script"]](content)
     return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
