@@ -212,7 +212,8 @@ def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def _documented() -> list[str]:
     """The commands of the documentation that measure something here."""
-    pages = "".join(page.read_text() for page in sorted((BENCHMARKS.parent / "docs").glob("*.md")))
+    paths = [*sorted((BENCHMARKS.parent / "docs").glob("*.md")), BENCHMARKS / "measurements.md"]
+    pages = "".join(path.read_text() for path in paths)
     found = re.findall(r"python benchmarks/(\w+\.py [^`\n]*)$", pages, re.MULTILINE)
     whole = [each for each in found if not re.search(r"[$\\]", each)]
     return sorted({each for each in whole if each.partition(".")[0] in CASES})
