@@ -15,7 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
 __all__ = ["DTensorSpec"]
 
@@ -108,6 +111,11 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return True
     return False
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of a type say that they keep their values in other tensors."""
+    return is_traceable_wrapper_subclass_type(kind)
 
 
 def flatten(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:

@@ -325,6 +325,8 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         """Run an operation, and write down what it does."""
         if (device := fake.device_of(func, args)) is not None:
             return device
+        if any(map(dtensor.is_wrapper_type, types)):
+            return NotImplemented  # its own operations on the tensors inside come here next
         kwargs = kwargs or {}
         traits = traits_of(func)
         try:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
@@ -456,13 +457,14 @@ def _step(
     for micro, batch in enumerate(batches):
         if len(batches) > 1:
             model.set_requires_gradient_sync(micro == len(batches) - 1)
-        recorder.enter(StepPhase.FORWARD)
-        with _explaining("forward", model):
-            loss = _loss(settings, model, batch)
-        recorder.enter(StepPhase.BACKWARD)
-        with _explaining("backward", model):
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-        del loss
+        with loss_parallel() if TENSOR in settings.world.names else contextlib.nullcontext():
+            recorder.enter(StepPhase.FORWARD)
+            with _explaining("forward", model):
+                loss = _loss(settings, model, batch)
+            recorder.enter(StepPhase.BACKWARD)
+            with _explaining("backward", model):
+                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+            del loss
     recorder.enter(StepPhase.OPTIMIZER)
     if settings.stepping is Stepping.IN_BACKWARD:
         return
