@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import SequenceParallel, loss_parallel
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -142,7 +143,7 @@ def _small(kind: str) -> Blueprint:
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=4,
         vocab_size=48,
         bos_token_id=1,
         eos_token_id=2,
@@ -181,7 +182,13 @@ def test_training_with_tensor_parallelism_has_the_losses_of_one_process(
         mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=(DATA, TENSOR))
         blueprint = _small(kind)
         apply_tensor_parallelism(blueprint.model, mesh[TENSOR], blueprint.tensor_parallel)
-        shard_blocks(blueprint.model, blueprint.blocks, mesh=mesh[DATA])
+        shard_blocks(
+            blueprint.model,
+            blueprint.blocks,
+            mesh=mesh[DATA],
+            reshard_after_forward=True,
+            precision=MixedPrecisionPolicy(),
+        )
         mine = batches.chunk(data, dim=1)[mesh.get_local_rank(DATA)]
         with loss_parallel():
             found = torch.tensor(_losses(blueprint.model, mine))

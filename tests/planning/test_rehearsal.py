@@ -23,6 +23,7 @@ from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import recorder
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import (
     RehearsalError,
@@ -211,7 +212,7 @@ def _llama() -> Blueprint:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    return Blueprint("llama", model, list(model.model.layers))
+    return of_module(model, "llama")
 
 
 def _tokens(size: int) -> dict[str, torch.Tensor]:
@@ -234,19 +235,28 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         {"activation_checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
         {"activation_checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
         {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
+        {"strategy": Strategy.HYBRID_SHARD, "mesh": WantedMesh.parse("dp_replicate=2,dp_shard=2")},
+        {"mesh": WantedMesh.parse("tp=2")},
+        {"mesh": WantedMesh.parse("dp=2,tp=2"), "param_dtype": "bf16"},
+        {
+            "mesh": WantedMesh.parse("dp=2,tp=2"),
+            "activation_checkpointing": Checkpointing.FULL,
+        },
     ],
-    ids=["fp32", "accumulated", "bf16", "full", "selective", "in backward"],
+    ids=[
+        *("fp32", "accumulated", "bf16", "full", "selective", "in backward"),
+        *("hybrid", "tensor parallel", "sharded and tensor parallel", "and full"),
+    ],
 )
 def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:
     settings = Settings(
-        mesh=WantedMesh.parse("dp=2"),
+        **{"mesh": WantedMesh.parse("dp=2"), **given},
         batch_size=4,
         transport="collectives",
         backend="fake",
         clip_grad=0,
         batch=_tokens,
         step=_loss,
-        **given,
     )
     log = rehearse(_llama(), settings)
 

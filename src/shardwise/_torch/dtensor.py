@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass_type,
 )
 
-__all__ = ["DTensorSpec"]
+__all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
 
 #: The code that runs operations on shapes of whole tensors, to know those of their results.
 FINDS_SHAPES = ShardingPropagator._propagate_tensor_meta_non_cached.__code__
@@ -115,11 +115,6 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of a type say that they keep their values in other tensors."""
-    return is_traceable_wrapper_subclass_type(kind)
 
 
 def flatten(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], Any] | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -262,33 +261,27 @@ def _styles(model: Any) -> dict[str, ParallelStyle]:
     named = dict(model.named_modules())
     asked = {
         name: next((style for pattern, style in plan.items() if _matches(name, pattern)), "")
-        for name, module in named.items()
-        if module not in (embedding, head)
-        and next(module.parameters(recurse=False), None) is not None
+        for name, each in named.items()
+        if each not in (embedding, head) and next(each.parameters(recurse=False), None) is not None
     }
     norms = {name for name in asked if type(named[name]).__name__.endswith("Norm")}
-    known = {
-        name
-        for name in asked
-        if name in norms or isinstance(named[name], nn.Linear) and asked[name] in _STYLES
-    }
-    along_sequence = head is not None and known == asked.keys()
+    linear = {name for name in asked if isinstance(named[name], nn.Linear)}
+    made = {name for name in norms | linear if asked[name] in _STYLES}
+    along_sequence = head is not None and norms | made == asked.keys()
     between: Placement = Shard(1) if along_sequence else Replicate()
-    styles = {name: _STYLES[asked[name]](between) for name in known if asked[name] in _STYLES}
-    for name, module in named.items():
-        if module is embedding:
-            styles[name] = _adding(between, Replicate())
-        elif module is head:
-            styles[name] = ColwiseParallel(
-                input_layouts=between, output_layouts=Shard(-1), use_local_output=False
-            )
+    styles = {name: _STYLES[asked[name]](between) for name in made}
     if along_sequence:
-        inner = {name.rpartition(".")[0] for name in known if "rowwise" in asked[name]}
+        parents = {name: name.rpartition(".")[0] for name in asked}
+        inner = {parents[name] for name in linear if "rowwise" in asked[name]}
         styles |= {name: _gathering(named[name]) for name in inner}
-        styles |= {
-            name: SequenceParallel() for name in norms if name.rpartition(".")[0] not in inner
-        }
-    return styles
+        styles |= {name: SequenceParallel() for name in norms if parents[name] not in inner}
+    ends: dict[Any, ParallelStyle] = {
+        embedding: _adding(between, Replicate()),
+        head: ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    return styles | {name: ends[each] for name, each in named.items() if each in ends}
 
 
 def _adding(to: Placement, input_layouts: Placement | None = None) -> ParallelStyle:

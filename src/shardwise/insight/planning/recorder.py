@@ -325,8 +325,8 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         """Run an operation, and write down what it does."""
         if (device := fake.device_of(func, args)) is not None:
             return device
-        if any(map(dtensor.is_wrapper_type, types)):
-            return NotImplemented  # its own operations on the tensors inside come here next
+        if any(map(dtensor.is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what it does with the tensors inside comes here next
         kwargs = kwargs or {}
         traits = traits_of(func)
         try:
@@ -511,6 +511,7 @@ _KINDS = {
 #: Functions of those files that allocate for something else, or what stands for it.
 _EXCEPTIONS = {
     "accumulate_grad": Memory.GRADIENTS,
+    "_plain": Memory.GRADIENTS,  # what tensor parallel ranks have of it, added
     "zeros_for_grad": Memory.GRADIENTS,
     "take": Memory.TRANSPORT,  # of a loan of scratch
     "_block": Memory.TRANSPORT,

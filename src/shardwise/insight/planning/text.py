@@ -100,7 +100,9 @@ def _batch(settings: Settings) -> str:
     times = f", {settings.accumulate} microbatches" if settings.accumulate > 1 else ""
     total = settings.samples * (settings.seq_length or 1)
     unit = "tokens" if settings.seq_length else "samples"
-    return f"{one} per rank{times}; {total:,} {unit} on all ranks"
+    tensor = settings.mesh.tensor_parallel
+    whose = "rank" if tensor == 1 else f"{tensor} ranks of tp"
+    return f"{one} per {whose}{times}; {total:,} {unit} on all ranks"
 
 
 def _precision(settings: Settings) -> Iterator[str]:
