@@ -39,7 +39,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["devices", "errors", "lazy", "mixing", "optim_names", "optim_states", "places"],
-        ["plain", "units"],
+        ["html", "plain", "units"],
         ["observe", "scratch"],
         ["offload"],
         ["__init__"],

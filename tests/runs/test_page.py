@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs.page import Updates, as_data, page
+from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.snapshot import RunReader
 from tests.runs import folders
 
@@ -38,7 +38,8 @@ def test_what_a_run_says_cannot_leave_its_place(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_does_not_have_become_none() -> None:
-    assert json.loads(as_data({"a": [float("inf"), float("nan"), 1.5]})) == {"a": [None, None, 1.5]}
+    run = {"a": [float("inf"), float("nan"), 1.5]}
+    assert data_of(page("lm", [run], Updates.NEVER))["runs"] == [{"a": [None, None, 1.5]}]
 
 
 def test_a_page_that_a_training_writes_says_when_it_did(tmp_path: Path) -> None:

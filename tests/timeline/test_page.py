@@ -46,12 +46,10 @@ class _Reader(HTMLParser):
         self.fetched += [str(value) for name, value in attrs if name in ("src", "srcset")]
         if tag == "link":
             self.fetched.append(tag)
-        if tag not in ("meta", "rect", "br"):
+        if tag not in ("meta", "br"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:
-        if tag == "rect":
-            return
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:

@@ -2,7 +2,7 @@
 (() => {
   "use strict";
   const main = document.getElementById("page");
-  const updates = document.body.dataset.updates;
+  const updates = main.dataset.updates;
   const data = JSON.parse(document.getElementById("data").textContent);
   let runs = data.runs;
 
@@ -20,8 +20,8 @@
     return element;
   }
 
-  function table(heads, rows, classes) {
-    const body = rows.map((row, i) => h("tr", classes && classes(i) ? { class: classes(i) } : {},
+  function table(heads, rows) {
+    const body = rows.map(row => h("tr", {},
       row.map(cell => h("td", cell instanceof Element || String(cell).length < 60 ? {} : { class: "text" },
         cell instanceof Element ? cell : String(cell)))));
     return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "table" },
@@ -162,7 +162,8 @@
   }
 
   // Resident memory of a CPU has the interpreter and its libraries in it, too.
-  const planned = run => session(run).device === "cpu" ? "tensors in the plan" : "plan";
+  const isProcess = run => session(run).device === "cpu";
+  const planned = run => isProcess(run) ? "tensors in the plan" : "plan";
 
   function tiles(run) {
     const l = run.latest, s = speed(run), peak = peakOf(run.plan), shown = [];
@@ -237,6 +238,8 @@
 
   const TITLES = { loss: "Loss", lr: "Learning rate", grad_norm: "Gradient norm", memory_mib: "Memory of the largest rank", mfu: "Model FLOPs utilization", validation_loss: "Validation loss" };
   const SHOWN = { memory_mib: mebibytes, mfu: percent };
+  const titleOf = name => name === "memory_mib" && !several() && isProcess(runs[0]) && peakOf(runs[0].plan) ? "Memory of the largest process, and of its tensors in the plan"
+    : own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
   const charts = new Map();  // name -> { root, plot, shape, log, zoomed }
   const color = (name, alpha = 1) => {
     const value = getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -341,7 +344,7 @@
         const chart = { log: false, zoomed: false, box: h("div", {}) };
         const toggle = h("input", { type: "checkbox" });
         toggle.addEventListener("change", () => { chart.log = toggle.checked; drawChart(name, chart, true); });
-        const title = own(TITLES, name) || (name.endsWith("_per_s") ? `${name[0].toUpperCase()}${name.slice(1, -6)} per second` : name);
+        const title = titleOf(name);
         chart.root = h("div", { class: "chart", "data-name": name }, h("h3", {}, title, ["loss", "grad_norm"].includes(name) ? h("label", {}, toggle, " log") : null), chart.box);
         charts.set(name, chart);
       }

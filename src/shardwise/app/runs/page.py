@@ -10,13 +10,12 @@ from __future__ import annotations
 import base64
 import enum
 import hashlib
-import html
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.app.runs.metrics import without_nan
+from shardwise.base.html import data_element, document
 from shardwise.base.lazy import resource
 
 #: The pages that a run may have in its folder, each with a page.js.
@@ -54,33 +53,14 @@ def page(
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; "
         "connect-src 'self'; base-uri 'none'; form-action 'none'"
     )
-    return "\n".join(
-        (
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<title>{html.escape(encodable(title))}</title>",
-            f"<style>{resource(__name__, 'uplot/uPlot.min.css')}",
-            f"{resource(__name__, 'page.css')}</style></head>",
-            f'<body data-updates="{updates.value}"><main id="page">'
-            "<noscript>This page draws its charts with a script.</noscript></main>",
-            f'<script type="application/json" id="data">{as_data(data)}</script>',
-            *(f"<script>{script}</script>" for script in scripts),
-            "</body></html>\n",
-        )
+    body = (
+        f'<main id="page" data-updates="{updates.value}">'
+        "<noscript>This page draws its charts with a script.</noscript></main>",
+        data_element(without_nan(data)),
+        *(f"<script>{script}</script>" for script in scripts),
     )
-
-
-def encodable(text: str) -> str:
-    """Return text without halves of surrogate pairs: a name of a file may have such."""
-    return text.encode(errors="replace").decode()
-
-
-def as_data(value: object) -> str:
-    """Return JSON that may stand inside of an element: nothing in it begins or ends one."""
-    text = json.dumps(without_nan(value), separators=(",", ":"), allow_nan=False)  # ASCII only
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    style = f"{resource(__name__, 'uplot/uPlot.min.css')}{resource(__name__, 'page.css')}"
+    return document(title, body, style, policy)
 
 
 def _digest(script: str) -> str:

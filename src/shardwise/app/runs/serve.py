@@ -17,8 +17,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs.page import Updates, as_data, page
+from shardwise.app.runs.metrics import without_nan
+from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.snapshot import RunReader
+from shardwise.base.html import as_data
 
 ADDRESS = "127.0.0.1"
 _CONNECTIONS = 32  # at a time; more are closed at once
@@ -64,7 +66,7 @@ class Server(ThreadingHTTPServer):
 
     def data(self) -> str:
         """Return what the runs say now, as JSON; without pages within the page, which are large."""
-        return as_data({"runs": [{**run, "frames": None} for run in self._read()]})
+        return as_data(without_nan({"runs": [{**run, "frames": None} for run in self._read()]}))
 
     def _read(self) -> list[dict[str, Any]]:
         with self._reading:

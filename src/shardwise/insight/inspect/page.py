@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
+from shardwise.base.html import document, escape, table
 from shardwise.base.lazy import resource
 from shardwise.base.units import brief_size
-from shardwise.insight.inspect.picture import STYLE, draw_mesh, draw_parameter, escape
+from shardwise.insight.inspect.picture import STYLE, draw_mesh, draw_parameter
 from shardwise.insight.inspect.report import ParameterReport, Report, folded
 from shardwise.insight.inspect.text import TOTALS, block_rows, rank_rows
 from shardwise.insight.inspect.words import Row, counted, dimension_name, shape_in_words
@@ -35,27 +36,8 @@ def page(report: Report, above: Iterable[str] = ()) -> str:
         "</main></div>",
         f"<script>{resource(__name__, 'page.js')}</script>",
     )
-    return document(f"{report.model} on {report.grid}", body)
-
-
-def document(title: str, body: Iterable[str]) -> str:
-    """An HTML page in the style of the inspector.
-
-    Args:
-        title: of the page, as text.
-        body: HTML.
-    """
-    return "\n".join(
-        (
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{STYLE}\n{resource(__name__, 'page.css')}</style></head><body>",
-            *body,
-            "</body></html>\n",
-        )
-    )
+    style = f"{STYLE}\n{resource(__name__, 'page.css')}"
+    return document(f"{report.model} on {report.grid}", body, style)
 
 
 def _head(report: Report) -> Iterator[str]:
@@ -136,18 +118,6 @@ def _about(row: Row[ParameterReport]) -> str:
         own = "its layer" if len(row.members) > 1 else each.group or "the model itself"
         parts.append(f"in the group of {own}")
     return " · ".join(parts)
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in a box that scrolls if the page is too narrow."""
-    top = "".join(f'<th scope="col">{escape(head)}</th>' for head in heads)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>" for cells in rows
-    )
-    return (
-        '<div class="scroll" tabindex="0" role="region" aria-label="table"><table>'
-        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
-    )
 
 
 def _breakable(name: str) -> str:

@@ -6,12 +6,12 @@ there is no room for a label per rank, runs of ranks are labeled.
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 
+from shardwise.base.html import escape
 from shardwise.base.units import brief_size
 from shardwise.insight.inspect.grid import Grid
 from shardwise.insight.inspect.report import ParameterReport, Report
@@ -73,11 +73,6 @@ class Picture:
     def _attributes(self, label: str) -> str:
         box = f"0 0 {_n(self.width)} {_n(self.height)}"
         return f'viewBox="{box}" role="img" aria-label="{escape(label)}"'
-
-
-def escape(text: str) -> str:
-    """Escape ``text`` for use in an element or an attribute."""
-    return html.escape(text, quote=True)
 
 
 def words(x: float, y: float, text: str, kind: str = "", within: float = math.inf) -> str:

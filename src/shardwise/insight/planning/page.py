@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from shardwise.base.html import bar, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
 from shardwise.insight.inspect import page as inspector
-from shardwise.insight.inspect.page import document, table
-from shardwise.insight.inspect.picture import escape
 from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
 from shardwise.insight.planning.text import (
@@ -29,7 +28,7 @@ from shardwise.insight.planning.text import (
     traffic_rows,
 )
 
-#: Hues of kinds of memory, and of parts of a step, in degrees.
+#: Hues of kinds of memory, in degrees.
 _HUES = {
     Memory.PARAMETERS: 215,
     Memory.GRADIENTS: 175,
@@ -39,7 +38,13 @@ _HUES = {
     Memory.ACTIVATIONS: 35,
     Memory.OTHER: 95,
 }
-_PART_HUES = {"compute": 215, "exposed communication": 10, "optimizer": 265, "host": 50}
+#: Colors of parts of a step, as a timeline has them.
+_COLORS = {
+    "compute": "var(--forward)",
+    "exposed communication": "var(--wait)",
+    "optimizer": "var(--optimizer)",
+    "host": "var(--runtime)",
+}
 
 
 def page(plan: Plan, layout: Report | None) -> str:
@@ -88,7 +93,10 @@ def _tables(plan: Plan) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]
 
 def _memory_bar(plan: Plan) -> Iterator[str]:
     rank = plan.ranks[0]
-    parts = [(NAMES[kind], bytes_of(rank)[kind.value], _HUES[kind]) for kind in KINDS]
+    parts = [
+        (NAMES[kind], bytes_of(rank)[kind.value], f"hsl({_HUES[kind]} var(--s) var(--l))")
+        for kind in KINDS
+    ]
     limit = None if plan.available is None else plan.available.nbytes
     scale = max(rank.peak, limit or 0, 1)
     mark = ""
@@ -97,7 +105,7 @@ def _memory_bar(plan: Plan) -> Iterator[str]:
         mark = f'<span class="limit" style="left:{place:.2f}%" title="{binary_size(limit)}"></span>'
     yield from _bar(
         f"memory at the peak: {rank.peak_moment}",
-        [(name, value / scale, binary_size(value), hue) for name, value, hue in parts],
+        [(name, binary_size(value), value / scale, color) for name, value, color in parts],
         mark,
     )
 
@@ -114,20 +122,12 @@ def _time_bar(plan: Plan) -> Iterator[str]:
     scale = max(sum(parts.values()), 1e-12)
     yield from _bar(
         f"time of a step: {seconds(step.seconds)}",
-        [(name, value / scale, seconds(value), _PART_HUES[name]) for name, value in parts.items()],
+        [(name, seconds(value), value / scale, _COLORS[name]) for name, value in parts.items()],
     )
 
 
-def _bar(title: str, parts: Sequence[tuple[str, float, str, int]], mark: str = "") -> Iterator[str]:
-    """A bar of parts, each with its name, its share, its size in words and its hue."""
-    shown = [part for part in parts if part[1] > 0]
+def _bar(title: str, parts: Sequence[tuple[str, str, float, str]], mark: str = "") -> Iterator[str]:
+    """A bar with its title and the keys to its parts; for these see :func:`.html.bar`."""
     yield f"<p>{escape(title)}</p>"
-    label = ", ".join(f"{name} {size}" for name, _, size, _ in shown)
-    yield f'<div class="bar" role="img" aria-label="{escape(label)}">'
-    for name, share, size, hue in shown:
-        tip = escape(f"{name}: {size}")
-        yield f'<i style="--h:{hue};width:{100 * share:.3f}%" title="{tip}"></i>'
-    yield f'{mark}</div><ul class="keys">'
-    for name, _, size, hue in shown:
-        yield f'<li><i style="--h:{hue}"></i>{escape(name)} {escape(size)}</li>'
-    yield "</ul>"
+    yield bar(parts, mark)
+    yield keys((f"{name} {size}", color) for name, size, share, color in parts if share > 0)

@@ -6,14 +6,14 @@ The script adds one step in detail: what each rank did at which moment, beside w
 
 from __future__ import annotations
 
-import html
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from shardwise.base import units
+from shardwise.base.html import bar, data_element, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
+from shardwise.insight.inspect.words import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.timeline.merged import Timeline
 from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
@@ -44,27 +44,17 @@ def page(timeline: Timeline) -> str:
     """Return the HTML of the page."""
     steps = timeline.steps[-MOST_STEPS:]
     ranks = _shown(timeline)
-    data = json.dumps(_data(timeline, steps, ranks), separators=(",", ":"), allow_nan=False)
-    return "\n".join(
-        (
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width,initial-scale=1">',
-            "<title>Timeline</title>",
-            f"<style>{resource(__name__, 'page.css')}</style></head><body>",
-            *_head(timeline, steps),
-            *_steps(timeline, steps, ranks),
-            *_detail(steps, ranks),
-            *_waits(timeline),
-            *_memory(timeline),
-            '<script type="application/json" id="data">',
-            # Names of groups are of the user's making: none may end the element.
-            data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029"),
-            "</script>",
-            f"<script>{resource(__name__, 'page.js')}</script>",
-            "</body></html>\n",
-        )
+    body = (
+        *_head(timeline, steps),
+        *_steps(timeline, steps, ranks),
+        *_detail(steps, ranks),
+        *_waits(timeline),
+        *_memory(timeline),
+        # Names of groups are of the user's making: none may end the element.
+        data_element(_data(timeline, steps, ranks)),
+        f"<script>{resource(__name__, 'page.js')}</script>",
     )
+    return document("Timeline", body, resource(__name__, "page.css"))
 
 
 def _shown(timeline: Timeline) -> list[RankTimeline]:
@@ -82,27 +72,27 @@ def _shown(timeline: Timeline) -> list[RankTimeline]:
 
 
 def _head(timeline: Timeline, steps: Sequence[StepOfAll]) -> Iterator[str]:
-    yield f"<header><h1>Timeline</h1><p>{_escape(_sentence(timeline.summary()))}</p>"
+    yield f"<header><h1>Timeline</h1><p>{escape(_sentence(timeline.summary()))}</p>"
     yield '<p class="soft">'
     hosts = len({rank.host for rank in timeline.ranks})
     facts = [
-        _counted(len(timeline.ranks), "rank") + f" on {_counted(hosts, 'host')}",
+        counted(len(timeline.ranks), "rank") + f" on {counted(hosts, 'host')}",
         *sorted({rank.device for rank in timeline.ranks}),
-        _counted(len(timeline.steps), "step"),
+        counted(len(timeline.steps), "step"),
     ]
     if len(steps) < len(timeline.steps):
         facts.append(f"the last {len(steps)} are shown")
     off = max((rank.uncertainty for rank in timeline.ranks), default=0.0)
     if off:
         facts.append(f"clocks of hosts agree within {units.seconds(off)}")
-    yield _escape(" · ".join(facts))
+    yield escape(" · ".join(facts))
     yield "</p>"
     if timeline.missing:
         named = ", ".join(map(str, timeline.missing[:20]))
         yield f'<p class="bad">Nothing is known of the ranks {named}.</p>'
     for rank in timeline.ranks:
         if rank.error:
-            yield f'<p class="bad">Rank {rank.rank} ended with {_escape(rank.error)}</p>'
+            yield f'<p class="bad">Rank {rank.rank} ended with {escape(rank.error)}</p>'
     dropped = sum(rank.dropped for rank in timeline.ranks)
     if dropped:
         yield (
@@ -116,10 +106,8 @@ def _steps(
     timeline: Timeline, steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]
 ) -> Iterator[str]:
     """Steps side by side, ranks as rows, each a bar of its parts."""
-    yield '<section><h2>Steps</h2><p class="legend">'
-    for part, meaning in _MEANING.items():
-        yield f'<span><i class="{part.name.lower()}"></i>{meaning}</span>'
-    yield "</p>"
+    yield "<section><h2>Steps</h2>"
+    yield keys((meaning, _color(part)) for part, meaning in _MEANING.items())
     if not steps:
         yield "<p>No step was recorded.</p></section>"
         return
@@ -153,7 +141,7 @@ def _steps(
 def _cell(mine: StepOfRank, step: StepOfAll, longest: float) -> str:
     waiting = mine.parts[Part.WAIT]
     words = f"waits {units.seconds(waiting)}" if waiting else "no waits"
-    mark = ' <b class="slowest">slowest</b>' if mine.rank == _waited_for(step) else ""
+    mark = ' <b class="bad">slowest</b>' if mine.rank == _waited_for(step) else ""
     return f"{_bar(mine.parts, longest)}<small>{words}{mark}</small>"
 
 
@@ -175,23 +163,16 @@ def _predicted_parts(predicted: StepTime) -> dict[Part, float]:
 
 def _bar(parts: Any, longest: float) -> str:
     """A bar of the parts of a step, as long as the step took."""
-    pieces, at = [], 0.0
-    for part in Part:
-        seconds = parts.get(part, 0.0)
-        width = 100 * seconds / longest if longest else 0.0
-        if width <= 0:
-            continue
-        title = f"{_MEANING[part]}: {units.seconds(seconds)}"
-        pieces.append(
-            f'<rect class="{part.name.lower()}" x="{at:.3f}" width="{width:.3f}" height="10">'
-            f"<title>{title}</title></rect>"
-        )
-        at += width
-    label = ", ".join(f"{_MEANING[p]} {units.seconds(s)}" for p, s in parts.items() if s)
-    return (
-        '<svg class="bar" viewBox="0 0 100 10" preserveAspectRatio="none" role="img" '
-        f'aria-label="{label}">{"".join(pieces)}</svg>'
+    scale = longest or 1.0
+    return bar(
+        (_MEANING[part], units.seconds(seconds), seconds / scale, _color(part))
+        for part in Part
+        for seconds in [parts.get(part, 0.0)]
     )
+
+
+def _color(part: Part) -> str:
+    return f"var(--{part.name.lower()})"
 
 
 def _detail(steps: Sequence[StepOfAll], ranks: Sequence[RankTimeline]) -> Iterator[str]:
@@ -224,7 +205,7 @@ def _waits(timeline: Timeline) -> Iterator[str]:
     if not rows:
         yield "<p>No rank waited.</p></section>"
         return
-    yield from _table(
+    yield table(
         ("rank", "waits for the collective of", "over", "seconds", "because of"),
         [
             (
@@ -257,7 +238,7 @@ def _memory(timeline: Timeline) -> Iterator[str]:
         '<p class="soft">What the runtime allocated, each kind at its own peak. Activations are '
         "torch's, and not counted.</p>"
     )
-    yield from _table(
+    yield table(
         ("rank", *(kind.value.replace("_", " ") for kind in kinds)),
         [
             (str(rank), *(units.brief_size(most.get(kind, 0)) for kind in kinds))
@@ -265,15 +246,6 @@ def _memory(timeline: Timeline) -> Iterator[str]:
         ],
     )
     yield "</section>"
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield '<div class="scroll" tabindex="0" role="region" aria-label="table"><table><thead><tr>'
-    yield from (f'<th scope="col">{_escape(head)}</th>' for head in heads)
-    yield "</tr></thead><tbody>"
-    for row in rows:
-        yield f"<tr>{''.join(f'<td>{_escape(cell)}</td>' for cell in row)}</tr>"
-    yield "</tbody></table></div>"
 
 
 # -- what the script draws -------------------------------------------------------------------------
@@ -389,11 +361,3 @@ def _about(span: Span) -> str:
 
 def _sentence(words: str) -> str:
     return f"{words[:1].upper()}{words[1:]}."
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
-def _escape(text: str) -> str:
-    return html.escape(text, quote=True)
