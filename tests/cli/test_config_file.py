@@ -97,7 +97,7 @@ nproc: 2
         (b"keep-best: yes", "line 1, column 12: found 'yes' for keep-best, expected true or false"),
         (b"schedule: cosin", "column 11: found 'cosin' for schedule, expected one of cosine"),
         (b"activation-checkpointing: true", "found 'true' for activation-checkpointing, expected "
-         "one of none, full, selective"),
+         "one of none, full, selective, op"),
         (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected a number"),
         (b"data: [a, null]", "line 1, column 11: found nothing in the list for data"),
         (b"data:\n  - a\n  - {b: c}", "line 3, column 5: found a mapping for data, expected"),

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
-from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import recorder
@@ -242,10 +242,17 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
             "mesh": WantedMesh.parse("dp=2,tp=2"),
             "activation_checkpointing": Checkpointing.FULL,
         },
+        {"activation_checkpointing": Checkpointing.OPERATOR, "param_dtype": "bf16"},
+        {"activation_checkpointing": Checkpointing.FULL, "recompute_every": 2},
+        {
+            "mesh": WantedMesh.parse("dp=2,tp=2"),
+            "activation_checkpointing": Checkpointing.OPERATOR,
+        },
     ],
     ids=[
         *("fp32", "accumulated", "bf16", "full", "selective", "in backward"),
         *("hybrid", "tensor parallel", "sharded and tensor parallel", "and full"),
+        *("operator", "every second block", "sharded, tensor parallel and operator"),
     ],
 )
 def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:
@@ -261,10 +268,8 @@ def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_
     log = rehearse(_llama(), settings)
 
     def prepare(model: nn.Module) -> None:
-        if settings.activation_checkpointing is not Checkpointing.NONE:
-            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-            for block in model.model.layers:
-                checkpoint_module(block, context_fn=keep_products if selective else None)
+        layers = model.model.layers
+        checkpoint_blocks(layers, settings.activation_checkpointing, settings.recompute_every)
 
     found = allocated(_llama(), settings, prepare, tmp_path)
     now = peak = 0

@@ -32,7 +32,7 @@ from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
-from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
@@ -47,7 +47,7 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
@@ -187,10 +187,7 @@ def _build(
     mesh: DeviceMesh,
 ) -> _Built:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
-    if settings.activation_checkpointing is not Checkpointing.NONE:
-        selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-        for block in blocks:
-            checkpoint_module(block, context_fn=keep_products if selective else None)
+    checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     if TENSOR not in settings.world.names:
         _make_fake(model)
         _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))

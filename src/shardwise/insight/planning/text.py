@@ -117,7 +117,9 @@ def _precision(settings: Settings) -> Iterator[str]:
 def _optimizer(settings: Settings) -> str:
     parts = [name_of(settings.optimizer)]
     if settings.activation_checkpointing is not Checkpointing.NONE:
-        parts.append(f"{settings.activation_checkpointing.value} activation checkpointing")
+        every = settings.recompute_every
+        which = f" of one block in {every}" if every > 1 else ""
+        parts.append(f"{settings.activation_checkpointing.value} activation checkpointing{which}")
     if settings.stepping is Stepping.IN_BACKWARD:
         parts.append("steps in backward")
     if settings.master_dtype is not None:

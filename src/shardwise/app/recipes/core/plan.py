@@ -50,6 +50,7 @@ from shardwise.insight.timeline.merged import prediction_to_json
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",
     Checkpointing.SELECTIVE: "--selective-checkpointing",
+    Checkpointing.OPERATOR: "--operator-checkpointing",
     Checkpointing.FULL: "--activation-checkpointing",
 }
 
