@@ -234,7 +234,8 @@ def test_every_option_has_a_key(recipe: str) -> None:
     command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
     flags = {"--resume", "--auto-resume", "--overwrite", "--selective-checkpointing"}
-    flags |= {"--keep-activations", "--step-in-backward", "--step-after-backward"}
+    flags |= {"--operator-checkpointing", "--keep-activations"}
+    flags |= {"--step-in-backward", "--step-after-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
     [options] = [
         Options(default=RECIPES[recipe].config, without=each.without)

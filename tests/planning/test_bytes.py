@@ -44,6 +44,7 @@ def test_a_plan_is_exact(seed: int) -> None:
         ("tp=2", Strategy.FULL_SHARD),
         ("dp=2,tp=2", Strategy.FULL_SHARD),
         ("dp=2,tp=2", Strategy.SHARD_GRAD_OP),
+        ("dp_replicate=2,dp_shard=1,tp=2", Strategy.HYBRID_SHARD),
     ],
 )
 def test_a_plan_of_a_language_model_is_exact_on_every_mesh(

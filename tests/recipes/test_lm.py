@@ -73,7 +73,7 @@ def test_all_strategies_learn_the_same(ranks: Ranks, tmp_path: Path) -> None:
         s.value: {"strategy": s}
         for s in (Strategy.FULL_SHARD, Strategy.SHARD_GRAD_OP, Strategy.ZERO1, Strategy.NO_SHARD)
     }
-    for mode in (Checkpointing.FULL, Checkpointing.SELECTIVE):
+    for mode in (Checkpointing.FULL, Checkpointing.SELECTIVE, Checkpointing.OPERATOR):
         variants[f"recompute-{mode.value}"] = {"activation_checkpointing": mode}
     for when in Stepping:  # clipping by the norm of the step before gives other numbers
         variants[when.value] = {"stepping": when, "clip_grad": 0.0}
