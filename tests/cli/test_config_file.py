@@ -21,8 +21,8 @@ from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import Checkpointing
 from shardwise.insight.schema.training import ScheduleName
 
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.fit import Measured, NothingFitsError, fit, shortened
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
 from tests.inspect.plans import styles_of
 from tests.sharding.nets import Block
 

@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.activation import checkpoint_blocks
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import recorder
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
@@ -31,7 +31,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 from tests.planning.profiled import allocated
 
 

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.planning.report import Available, Traffic
 from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.planning.text import as_text
-from shardwise.insight.schema.sharding import Checkpointing
 from tests.planning.test_report import LOG, RANK, STEP, MiB, make_plan
 
 

@@ -38,9 +38,9 @@ from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.ranks.saving import Saving
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import Checkpointing, PrecisionName, Stepping
+from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.insight.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
 from tests.recipes.running import train, train_here, train_one

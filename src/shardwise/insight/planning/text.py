@@ -9,12 +9,13 @@ from rich.text import Text
 
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import Row, counted, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
 from shardwise.insight.planning.settings import MOST_PEERS, Compiled, Products, Settings, name_of
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 
 MOST_MODULES = 6  # of whose activations are listed
 _MOST_KINDS = 3  # of ranks that get a column
