@@ -103,14 +103,7 @@ def language_model(
     separator: int | None = None,
 ) -> Blueprint:
     """Build a causal language model, and say how tensor parallelism cuts it; see :func:`build`."""
-    model = build(settings, vocab_size, separator)
-    return Blueprint(
-        name,
-        model,
-        decoder_layers(model),
-        tensor_parallel=_styles(model),
-        heads=dict(_heads(model.config)),
-    )
+    return of_module(build(settings, vocab_size, separator), name)
 
 
 def vit_placement(param: nn.Parameter) -> Shard | None:
