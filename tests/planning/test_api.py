@@ -96,15 +96,18 @@ def test_bytes_follow_from_the_shards_and_times_from_a_known_device() -> None:
 def test_a_larger_batch_keeps_more_activations_and_checkpointing_fewer(tmp_path: Path) -> None:
     model = str(write_model(tmp_path))
 
-    def activations(batch_size: int, checkpointing: str = "none") -> int:
+    def activations(batch_size: int, checkpointing: str = "none", every: int = 1) -> int:
         step = PlannedStep(seq_length=64, batch_size=batch_size)
-        sharding = StrategyConfig(activation_checkpointing=checkpointing)
+        sharding = StrategyConfig(activation_checkpointing=checkpointing, recompute_every=every)
         (rank,) = shardwise.plan(model, mesh="dp=2", sharding=sharding, step=step).ranks
         return rank.most[Memory.ACTIVATIONS]
 
     one, four = activations(1), activations(4)
     assert four == pytest.approx(4 * one, rel=0.1)
-    assert activations(4, "full") < four / 2
+    full, operator, selective = (activations(4, name) for name in ("full", "op", "selective"))
+    assert full < four / 2
+    assert full < operator < selective < four
+    assert full < activations(4, "full", every=2) < four
 
 
 def test_sequences_have_the_usual_length_unless_the_model_is_shorter() -> None:
@@ -141,7 +144,7 @@ def test_what_cannot_be_planned_for_is_refused(
     [
         ({"strategy": "zero9"}, "--strategy: found zero9, expected one of full"),
         ({"param_dtype": "fp16"}, "--param-dtype: found fp16, expected one of fp32, bf16"),
-        ({"activation_checkpointing": "some"}, "one of none, full, selective"),
+        ({"activation_checkpointing": "some"}, "one of none, full, selective, op"),
         ({"collective_wire": "int9"}, "--wire: found 'int9', expected fp32, bf16"),
     ],
 )
