@@ -155,7 +155,8 @@ def speed(plan: Plan) -> str:
         parts.append(f"{rate / ranks:,.0f} per rank")
     if plan.step.mfu is not None:
         parts.append(f"MFU {plan.step.mfu:.1%}")
-    return f"{', '.join(parts)}; bound by {plan.step.bound_by}"
+    bound = [f"bound by {plan.step.bound_by}", *([plan.observed] if plan.observed else [])]
+    return "; ".join([", ".join(parts), *bound])
 
 
 # -- tables, as cells that the page shows too ------------------------------------------------------
