@@ -361,8 +361,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--momentum 0.5 --offload disk:/tmp/x --offload-parameters disk:y --master-dtype fp32 "
         "--strategy hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
         "--activation-checkpointing --recompute-every 2 --transport collectives --out here "
-        "--checkpoint-every 5 --keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
-        "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
+        "--checkpoint-every 5 --keep-last 9 --async-checkpoint --eval-every 4 --keep-best "
+        "--tensorboard --log wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
