@@ -98,13 +98,18 @@ def test_bytes_follow_from_the_shards_and_times_from_a_known_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "products", "is_far"),
-    [("a100", "as-stored", False), ("a100", "float8", True), ("h200", "as-stored", True)],
+    ("device", "products", "mesh", "is_far"),
+    [
+        ("a100", "as-stored", "dp=2", False),
+        ("a100", "float8", "dp=2", True),
+        ("h200", "as-stored", "dp=2", True),
+        ("h200", "float8", "dp=2,tp=2", False),
+    ],
 )
 def test_a_plan_says_if_its_kind_was_far_from_published_trainings(
-    device: str, products: str, is_far: bool
+    device: str, products: str, mesh: str, is_far: bool
 ) -> None:
-    settings = Settings(mesh=WantedMesh.parse("dp=2"), products=Products(products))
+    settings = Settings(mesh=WantedMesh.parse(mesh), products=Products(products))
     assert bool(observed_error(find_machine(device), settings)) is is_far
 
 

@@ -389,7 +389,8 @@ def observed_error(machine: Machine | None, settings: Settings) -> str:
     """
     if machine is None or not _allocates(machine) or machine.device.costs:
         return ""
-    if machine.device.name in FITTED and settings.products is not Products.FLOAT8:
+    is_fitted = machine.device.name in FITTED and settings.products is not Products.FLOAT8
+    if is_fitted or settings.mesh.tensor_parallel > 1:
         return ""
     return "published trainings were 12 to 32 % slower than plans of this kind"
 
