@@ -14,10 +14,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
-__all__ = ["DTensorSpec"]
+__all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
+
+#: The code that runs operations on shapes of whole tensors, to know those of their results.
+FINDS_SHAPES = ShardingPropagator._propagate_tensor_meta_non_cached.__code__
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:

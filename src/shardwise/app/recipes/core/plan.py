@@ -23,7 +23,7 @@ from shardwise.base import devices
 from shardwise.base.units import binary_size
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, MeshError, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.insight.planning.fit import nearest
@@ -37,7 +37,7 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.text import verdict
-from shardwise.insight.schema.sharding import Checkpointing, resolve_sharding
+from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
     OptimizerConfig,
@@ -50,6 +50,7 @@ from shardwise.insight.timeline.merged import prediction_to_json
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",
     Checkpointing.SELECTIVE: "--selective-checkpointing",
+    Checkpointing.OPERATOR: "--operator-checkpointing",
     Checkpointing.FULL: "--activation-checkpointing",
 }
 
