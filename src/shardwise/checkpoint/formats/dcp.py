@@ -45,9 +45,8 @@ from shardwise.checkpoint.formats.pickles import (
     object_constructor,
 )
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
+    ExtentSource,
     ReadWindow,
     Source,
     check_boxes,
@@ -100,7 +99,7 @@ class Item:
     chunks: tuple[Chunk, ...]
 
 
-class DcpSource(BaseSource):
+class DcpSource(ExtentSource):
     """A checkpoint that ``torch.distributed.checkpoint.save`` wrote.
 
     State saved under ``model`` and ``optimizer`` (or ``optimizers``, or ``optim``) is taken as
@@ -114,8 +113,7 @@ class DcpSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         self._current: StatePath | None = None
         self._extents: Sequence[Extent] = ()
         items = read_metadata(where)
@@ -127,17 +125,9 @@ class DcpSource(BaseSource):
         }
 
     @functools.cached_property
-    def values(self) -> Mapping[StatePath, Any]:
+    def values(self) -> Mapping[StatePath, Any]:  # type: ignore[override]
         """The values stored beside tensors, by path."""
         return {path: self._value(item) for path, item in self._items.items() if item.info is None}
-
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
-        self._reader.read(self._extents_of(path), box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
 
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:
         """Where a tensor is stored; remembered for the tensor that is being read."""

@@ -21,19 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
+    ExtentSource,
     ReadWindow,
     Source,
     model_tensors,
@@ -63,7 +61,7 @@ class HfFile:
     tensors: Mapping[str, TensorInfo]
 
 
-class HfSource(BaseSource):
+class HfSource(ExtentSource):
     """A model in this format, or in a single safetensors file.
 
     Args:
@@ -74,23 +72,16 @@ class HfSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         self._places: dict[StatePath, tuple[Path, StoredSpan]] = {}
         for file, named in _files(where).items():
             self._add(file, named)
         self.tensors = {path: place.info for path, (_, place) in self._places.items()}
         self.values: dict[StatePath, Any] = {}
 
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
+    def _extents_of(self, path: StatePath) -> list[Extent]:
         file, place = self._places[path]
-        extent = Extent(full_box(place.info.shape), file, place.start)
-        self._reader.read([extent], box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
+        return [Extent(full_box(place.info.shape), file, place.start)]
 
     def _add(self, file: Path, named: frozenset[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""

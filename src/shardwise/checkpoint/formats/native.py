@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -23,10 +21,10 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
-from shardwise.checkpoint.formats.source import BaseSource, ReadWindow, Source
+from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 
-class ShardwiseSource(BaseSource):
+class ShardwiseSource(Source):
     """A checkpoint in the native format. Everything that is read from it is verified.
 
     Args:
@@ -41,16 +39,12 @@ class ShardwiseSource(BaseSource):
         self.manifest = read_manifest(where)
         self._entries = {entry.path: entry for entry in self.manifest.tensors}
         self._reader = PieceReader(where, self.manifest)
-        self.tensors: Mapping[StatePath, TensorInfo] = {
-            path: entry.info for path, entry in self._entries.items()
-        }
+        self.tensors = {path: entry.info for path, entry in self._entries.items()}
         self.placements = {path: entry.placements for path, entry in self._entries.items()}
         self.about = _about(self.manifest)
         self.tied = self.manifest.facts.tied
         self.config = self.manifest.facts.config
-        self.values: Mapping[StatePath, Any] = {
-            value.path: value.value for value in self.manifest.values
-        }
+        self.values = {value.path: value.value for value in self.manifest.values}
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""

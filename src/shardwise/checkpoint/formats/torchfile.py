@@ -21,13 +21,13 @@ from typing import Any, cast
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
 from shardwise.checkpoint.disk.strict import Collisions, check_number, check_shape, refuse
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
-from shardwise.checkpoint.formats.source import BaseSource, Extent, ExtentReader
+from shardwise.checkpoint.formats.source import Extent, ExtentSource
 
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150
@@ -414,7 +414,7 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
 }
 
 
-class TorchSource(BaseSource):
+class TorchSource(ExtentSource):
     """The model in a file of ``torch.save``: the contents of ``model``, or else the whole file.
 
     Args:
@@ -425,8 +425,7 @@ class TorchSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         tree = read_tree(where)
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{where}: found a {type(tree).__name__}, expected a state dict")
@@ -434,20 +433,12 @@ class TorchSource(BaseSource):
         self._stored = dict(_tensors(("model",), model, str(where)))
         if not self._stored:
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
-        self.tensors: Mapping[StatePath, TensorInfo] = {
-            path: stored.info for path, stored in self._stored.items()
-        }
-        self.values: Mapping[StatePath, Any] = {}
+        self.tensors = {path: stored.info for path, stored in self._stored.items()}
+        self.values = {}
 
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
+    def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
-        extent = Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)
-        self._reader.read([extent], box, into)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
+        return [Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)]
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
+    ExtentSource,
     ReadWindow,
     check_boxes,
 )
@@ -70,7 +67,7 @@ class RankFile:
     alike: Mapping[str, TensorSlice | None]
 
 
-class RankFiles(BaseSource):
+class RankFiles(ExtentSource):
     """The files of all ranks as a source.
 
     Args:
@@ -82,8 +79,7 @@ class RankFiles(BaseSource):
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.where = files[0]
-        self._reader = ExtentReader()
+        super().__init__(files[0])
         self._ranks = _in_order([read_rank_file(file) for file in files])
         self._extents: dict[StatePath, list[Extent]] = {}
         self._placeholders: dict[str, Placeholder] = {}
@@ -109,13 +105,8 @@ class RankFiles(BaseSource):
         """The bytes of a tensor by the name of its placeholder, as :func:`.write_tree` takes it."""
         return lambda name: window.chunks(self, self.by_name[name])
 
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
-        self._reader.read(self._extents[path], box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
+    def _extents_of(self, path: StatePath) -> list[Extent]:
+        return self._extents[path]
 
     def _merge(self, path: StatePath, found: list[Any]) -> Any:
         """Combine what all ranks have at one path; if it is not a tensor, take the first rank's."""
@@ -161,14 +152,14 @@ class RankFiles(BaseSource):
             return self._placeholders[key]
         assert parts[0] is not None
         info = TensorInfo(stored[0].info.dtype, parts[0].shape)
-        self._extents[path] = self._extents_of(name, info, parts, stored)
+        self._extents[path] = self._merged(name, info, parts, stored)
         self.tensors[path] = info
         if self.by_name.setdefault(name, path) != path:
             raise CheckpointError(f"{self.where}: found {name} twice, expected it once")
         self._placeholders[key] = Placeholder(name, info)
         return self._placeholders[key]
 
-    def _extents_of(
+    def _merged(
         self,
         name: str,
         info: TensorInfo,
