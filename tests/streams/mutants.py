@@ -28,7 +28,7 @@ HOST_ONLY = {
     "optim/lion.py": "works on the stream of the step alone",
     "optim/moments.py": "works on the stream of the step, where its all-reduces run too",
     "optim/offloaded/masters.py": "works on the stream of the step alone",
-    "optim/sums.py": "works on the stream of the step, where its all-reduces run too",
+    "optim/reductions.py": "works on the stream of the step, where its all-reduces run too",
 }
 
 _QUEUED = ("custom", "wires", "wires_over_hosts")
@@ -180,10 +180,10 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "torch.zeros_like(grad, memory_format=torch.preserve_format)": "muon_on_second_stream",
     "optim/whole.py compute_alone: "
     "task.prepare(matrix, piece).to(task.dtype, copy=True)": "muon_alone",
-    "optim/whole.py _Gather.compute: self._work.wait()": "muon",
-    "optim/whole.py _Gather.compute: "
-    "torch.empty(matrix.shape, dtype=task.dtype, device=task.device)": "muon",
-    "optim/whole.py _Scatter.apply: self._work.wait()": "muon_in_backward",
+    "optim/whole.py Together._send: sent.new_empty(sum(_sizes(from_)))": "muon",
+    "optim/whole.py Together._steps: work.wait()": "muon",
+    "optim/whole.py Together._steps: work.wait() (2)": "muon_in_backward",
+    "optim/whole.py _joined: received.new_empty(matrix.shape)": "muon",
     "optim/whole.py _empty: "
     "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "

@@ -33,11 +33,12 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             ValueError: an option is out of range.
         """
         options = {**self.defaults, **param_group}
+        where, lr = f"{type(self).__name__}, group {len(self.param_groups)}", options["lr"]
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
         for name, is_right, expected in self._rules(options):
             if not is_right:
-                raise ValueError(
-                    f"{type(self).__name__}: {name}: found {options[name]}, expected {expected}"
-                )
+                raise ValueError(f"{where}: {name}: found {options[name]!r}, expected {expected}")
         super().add_param_group(param_group)
 
     @overload
@@ -60,8 +61,8 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
                 changed.
             RanksDivergedError: ranks have gradients of different parameters, or another rank
                 failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost, or failed during the step. Nothing was changed on this
-                rank, but other ranks may have made the step: go on from the last checkpoint.
+            PeerLostError: a peer is lost, or failed during the step. Other ranks may have made the
+                step, and with ``Muon`` this one, too, in part: go on from the last checkpoint.
         """
         loss = None
         if closure is not None:

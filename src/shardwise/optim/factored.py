@@ -23,9 +23,8 @@ from torch import Tensor
 
 from shardwise._torch import dtensor
 from shardwise.optim.forms import STEP
-from shardwise.optim.norms import groups_cutting
 from shardwise.optim.pieces import pieces_of_stack
-from shardwise.optim.sums import Sums
+from shardwise.optim.reductions import Reductions, groups_cutting
 
 #: States of a parameter of two or more dimensions, and of any other one; as in torch.
 ROWS, COLUMNS, ELEMENTS = "row_var", "col_var", "variance"
@@ -120,7 +119,7 @@ class FactoredUpdate:
         self._param_square = torch.zeros((), dtype=self._dtype, device=self.device)
         self._update_square = self._param_square.clone()
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Sum squares of the gradient and of the parameter."""
         param, grad = as_stack(self._param), as_stack(self._grad)
         for at in pieces_of_stack(grad.shape):
@@ -129,7 +128,7 @@ class FactoredUpdate:
         sums.add(self._param_square, self.groups)
         self._estimate.measure(sums)
 
-    def compute(self, sums: Sums) -> None:
+    def compute(self, sums: Reductions) -> None:
         """Sum squares of the update."""
         self._estimate.advance()
         grad = as_stack(self._grad)
@@ -196,7 +195,7 @@ class _Factors:
         self._by_row[at] = squares.sum(-1, keepdim=True)
         self._by_column[at[0]] += squares.sum(-2, keepdim=True)
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Add up with other ranks."""
         rows, columns = self._rows, self._columns
         # The mean of all rows needs no second message: it is advanced as the rows are.
@@ -235,7 +234,7 @@ class _Elements:
         """Advance a piece by the squares of the gradient."""
         self._new[at] = self._averages[at].lerp(squares, self._rates.new)
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Do nothing: no rank needs more than it has."""
 
     def advance(self) -> None:
