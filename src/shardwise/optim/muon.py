@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardwise.base.optim_names import named_in_group
 from shardwise.optim.adamw import AdamWStep
+from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
 
@@ -30,7 +31,7 @@ class Algorithm(enum.Enum):
     ADAMW = "adamw"
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """Muon for matrices, and AdamW for the rest, on parameters sharded over any mesh.
 
     Arguments and results are those of ``torch.optim.Muon`` on the full matrices. Each matrix is
@@ -88,7 +89,6 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": Algorithm.MUON.value,
         }
-        _check_settings(defaults, "Muon")
         self._forget_plans()
         super().__init__(params, defaults)
 
@@ -108,8 +108,6 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a setting is impossible, or a parameter for Muon is no matrix.
         """
-        number = len(self.param_groups)
-        where = f"Muon, group {number}"
         if "use_muon" in param_group:
             param_group = dict(param_group)
             named = Algorithm.MUON if param_group.pop("use_muon") else Algorithm.ADAMW
@@ -119,36 +117,28 @@ class Muon(torch.optim.Optimizer):
             param_group.setdefault("eps", 1e-8)
             param_group.setdefault("fused", True)
         super().add_param_group(param_group)
-        try:
-            group = self.param_groups[-1]
-            _check_settings(group, where)
-            if Algorithm(group["algorithm"]) is Algorithm.MUON:
+        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+        if group["algorithm"] == Algorithm.MUON.value:
+            try:
                 for name, param in named_in_group(group, number):
-                    _check_matrix(param, f"{where}: {name}")
-        except ValueError:
-            self.param_groups.pop()
-            raise
+                    _check_matrix(param, f"Muon, group {number}: {name}")
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. All ranks call it.
+    def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+        for name in ("lr", "weight_decay", "momentum"):
+            yield name, options[name] >= 0, "0 or more"
+        choices = {
+            "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+            "algorithm": tuple(each.value for each in Algorithm),
+        }
+        for name, known in choices.items():
+            yield name, options[name] in known, f"one of {known}"
+        yield "ns_steps", 0 <= options["ns_steps"] < 100, "0 to 99"
+        yield "ns_coefficients", len(options["ns_coefficients"]) == 3, "three numbers"
 
-        Args:
-            closure: computes the loss again, and returns it.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RanksDivergedError: ranks have gradients of different parameters, or another rank
-                failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost, or failed during the step. Some parameters may have been
-                updated, and others not: go on from the last checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         matrices: list[MatrixParam] = []
         rest: list[AdamWStep] = []
         error: Exception | None = None
@@ -166,7 +156,6 @@ class Muon(torch.optim.Optimizer):
             Orthogonalization(self._plan(own, pool), own).run()
         for each in rest:
             each.run()
-        return loss
 
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
         """Yield every group, and those of its parameters that have a gradient, with their names."""
@@ -206,34 +195,6 @@ class Muon(torch.optim.Optimizer):
                 del self._plans[next(iter(self._plans))]
         self._plans[key] = plan  # the last one used is the last to be forgotten
         return plan
-
-
-def _check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """Check the settings of a group.
-
-    Raises:
-        ValueError: one is impossible.
-    """
-    lr = settings["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
-    for name in ("lr", "weight_decay", "momentum"):
-        if not settings[name] >= 0:
-            raise ValueError(f"{where}: {name}: found {settings[name]}, expected 0 or more")
-    expected = {
-        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-        "algorithm": tuple(each.value for each in Algorithm),
-    }
-    for name, choices in expected.items():
-        if settings[name] not in choices:
-            raise ValueError(
-                f"{where}: {name}: found {settings[name]!r}, expected one of {choices}"
-            )
-    if not 0 <= settings["ns_steps"] < 100:
-        raise ValueError(f"{where}: ns_steps: found {settings['ns_steps']}, expected 0 to 99")
-    if len(settings["ns_coefficients"]) != 3:
-        found = settings["ns_coefficients"]
-        raise ValueError(f"{where}: ns_coefficients: found {found}, expected three numbers")
 
 
 def _check_matrix(param: torch.Tensor, where: str) -> None:
