@@ -274,14 +274,13 @@ UNSEEN = {
     "self._store.allocate(form.nbytes)": _HOST,
     "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": _STEPPED,
     "optim/offloaded/optimizer.py _on_device: value.to(dtensor.plain(param).device)": _LOADED,
-    "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": "a file",
     "optim/offloaded/stores.py HostStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": (
         "the host has waited for all copies out of a block before it is freed"
     ),
     "optim/offloaded/stores.py DiskStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "the model has no disk",
-    "optim/offloaded/stores.py PlannedStore.home: "
+    "optim/offloaded/stores.py PlannedStore.allocate: "
     'torch.empty(nbytes, dtype=torch.uint8, device="meta")': _META,
     "optim/offloaded/stores.py PlannedStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8)": "it has no memory: it is for plans",

@@ -10,7 +10,6 @@ import torch
 from shardwise._torch import dtensor
 from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base.scratch import file
-from shardwise.optim.offloaded.staging import aligned
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class EntryForm:
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's part, rounded up to what direct I/O takes."""
-        return aligned(math.prod(self.shape) * self.dtype.itemsize)
+        return file.aligned(math.prod(self.shape) * self.dtype.itemsize)
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
         """Return a tensor of this form whose values are in ``memory``, from its beginning.
@@ -69,18 +68,23 @@ class Entry:
 
     Attributes:
         form: what it looks like.
-        offset: where its bytes begin in what keeps them.
+        memory: the bytes that keep it.
         home: the tensor there, which others see between steps.
         shown: the tensor in the state now: ``home``, or one in staging memory.
     """
 
     form: EntryForm
-    offset: int
+    memory: torch.Tensor
     home: torch.Tensor
     shown: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.shown = self.home
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are, so that neighbors move together; 0 in a rehearsal."""
+        return self.memory.untyped_storage().data_ptr()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
