@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -52,12 +50,13 @@ from shardwise.checkpoint.disk.entries import (
     TensorInfo,
     Value,
     dtype_name,
+    piece_key,
     shard_name,
-    torch_dtype,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
+from shardwise.checkpoint.formats.dcp import tensor_metadata
 
 __all__ = ["Reader", "Writer"]
 
@@ -96,7 +95,10 @@ class Reader(StorageReader):
         """
         manifest = self._read_manifest()
         return Metadata(
-            state_dict_metadata={entry.fqn: _metadata(entry) for entry in manifest.tensors},
+            state_dict_metadata={
+                entry.fqn: tensor_metadata(entry.info, (piece.box for piece in entry.pieces))
+                for entry in manifest.tensors
+            },
             planner_data={entry.fqn: entry.path for entry in manifest.tensors},
         )
 
@@ -159,17 +161,6 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this can be the path of a checkpoint."""
         return bool(str(checkpoint_id))
-
-
-def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=torch_dtype(entry.dtype)),
-        torch.Size(entry.shape),
-        [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in (piece.box for piece in entry.pieces)
-        ],
-    )
 
 
 class Writer(StorageWriter):
@@ -382,7 +373,6 @@ def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
             )
         return tensor
 
-    piece = StoredPiece("", 0, _box(data.chunk), ())
-    dtype = dtype_name(data.properties.dtype)
-    entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
-    return TensorData(entry.key(piece), TensorInfo(dtype, piece.box.sizes), load)
+    box = _box(data.chunk)
+    info = TensorInfo(dtype_name(data.properties.dtype), box.sizes)
+    return TensorData(piece_key(item.index.fqn, tuple(data.size), box), info, load)

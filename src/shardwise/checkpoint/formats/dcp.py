@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -351,7 +351,9 @@ def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
             refuse(f"{file}, name", key, "a string")
         where = f"{file}, {check_text(key, f'{file}, name')}"
         path = _path(paths.get(key, (key,)) if isinstance(paths, dict) else (key,), where)
-        info, boxes = (None, [None]) if _is_value(entry) else _tensor(entry, where)
+        info, boxes = (
+            (None, [None]) if _is_a(entry, BytesStorageMetadata) else _tensor(entry, where)
+        )
         chunks = []
         for box in boxes:
             # A value has no offset; older releases gave it an empty one.
@@ -401,10 +403,6 @@ def _is_a(value: Any, kind: type) -> bool:
 def _kind(value: Any) -> str:
     kind = value.kind if isinstance(value, PickledObject) else type(value)
     return getattr(kind, "__name__", "an object")
-
-
-def _is_value(entry: Any) -> bool:
-    return _is_a(entry, BytesStorageMetadata)
 
 
 def _path(path: Any, where: str) -> StatePath:
@@ -481,6 +479,15 @@ def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[st
     return Chunk(name, offset, length, box)
 
 
+def tensor_metadata(info: TensorInfo, boxes: Iterable[Box]) -> TensorStorageMetadata:
+    """What torch's metadata says about a tensor that is stored in boxes."""
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch_dtype(info.dtype)),
+        torch.Size(info.shape),
+        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
+    )
+
+
 def write_metadata(folder: Path, items: Sequence[Item]) -> None:
     """Write the metadata, and wait until it is on the disk.
 
@@ -497,15 +504,8 @@ def write_metadata(folder: Path, items: Sequence[Item]) -> None:
         if item.info is None:
             entries[item.key] = BytesStorageMetadata()
         else:
-            entries[item.key] = TensorStorageMetadata(
-                TensorProperties(dtype=torch_dtype(item.info.dtype)),
-                torch.Size(item.info.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                    for box in (chunk.box for chunk in item.chunks)
-                    if box is not None
-                ],
-            )
+            boxes = (chunk.box for chunk in item.chunks if chunk.box is not None)
+            entries[item.key] = tensor_metadata(item.info, boxes)
         for number, chunk in enumerate(item.chunks):
             offsets = None if chunk.box is None else chunk.box.offsets
             index = MetadataIndex(item.key, offsets, None if offsets is None else number)

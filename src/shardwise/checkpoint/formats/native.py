@@ -16,6 +16,8 @@ from shardwise.checkpoint.disk.entries import (
     TensorEntry,
     TensorInfo,
     Value,
+    dotted,
+    piece_key,
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
@@ -77,32 +79,32 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
     """
     file = shard_name(0, 1)
     boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}
-    entries = {
-        path: _entry(path, info, tuple(StoredPiece(file, 0, box, ()) for box in boxes[path]))
-        for path, info in source.tensors.items()
-    }
+
+    def key(path: StatePath, box: Box) -> str:
+        return piece_key(dotted(path), source.tensors[path].shape, box)
+
     tensors = [
         TensorData(
-            entry.key(piece),
-            TensorInfo(entry.dtype, piece.box.sizes),
-            functools.partial(window.read, source, path, piece.box),
+            key(path, box),
+            TensorInfo(source.tensors[path].dtype, box.sizes),
+            functools.partial(window.read, source, path, box),
         )
-        for path, entry in entries.items()
-        for piece in entry.pieces
+        for path in boxes
+        for box in boxes[path]
     ]
     written = write_shard(folder / file, tensors)
+    pieces = {
+        path: tuple(
+            StoredPiece(file, place.offset, box, place.checksums)
+            for box in boxes[path]
+            for place in [written[key(path, box)]]
+        )
+        for path in boxes
+    }
     manifest = Manifest(
         tensors=tuple(
-            _entry(
-                path,
-                source.tensors[path],
-                tuple(
-                    StoredPiece(file, place.offset, piece.box, place.checksums)
-                    for piece in entry.pieces
-                    for place in [written[entry.key(piece)]]
-                ),
-            )
-            for path, entry in entries.items()
+            TensorEntry(path, info.shape, info.dtype, "", "", pieces[path])
+            for path, info in source.tensors.items()
         ),
         values=tuple(Value(path, value) for path, value in source.values.items()),
         files={file: (folder / file).stat().st_size},
@@ -114,7 +116,3 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
         write_manifest(folder, manifest)
     except TypeError as error:
         raise CheckpointError(f"{source.where}: {error}") from None
-
-
-def _entry(path: StatePath, info: TensorInfo, pieces: tuple[StoredPiece, ...]) -> TensorEntry:
-    return TensorEntry(path, info.shape, info.dtype, "", "", pieces)

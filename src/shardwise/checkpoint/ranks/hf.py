@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -42,9 +43,9 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.shards import parts
 from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
+from shardwise.checkpoint.ranks.weights import parts
 
 
 def save_hf(
@@ -287,21 +288,13 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """
     outer = len(shape)
     run = 1
-    while outer and run == _numel(shape[outer:]):
+    while outer and run == math.prod(shape[outer:]):
         outer -= 1
         run *= box.sizes[outer]
     for index in itertools.product(*map(range, box.sizes[:outer])):
-        inside = tuple(
-            a + b for a, b in zip(box.offsets, (*index, *[0] * len(shape)), strict=False)
-        )
-        first = 0
-        for place, size in zip(inside, shape, strict=True):
-            first = first * size + place
-        yield first, run
-
-
-def _numel(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
+        outside = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+        inner = Box((*outside, *box.offsets[outer:]), (*[1] * outer, *box.sizes[outer:]))
+        yield inner.span(shape)[0], run
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,7 +76,7 @@ def load(
     ranks = Ranks(group_for(group))
     return ranks.all(
         f"loading {path}",
-        lambda: load_into(
+        lambda: _load(
             Path(path),
             model,
             optimizer,
@@ -87,7 +87,7 @@ def load(
     )
 
 
-def load_into(
+def _load(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -96,23 +96,7 @@ def load_into(
     ignore_frozen_params: bool,
     buffer: int,
 ) -> dict[str, Any]:
-    """Load a checkpoint on this rank. No rank waits for another.
-
-    Args:
-        path: the checkpoint.
-        model: the model, with memory.
-        optimizer: an optimizer of its parameters.
-        strict: whether the model must have exactly the names that were saved.
-        ignore_frozen_params: leave parameters that require no gradient as they are.
-        buffer: bytes that reading may hold beside the shards.
-
-    Returns:
-        ``extra`` as it was saved.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model or optimizer.
-        ValueError: a parameter is on the meta device.
-    """
+    """Load a checkpoint on this rank. No rank waits for another."""
     manifest = read_manifest(path)
     check_files(path, manifest)
     saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
