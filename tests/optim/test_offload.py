@@ -34,7 +34,7 @@ from shardwise.base.scratch import file as scratch_file
 from shardwise.diloco import DiLoCo
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import masters, optimizer, stores
-from shardwise.optim.offloaded.entries import EntryForm
+from shardwise.optim.offloaded.states import EntryForm
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,

@@ -46,7 +46,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "frontends/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
-    "frontends/summon.py full_value: full.clone()": "one_rank_summon",
+    "sharding/placement.py full_tensor: full.clone()": "one_rank_summon",
     # Shards.
     "sharding/allocate.py replace_plain: torch.empty_like(old, device=device)": "materialize",
     "sharding/param.py ShardedParam.empty_full: "
@@ -173,8 +173,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
     # The step of Muon.
-    "optim/adamw.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
-    "optim/adamw.py AdamWStep.of: "
+    "optim/muon.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
+    "optim/muon.py AdamWStep.of: "
     "torch.zeros_like(param, memory_format=torch.preserve_format)": "muon",
     "optim/matrices.py MatrixParam.of: "
     "torch.zeros_like(grad, memory_format=torch.preserve_format)": "muon_on_second_stream",
@@ -244,7 +244,7 @@ UNSEEN = {
     "transport/encoded.py EncodedTransport._encode_shard: "
     "shard.to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
-    "frontends/summon.py full_value: local.to(device)": _ORDERED,
+    "sharding/placement.py full_tensor: local.to(kind)": _ORDERED,
     "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
     "sharding/param.py ShardedParam.allocate: "
     "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
@@ -255,7 +255,8 @@ UNSEEN = {
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
     "sharding/param.py ShardedParam._through_hooks: "
     "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
-    "frontends/summon.py full_value: dtensor.wait_tensor(full)": _SELF,
+    "sharding/placement.py full_tensor: "
+    "dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
@@ -307,6 +308,8 @@ UNSEEN = {
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
+    "sharding/placement.py full_tensor: "
+    'torch.empty(value.shape, dtype=value.dtype, device="meta")': _META,
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
         "the host has read it before it is freed"

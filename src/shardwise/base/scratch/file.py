@@ -51,7 +51,7 @@ KeptPart = tuple[int, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class _Run:
+class _FileRun:
     """Bytes that lie together in memory and in the file.
 
     Attributes:
@@ -241,18 +241,18 @@ class ScratchFile:
             for begin in range(0, run.nbytes, _BLOCK)
         ]
 
-    def _runs(self, parts: Sequence[KeptPart]) -> list[_Run]:
+    def _runs(self, parts: Sequence[KeptPart]) -> list[_FileRun]:
         """What is next to each other both in memory and in the file."""
-        runs: list[_Run] = []
+        runs: list[_FileRun] = []
         for at, tensor in parts:
             extent, nbytes = self._extent_of(tensor), tensor.nbytes
             assert extent is not None
             offset = extent.offset + tensor.data_ptr() - extent.address
             last = runs[-1] if runs else None
             if last and (last.at + last.nbytes, last.offset + last.nbytes) == (at, offset):
-                runs[-1] = _Run(last.at, last.offset, last.nbytes + nbytes)
+                runs[-1] = _FileRun(last.at, last.offset, last.nbytes + nbytes)
             else:
-                runs.append(_Run(at, offset, nbytes))
+                runs.append(_FileRun(at, offset, nbytes))
         return runs
 
     def _move(
