@@ -50,12 +50,11 @@ from shardwise.checkpoint.disk.entries import (
     TensorInfo,
     Value,
     dtype_name,
-    piece_key,
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
-from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
+from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 from shardwise.checkpoint.formats.dcp import tensor_metadata
 
 __all__ = ["Reader", "Writer"]
@@ -250,22 +249,13 @@ class Writer(StorageWriter):
         """
         path = Path(plan.storage_data)
         results: Future[list[WriteResult]] = Future()
-        items = {item.index: item for item in plan.items if _chunk(item).sizes.numel()}
-        shards = {index: _tensor_data(item, planner) for index, item in items.items()}
-        written = write_shard(path, list(shards.values())) if shards else {}
+        items = [item for item in plan.items if _chunk(item).sizes.numel()]
+        pieces = {item.index: _piece_data(item, planner) for item in items}
+        stored = write_shard(path, list(pieces.values())) if pieces else []
         results.set_result(
             [
-                WriteResult(
-                    index,
-                    shard.info.nbytes,
-                    StoredPiece(
-                        path.name,
-                        written[shard.key].offset,
-                        _box(_chunk(items[index])),
-                        written[shard.key].checksums,
-                    ),
-                )
-                for index, shard in shards.items()
+                WriteResult(index, piece.own_info.nbytes, place)
+                for (index, piece), place in zip(pieces.items(), stored, strict=True)
             ]
         )
         return results
@@ -354,12 +344,8 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     return item.tensor_data.chunk
 
 
-def _box(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
-    """The shard that an item of a plan stands for, as a tensor to write."""
+def _piece_data(item: WriteItem, planner: SavePlanner) -> PieceData:
+    """The shard that an item of a plan stands for, as a piece to write."""
     data = item.tensor_data
     assert data is not None
 
@@ -373,6 +359,6 @@ def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
             )
         return tensor
 
-    box = _box(data.chunk)
-    info = TensorInfo(dtype_name(data.properties.dtype), box.sizes)
-    return TensorData(piece_key(item.index.fqn, tuple(data.size), box), info, load)
+    info = TensorInfo(dtype_name(data.properties.dtype), tuple(data.size))
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return PieceData(item.index.fqn, info, box, load)

@@ -75,24 +75,19 @@ class MatrixParam:
         return int(self.settings["ns_steps"])
 
 
+@dataclass(frozen=True)
 class MatrixPlan:
     """Who does what for one set of parameters.
 
-    Args:
-        params: the parameters, which live as long as the plan.
+    Attributes:
+        params: the parameters, which live as long as the plan: no others get their ids.
         alone: the matrices, if this rank does everything.
         together: the work, if several ranks do.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        alone: Sequence[Matrix] = (),
-        together: Together | None = None,
-    ) -> None:
-        self._params = list(params)  # or other parameters could get their ids
-        self.alone = alone
-        self.together = together
+    params: Sequence[torch.Tensor]
+    alone: Sequence[Matrix] = ()
+    together: Together | None = None
 
     @classmethod
     def of(cls, own: Sequence[MatrixParam], pool: RankPool | None) -> MatrixPlan:

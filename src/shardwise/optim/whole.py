@@ -44,10 +44,10 @@ class MatrixTask(Protocol):
         """Use this rank's piece of the result, of the shape of the piece."""
 
 
-def compute_alone(matrices: Sequence[Matrix], task: MatrixTask, rank: int = 0) -> None:
+def compute_alone(matrices: Sequence[Matrix], task: MatrixTask) -> None:
     """Do all the work on this rank, which holds every matrix as a whole."""
     for matrix in matrices:
-        piece = matrix.pieces[rank]
+        piece = matrix.pieces[0]
         whole = task.prepare(matrix, piece).to(task.dtype, copy=True)
         task.apply(matrix, piece, task.compute(matrix, whole.contiguous()))
 

@@ -149,7 +149,9 @@ class ScratchFile:
             return torch.empty(0, dtype=torch.uint8)
         size = aligned(nbytes)
         offset = self._set_aside(size)
-        extent = self._extents[bisect.bisect(self._extents, offset, key=_offset_of) - 1]
+        extent = self._extents[
+            bisect.bisect(self._extents, offset, key=lambda each: each.offset) - 1
+        ]
         begin = offset - extent.offset
         view = memoryview(extent.map)[begin : begin + nbytes]
         weakref.finalize(view, self._free.setdefault(size, []).append, offset)
@@ -402,10 +404,6 @@ def _isolate() -> None:
 
 
 os.register_at_fork(after_in_child=_isolate)
-
-
-def _offset_of(extent: _Extent) -> int:
-    return extent.offset
 
 
 def _open_nameless(folder: Path) -> int:

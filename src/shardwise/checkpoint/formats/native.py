@@ -14,15 +14,13 @@ from shardwise.checkpoint.disk.entries import (
     StatePath,
     StoredPiece,
     TensorEntry,
-    TensorInfo,
     Value,
     dotted,
-    piece_key,
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
+from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 
@@ -78,32 +76,17 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
         OSError: a file cannot be written.
     """
     file = shard_name(0, 1)
-    boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}
-
-    def key(path: StatePath, box: Box) -> str:
-        return piece_key(dotted(path), source.tensors[path].shape, box)
-
-    tensors = [
-        TensorData(
-            key(path, box),
-            TensorInfo(source.tensors[path].dtype, box.sizes),
-            functools.partial(window.read, source, path, box),
-        )
-        for path in boxes
-        for box in boxes[path]
+    pieces = [
+        PieceData(dotted(path), info, box, functools.partial(window.read, source, path, box))
+        for path, info in source.tensors.items()
+        for box in window.boxes(info)
     ]
-    written = write_shard(folder / file, tensors)
-    pieces = {
-        path: tuple(
-            StoredPiece(file, place.offset, box, place.checksums)
-            for box in boxes[path]
-            for place in [written[key(path, box)]]
-        )
-        for path in boxes
-    }
+    stored: dict[str, list[StoredPiece]] = {}
+    for piece, place in zip(pieces, write_shard(folder / file, pieces), strict=True):
+        stored.setdefault(piece.fqn, []).append(place)
     manifest = Manifest(
         tensors=tuple(
-            TensorEntry(path, info.shape, info.dtype, "", "", pieces[path])
+            TensorEntry(path, info.shape, info.dtype, "", "", tuple(stored.get(dotted(path), ())))
             for path, info in source.tensors.items()
         ),
         values=tuple(Value(path, value) for path, value in source.values.items()),
