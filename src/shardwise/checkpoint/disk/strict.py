@@ -231,8 +231,8 @@ def check_keys(keys: Sequence[Any], where: str) -> None:
     Raises:
         CheckpointError: they are not, or there are too many.
     """
-    if not 0 < len(keys) <= MAX_DIMS:
-        refuse(where, keys, f"1 to {MAX_DIMS} keys")
+    if len(keys) > MAX_DIMS:
+        refuse(where, keys, f"at most {MAX_DIMS} keys")
     for key in keys:
         if isinstance(key, str):
             check_text(key, where)

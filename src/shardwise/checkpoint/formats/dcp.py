@@ -36,7 +36,14 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file, read_small, size_of, write_new
-from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
+from shardwise.checkpoint.disk.strict import (
+    MAX_DIMS,
+    check_keys,
+    check_number,
+    check_shape,
+    check_text,
+    refuse,
+)
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
     PickledObject,
@@ -51,14 +58,13 @@ from shardwise.checkpoint.formats.source import (
     Source,
     check_boxes,
 )
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
+from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, size_of_tensor
 from shardwise.checkpoint.formats.torchwrite import save
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
 _MAX_BYTES = 1 << 28
 _MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
-_MAX_DIMS = 64
 _FEW = 1 << 16
 _MAX_VALUE = 1 << 24
 _MAX_FILE = 1 << 32  # bytes, after which another file is begun
@@ -292,7 +298,7 @@ _PLACE = type(c10d.storage_info("", 0, 0))
 def _known(module: str, name: str) -> Any:
     """What a name in the pickle stands for: something that metadata consists of, or ``None``."""
     if (module, name) == ("torch", "Size"):
-        return Constructor(name, _size)
+        return Constructor(name, size_of_tensor)
     if (module, name) in _CLASSES:
         return object_constructor(name, _CLASSES[module, name])
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -302,13 +308,6 @@ def _known(module: str, name: str) -> Any:
             name, PurePosixPath
         )  # where it was saved: only shown, never opened
     return None
-
-
-def _size(args: tuple[Any, ...]) -> torch.Size:
-    (sizes,) = args
-    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
-        raise TypeError("found a size that does not consist of integers")
-    return torch.Size(sizes)
 
 
 def read_metadata(folder: Path) -> list[Item]:
@@ -406,13 +405,9 @@ def _kind(value: Any) -> str:
 
 
 def _path(path: Any, where: str) -> StatePath:
-    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DIMS:
+    if not isinstance(path, tuple) or not path:
         refuse(f"{where}, path", path, "a tuple of keys")
-    for key in path:
-        if isinstance(key, str):
-            check_text(key, f"{where}, path")
-        else:
-            check_number(key, f"{where}, path", most=10**6)
+    check_keys(path, f"{where}, path")
     return path
 
 
@@ -452,8 +447,8 @@ def _dtype(properties: Any, where: str) -> torch.dtype:
 
 
 def _numbers(values: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(values, torch.Size) or len(values) > _MAX_DIMS:
-        refuse(where, values, f"a torch.Size of at most {_MAX_DIMS} numbers")
+    if not isinstance(values, torch.Size) or len(values) > MAX_DIMS:
+        refuse(where, values, f"a torch.Size of at most {MAX_DIMS} numbers")
     return tuple(check_number(value, where) for value in values)
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,7 +177,7 @@ def write_index(folder: Path, files: list[HfFile]) -> None:
 
 def write_hf(
     folder: Path, source: Source, window: ReadWindow, max_shard_size: int = DEFAULT_SHARD
-) -> list[Path]:
+) -> None:
     """Write the model of a source in this format.
 
     ``config.json`` is written too, if the checkpoint, its folder or the folder of its run has one.
@@ -188,9 +188,6 @@ def write_hf(
         source: the checkpoint to write.
         window: the buffer to use.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
-
-    Returns:
-        The files that contain tensors.
 
     Raises:
         CheckpointError: the source is damaged, or contains no model.
@@ -204,9 +201,8 @@ def write_hf(
         write_new(folder / CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file in files:
-        write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))
+        write_safetensors(folder / file.name, file.tensors, window.by_name(source, paths))
     write_index(folder, files)
-    return [folder / file.name for file in files]
 
 
 def write_single(file: Path, source: Source, window: ReadWindow) -> None:
@@ -223,13 +219,7 @@ def write_single(file: Path, source: Source, window: ReadWindow) -> None:
     """
     paths = model_tensors(source)
     infos = {name: source.tensors[path] for name, path in paths.items()}
-    write_safetensors(file, infos, _chunks_of(source, paths, window))
-
-
-def _chunks_of(
-    source: Source, paths: Mapping[str, StatePath], window: ReadWindow
-) -> Callable[[str], Iterator[memoryview]]:
-    return lambda name: window.chunks(source, paths[name])
+    write_safetensors(file, infos, window.by_name(source, paths))
 
 
 def folders_of(checkpoint: Path) -> list[Path]:

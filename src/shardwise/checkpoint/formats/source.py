@@ -25,7 +25,7 @@ from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_til
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
-from shardwise.checkpoint.disk.safetensors import as_bytes
+from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -145,6 +145,10 @@ class ReadWindow:
         """Yield the bytes of a tensor, in order; each chunk is valid until the next one."""
         for _, part in self.parts(source, path):
             yield as_bytes(part).numpy().data
+
+    def by_name(self, source: Source, paths: Mapping[str, StatePath]) -> Chunks:
+        """Return what gives the bytes of tensors by their names, as writers of files take it."""
+        return lambda name: self.chunks(source, paths[name])
 
 
 def _whole_rows(elements: int, sizes: Sequence[int]) -> int:

@@ -5,7 +5,7 @@ See :mod:`..ranks.xla` for the format. Ranks' parts of a tensor become extents o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, re
 from shardwise.checkpoint.formats.source import (
     Extent,
     ExtentSource,
-    ReadWindow,
     check_boxes,
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
@@ -26,7 +25,6 @@ from shardwise.checkpoint.formats.torchwrite import Placeholder
 FORMAT = "shardwise.rank"
 VERSION = 1
 
-_MAX_DIMS = 64
 _MAX_RANKS = 10**6
 
 
@@ -73,6 +71,10 @@ class RankFiles(ExtentSource):
     Args:
         files: paths of the files, in any order.
 
+    Attributes:
+        tree: ``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor.
+        by_name: the paths of tensors, by the names of their placeholders.
+
     Raises:
         CheckpointError: a file is missing, damaged, hostile, or of another checkpoint; or the parts
             of a tensor do not cover it.
@@ -86,7 +88,7 @@ class RankFiles(ExtentSource):
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self.by_name: dict[str, StatePath] = {}
-        self._tree = {
+        self.tree = {
             section: self._merge((section,), [rank.tree[section] for rank in self._ranks])
             for section in ("model", "optimizer")
             if all(section in rank.tree for rank in self._ranks)
@@ -96,14 +98,6 @@ class RankFiles(ExtentSource):
     def nbytes(self) -> int:
         """Total bytes of all full tensors."""
         return sum(info.nbytes for info in self.tensors.values())
-
-    def tree(self) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor."""
-        return self._tree
-
-    def chunks(self, window: ReadWindow) -> Callable[[str], Iterator[memoryview]]:
-        """The bytes of a tensor by the name of its placeholder, as :func:`.write_tree` takes it."""
-        return lambda name: window.chunks(self, self.by_name[name])
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
         return self._extents[path]
@@ -263,9 +257,9 @@ def _parts(found: Any, where: str) -> dict[str, TensorSlice]:
     parts = {}
     for name, value in Fields(found, where).all().items():
         fields = Fields(value, f"{where}, {name}")
-        shape = fields.numbers("shape", _MAX_DIMS)
+        shape = fields.numbers("shape")
         check_shape(shape, 1, fields.where)
-        box = Box(fields.numbers("offsets", _MAX_DIMS), fields.numbers("sizes", _MAX_DIMS))
+        box = Box(fields.numbers("offsets"), fields.numbers("sizes"))
         if len(box.offsets) != len(box.sizes) or not box.is_inside(shape):
             refuse(fields.where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}")
         parts[name] = TensorSlice(shape, box)
