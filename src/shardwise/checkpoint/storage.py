@@ -1,7 +1,7 @@
 """The native format as storage for ``torch.distributed.checkpoint``: one reader and one writer.
 
-Torch's planners decide which rank writes or reads which part of a tensor. :mod:`.ranks` uses these
-classes, and so can plain ``dcp.save`` and ``dcp.load``, for states that consist of tensors.
+Torch's planners decide which rank writes or reads which part of a tensor. :mod:`.ranks` saves with
+the writer. Plain ``dcp.save`` and ``dcp.load`` can use both, for states that consist of tensors.
 Anything else would be pickled there, and is refused.
 
 Source: ``torch.distributed.checkpoint.StorageReader`` and ``StorageWriter``.

@@ -25,8 +25,6 @@ from shardwise.base.optim_names import (
 )
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
-from shardwise.optim.forms import OwnStates
-from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _STEP = "step"  # a count, even if it has the shape of its parameter
@@ -143,6 +141,10 @@ def destinations(
     Raises:
         CheckpointError: the checkpoint has state of a parameter that the optimizer does not have.
     """
+    # Here, since a training that only saves does not need them.
+    from shardwise.optim.forms import OwnStates
+    from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
     found: dict[str, Tensor] = {}
