@@ -175,7 +175,7 @@ def _read_ranks(folder: Path) -> Content:
         for path, info in source.tensors.items():
             into = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
             source.read(path, full_box(info.shape), into)
-        return {**found, "tree": repr(source.tree())}
+        return {**found, "tree": repr(source.tree)}
 
 
 def _small() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.optim import Adafactor, factored, pieces
+from shardwise.optim import Adafactor, factored
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 from tests.optim.nets import (
@@ -43,7 +43,7 @@ def test_parameters_in_bfloat16_are_rounded_from_fp32(rank: int, world_size: int
 
 @pytest.mark.parametrize("at_once", [1, 10, 100])
 def test_pieces_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(pieces, "AT_ONCE", at_once)
+    monkeypatch.setattr(factored, "AT_ONCE", at_once)
     net, reference = Net(), AdafactorReference()
     adafactor = make_adafactor(net)
     for step in range(1, STEPS + 1):

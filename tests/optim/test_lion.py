@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.optim import Lion, pieces
+from shardwise.optim import Lion
 from tests.optim.nets import (
     Net,
     set_gradients,
@@ -20,7 +20,7 @@ STEPS = 2
 def test_pieces_change_nothing(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     found = []
     for size in (at_once, 1 << 20):
-        monkeypatch.setattr(pieces, "AT_ONCE", size)
+        monkeypatch.setattr("shardwise.optim.lion.AT_ONCE", size)
         net = Net()
         lion = make_lion(net)
         for step in range(1, STEPS + 1):

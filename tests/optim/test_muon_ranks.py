@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise import PeerLostError
-from shardwise.optim import newton_schulz
+from shardwise.optim import matrices
 from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, make_muon, set_gradients
 from tests.worlds import on_processes
@@ -38,7 +38,7 @@ def _fails_in_the_middle(rank: int, world_size: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(newton_schulz, "orthogonalize", fail)
+            patch.setattr(matrices, "orthogonalize", fail)
         with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
             muon.step()
     return str(caught.value)

@@ -28,7 +28,7 @@ HOST_ONLY = {
     "optim/lion.py": "works on the stream of the step alone",
     "optim/moments.py": "works on the stream of the step, where its all-reduces run too",
     "optim/offloaded/masters.py": "works on the stream of the step alone",
-    "optim/sums.py": "works on the stream of the step, where its all-reduces run too",
+    "optim/reductions.py": "works on the stream of the step, where its all-reduces run too",
 }
 
 _QUEUED = ("custom", "wires", "wires_over_hosts")
@@ -48,7 +48,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "param.full_data.clone()": "integer_reshard_of_scalars",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "frontends/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
-    "frontends/summon.py full_value: full.clone()": "one_rank_summon",
+    "sharding/placement.py full_tensor: full.clone()": "one_rank_summon",
     # Shards.
     "sharding/allocate.py replace_plain: torch.empty_like(old, device=device)": "materialize",
     "sharding/param.py ShardedParam.empty_full: "
@@ -175,17 +175,17 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
     # The step of Muon.
-    "optim/adamw.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
-    "optim/adamw.py AdamWStep.of: "
+    "optim/muon.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
+    "optim/muon.py AdamWStep.of: "
     "torch.zeros_like(param, memory_format=torch.preserve_format)": "muon",
     "optim/matrices.py MatrixParam.of: "
     "torch.zeros_like(grad, memory_format=torch.preserve_format)": "muon_on_second_stream",
     "optim/whole.py compute_alone: "
     "task.prepare(matrix, piece).to(task.dtype, copy=True)": "muon_alone",
-    "optim/whole.py _Gather.compute: self._work.wait()": "muon",
-    "optim/whole.py _Gather.compute: "
-    "torch.empty(matrix.shape, dtype=task.dtype, device=task.device)": "muon",
-    "optim/whole.py _Scatter.apply: self._work.wait()": "muon_in_backward",
+    "optim/whole.py Together._send: sent.new_empty(sum(_sizes(from_)))": "muon",
+    "optim/whole.py Together._steps: work.wait()": "muon",
+    "optim/whole.py Together._steps: work.wait() (2)": "muon_in_backward",
+    "optim/whole.py _joined: received.new_empty(matrix.shape)": "muon",
     "optim/whole.py _empty: "
     "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "
@@ -246,7 +246,7 @@ UNSEEN = {
     "transport/encoded.py EncodedTransport._encode_shard: "
     "shard.to(self._device, non_blocking=True)": _ORDERED,
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
-    "frontends/summon.py full_value: local.to(device)": _ORDERED,
+    "sharding/placement.py full_tensor: local.to(kind)": _ORDERED,
     "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
     "sharding/param.py ShardedParam.allocate: "
     "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
@@ -257,7 +257,8 @@ UNSEEN = {
     "sharding/group_param.py GroupParam._plain: dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
     "sharding/param.py ShardedParam._through_hooks: "
     "dtensor.wait_tensor(dtensor.local_of(grad))": _SELF,
-    "frontends/summon.py full_value: dtensor.wait_tensor(full)": _SELF,
+    "sharding/placement.py full_tensor: "
+    "dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
@@ -276,14 +277,13 @@ UNSEEN = {
     "self._store.allocate(form.nbytes)": _HOST,
     "optim/offloaded/optimizer.py OffloadedOptimizer.step_part: parts.finish()": _STEPPED,
     "optim/offloaded/optimizer.py _on_device: value.to(dtensor.plain(param).device)": _LOADED,
-    "optim/offloaded/stores.py DiskStore.allocate: self._file.allocate(nbytes)": "a file",
     "optim/offloaded/stores.py HostStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": (
         "the host has waited for all copies out of a block before it is freed"
     ),
     "optim/offloaded/stores.py DiskStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8, device=self._device)": "the model has no disk",
-    "optim/offloaded/stores.py PlannedStore.home: "
+    "optim/offloaded/stores.py PlannedStore.allocate: "
     'torch.empty(nbytes, dtype=torch.uint8, device="meta")': _META,
     "optim/offloaded/stores.py PlannedStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8)": "it has no memory: it is for plans",
@@ -310,6 +310,8 @@ UNSEEN = {
     "storage.resize_((offset + memory.numel()) * memory.itemsize)": _FREED,
     'sharding/layout.py Layout.strides: torch.empty(self.shape, device="meta")': _META,
     'sharding/placement.py sharded_spec: torch.empty(param.shape, device="meta")': _META,
+    "sharding/placement.py full_tensor: "
+    'torch.empty(value.shape, dtype=value.dtype, device="meta")': _META,
     "transport/all_to_all.py AllToAll._collect: rows=rows": _HELD,
     "transport/all_to_all.py AllToAll.exchange_numbers: torch.empty_like(sent)": (
         "the host has read it before it is freed"

@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import fully_shard
+from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint.ranks import saving, state
@@ -1495,7 +1496,7 @@ def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
 
     def read(self: Any, get: Callable[[], Any]) -> None:
         ready.wait()
-        tensors = [state.local_of(each) for each in get().tensors.values()]
+        tensors = [dtensor.plain(each).detach() for each in get().tensors.values()]
         with run.device.host_thread("host, saving", since):
             run.device.access(run.device.host, "the writer", tensors, [])
 

@@ -37,6 +37,15 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
+def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return where this rank's part of a tensor begins in each dimension, and its shape."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    with real_tensors():  # in a rehearsal too: torch reads the ranks of a mesh
+        (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where the local tensors of ``DTensor``s are in memory."""
     return [each._local_tensor.data_ptr() for each in tensors]  # type: ignore[attr-defined]

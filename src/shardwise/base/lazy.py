@@ -5,35 +5,48 @@ Importing torch takes seconds, and ``shardwise --help`` has no use for it.
 
 from __future__ import annotations
 
+import ast
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module, resources
 from typing import Any
 
 
-def lazy_names(
-    package: str, homes: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Make the ``__getattr__`` and ``__dir__`` of a package (PEP 562).
+
+    The names are those of its ``__all__``. The imports in its source say where each comes from.
+    They stand under ``if TYPE_CHECKING:``, so that only type checkers follow them.
 
     Args:
         package: the package's ``__name__``.
-        homes: the module that defines each name; for a module's own name, the module itself.
     """
+    module = sys.modules[package]
 
     def get(name: str) -> Any:
-        if name not in homes:
+        if name not in module.__all__:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = import_module(homes[name])
-        value = home if homes[name].endswith(f".{name}") else getattr(home, name)
-        setattr(sys.modules[package], name, value)
+        home = _imports_of(package)[name]
+        if home == package:  # a module of the package
+            value = import_module(f"{package}.{name}")
+        else:
+            value = getattr(__import__(home, fromlist=[name]), name)
+        setattr(module, name, value)
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        return sorted({*vars(module), *module.__all__})
 
     return get, names
+
+
+@functools.cache
+def _imports_of(package: str) -> dict[str, str]:
+    """Where the source of a package imports each name from."""
+    nodes = ast.walk(ast.parse(resource(f"{package}.__init__", "__init__.py")))
+    imports = (node for node in nodes if isinstance(node, ast.ImportFrom))
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
 @functools.cache

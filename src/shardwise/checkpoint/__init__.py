@@ -37,25 +37,6 @@ __all__ = [
     "steps",
 ]
 
-_HOME = {
-    "CheckpointError": "shardwise.base.errors",
-    "Handle": "shardwise.checkpoint.ranks.saving",
-    "async_save": "shardwise.checkpoint.ranks.saving",
-    "consolidate_sharded_model_checkpoints": "shardwise.checkpoint.ranks.xla",
-    "get_shard_metadata": "shardwise.checkpoint.ranks.xla",
-    "is_complete": "shardwise.checkpoint.disk.commit",
-    "keep_last": "shardwise.checkpoint.disk.commit",
-    "latest": "shardwise.checkpoint.disk.commit",
-    "load": "shardwise.checkpoint.ranks.loading",
-    "load_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
-    "load_weights": "shardwise.checkpoint.ranks.weights",
-    "save": "shardwise.checkpoint.ranks.saving",
-    "save_hf": "shardwise.checkpoint.ranks.hf",
-    "save_rank_checkpoint": "shardwise.checkpoint.ranks.xla",
-    "step_folder": "shardwise.checkpoint.disk.commit",
-    "steps": "shardwise.checkpoint.disk.commit",
-}
-
 
 if not TYPE_CHECKING:  # else every misspelled name would have a type
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__)

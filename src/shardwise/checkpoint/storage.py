@@ -1,7 +1,7 @@
 """The native format as storage for ``torch.distributed.checkpoint``: one reader and one writer.
 
-Torch's planners decide which rank writes or reads which part of a tensor. :mod:`.ranks` uses these
-classes, and so can plain ``dcp.save`` and ``dcp.load``, for states that consist of tensors.
+Torch's planners decide which rank writes or reads which part of a tensor. :mod:`.ranks` saves with
+the writer. Plain ``dcp.save`` and ``dcp.load`` can use both, for states that consist of tensors.
 Anything else would be pickled there, and is refused.
 
 Source: ``torch.distributed.checkpoint.StorageReader`` and ``StorageWriter``.
@@ -15,14 +15,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -53,11 +51,11 @@ from shardwise.checkpoint.disk.entries import (
     Value,
     dtype_name,
     shard_name,
-    torch_dtype,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
-from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
+from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
+from shardwise.checkpoint.formats.dcp import tensor_metadata
 
 __all__ = ["Reader", "Writer"]
 
@@ -96,7 +94,10 @@ class Reader(StorageReader):
         """
         manifest = self._read_manifest()
         return Metadata(
-            state_dict_metadata={entry.fqn: _metadata(entry) for entry in manifest.tensors},
+            state_dict_metadata={
+                entry.fqn: tensor_metadata(entry.info, (piece.box for piece in entry.pieces))
+                for entry in manifest.tensors
+            },
             planner_data={entry.fqn: entry.path for entry in manifest.tensors},
         )
 
@@ -159,17 +160,6 @@ class Reader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this can be the path of a checkpoint."""
         return bool(str(checkpoint_id))
-
-
-def _metadata(entry: TensorEntry) -> TensorStorageMetadata:
-    return TensorStorageMetadata(
-        TensorProperties(dtype=torch_dtype(entry.dtype)),
-        torch.Size(entry.shape),
-        [
-            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            for box in (piece.box for piece in entry.pieces)
-        ],
-    )
 
 
 class Writer(StorageWriter):
@@ -259,22 +249,13 @@ class Writer(StorageWriter):
         """
         path = Path(plan.storage_data)
         results: Future[list[WriteResult]] = Future()
-        items = {item.index: item for item in plan.items if _chunk(item).sizes.numel()}
-        shards = {index: _tensor_data(item, planner) for index, item in items.items()}
-        written = write_shard(path, list(shards.values())) if shards else {}
+        items = [item for item in plan.items if _chunk(item).sizes.numel()]
+        pieces = {item.index: _piece_data(item, planner) for item in items}
+        stored = write_shard(path, list(pieces.values())) if pieces else []
         results.set_result(
             [
-                WriteResult(
-                    index,
-                    shard.info.nbytes,
-                    StoredPiece(
-                        path.name,
-                        written[shard.key].offset,
-                        _box(_chunk(items[index])),
-                        written[shard.key].checksums,
-                    ),
-                )
-                for index, shard in shards.items()
+                WriteResult(index, piece.own_info.nbytes, place)
+                for (index, piece), place in zip(pieces.items(), stored, strict=True)
             ]
         )
         return results
@@ -363,12 +344,8 @@ def _chunk(item: WriteItem) -> ChunkStorageMetadata:
     return item.tensor_data.chunk
 
 
-def _box(chunk: ChunkStorageMetadata) -> Box:
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
-
-
-def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
-    """The shard that an item of a plan stands for, as a tensor to write."""
+def _piece_data(item: WriteItem, planner: SavePlanner) -> PieceData:
+    """The shard that an item of a plan stands for, as a piece to write."""
     data = item.tensor_data
     assert data is not None
 
@@ -382,7 +359,6 @@ def _tensor_data(item: WriteItem, planner: SavePlanner) -> TensorData:
             )
         return tensor
 
-    piece = StoredPiece("", 0, _box(data.chunk), ())
-    dtype = dtype_name(data.properties.dtype)
-    entry = TensorEntry((item.index.fqn,), tuple(data.size), dtype, "", "", ())
-    return TensorData(entry.key(piece), TensorInfo(dtype, piece.box.sizes), load)
+    info = TensorInfo(dtype_name(data.properties.dtype), tuple(data.size))
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return PieceData(item.index.fqn, info, box, load)

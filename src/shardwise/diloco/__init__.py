@@ -23,16 +23,6 @@ __all__ = [
     "WireFormat",
 ]
 
-_HOME = {
-    "DiLoCo": "shardwise.diloco.api",
-    "OuterSGD": "shardwise.diloco.settings",
-    "Overlapped": "shardwise.diloco.settings",
-    "Quorum": "shardwise.diloco.membership",
-    "QuorumServer": "shardwise.diloco.quorum_server",
-    "Streaming": "shardwise.diloco.settings",
-    "WireFormat": "shardwise.diloco.settings",
-}
-
 
 if not TYPE_CHECKING:  # else every misspelled name would have a type
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__)

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from shardwise._torch import dtensor
 from shardwise.base.errors import PeerLostError
 from shardwise.base.optim_names import names_in_order
 from shardwise.diloco import members, state
 from shardwise.diloco.average import Average
-from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments, local_of
+from shardwise.diloco.fragment import Fragment, Pending, assign_to_fragments
 from shardwise.diloco.membership import Quorum, ReplicaSession
 from shardwise.diloco.rounds import Rounds, check_alone
 from shardwise.diloco.settings import (
@@ -374,7 +375,7 @@ class DiLoCo(AroundOptimizer):
         """
         self._reshard()
         kept = {
-            parameter: local_of(parameter).clone()
+            parameter: dtensor.plain(parameter).detach().clone()
             for fragment in self._fragments
             for parameter in fragment.parameters.values()
         }
@@ -385,7 +386,7 @@ class DiLoCo(AroundOptimizer):
         finally:
             self._reshard()
             for parameter, values in kept.items():
-                local_of(parameter).copy_(values)
+                dtensor.plain(parameter).detach().copy_(values)
 
     # -- exchanges ---------------------------------------------------------------------------------
 

@@ -30,11 +30,6 @@ from shardwise.transport.codecs import BLOCK
 _INNER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def local_of(parameter: Tensor) -> Tensor:
-    """Return what this rank holds of a parameter, not differentiable."""
-    return dtensor.local_of(parameter) if isinstance(parameter, DTensor) else parameter.detach()
-
-
 @dataclass
 class Pending:
     """An exchange whose result has not been applied.
@@ -92,7 +87,7 @@ class Fragment:
     ) -> None:
         self.name = name
         self.parameters = dict(parameters)
-        locals_ = {fqn: local_of(each) for fqn, each in self.parameters.items()}
+        locals_ = {fqn: dtensor.plain(each).detach() for fqn, each in self.parameters.items()}
         for fqn, local in locals_.items():
             if local.device.type == "meta":
                 raise ValueError(f"{fqn}: is on the meta device; materialize it first")
@@ -136,7 +131,7 @@ class Fragment:
             ValueError: a parameter has another shape.
         """
         for fqn, parameter in self.parameters.items():
-            found, expected = tuple(local_of(parameter).shape), tuple(self._shapes[fqn])
+            found, expected = tuple(dtensor.plain(parameter).shape), tuple(self._shapes[fqn])
             if found != expected:
                 raise ValueError(
                     f"{fqn}: this rank's shard has shape {found}, but had {expected} when DiLoCo "
@@ -215,7 +210,7 @@ class Fragment:
     def _pairs(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield each local shard, where its memory is now, with its part of a flat vector."""
         for fqn, part in self.views(flat).items():
-            yield local_of(self.parameters[fqn]), part
+            yield dtensor.plain(self.parameters[fqn]).detach(), part
 
 
 def _places(

@@ -38,6 +38,7 @@ from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import check_origin
+from shardwise.sharding.placement import full_tensor
 from shardwise.sharding.state import groups_of
 
 
@@ -260,20 +261,6 @@ def _own_entries(module: nn.Module) -> Iterable[str]:
     yield from (name for name, _ in module.named_parameters(recurse=False, remove_duplicate=False))
     yield from (name for name, _ in module.named_buffers(recurse=False, remove_duplicate=False))
     yield "_extra_state"
-
-
-def full_tensor(value: DTensor) -> torch.Tensor:
-    """The full tensor of ``value`` on every rank, in memory of its own. A collective."""
-    local = dtensor.local_of(value)
-    if local.is_meta:
-        return torch.empty(value.shape, dtype=value.dtype, device="meta")
-    kind = value.device_mesh.device_type
-    if local.device.type != kind:  # offloaded: collectives run on the compute device
-        local = local.to(kind)
-        value = dtensor.wrap_local(local, dtensor.spec_of(value))
-    full = dtensor.wait_tensor(value.full_tensor())
-    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shared else full
 
 
 def exported(

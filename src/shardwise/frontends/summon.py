@@ -20,6 +20,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import ShardedParam
+from shardwise.sharding.placement import full_tensor
 from shardwise.sharding.state import FSDPState
 from shardwise.sharding.states import GroupState, Phase
 
@@ -102,25 +103,14 @@ def full_value(form: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:
         A plain tensor in its own memory. With tensor parallelism, it is this rank's part.
     """
     assert isinstance(sharded, DTensor)
-    local = dtensor.local_of(sharded)
-    device = form.mesh.device
-    if local.device != device:  # offloaded: collectives run on the compute device
-        local = local.to(device)
-        sharded = dtensor.wrap_local(local, dtensor.spec_of(sharded))
-    origin = form.origin
-    if origin is None:
-        full = sharded.full_tensor()
-    else:
-        outer = sharded.device_mesh.ndim - origin.mesh.ndim
-        own = form.mesh.own_dims or frozenset(range(outer))
-        wanted = [
-            Replicate() if dim in own else placement
-            for dim, placement in enumerate(sharded.placements)
-        ]
-        full = sharded.redistribute(placements=wanted).to_local()
-    full = dtensor.wait_tensor(full)
-    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-    return full.clone() if shared else full
+    if form.origin is None:
+        return full_tensor(sharded)
+    outer = sharded.device_mesh.ndim - form.origin.mesh.ndim
+    own = form.mesh.own_dims or frozenset(range(outer))
+    wanted = [
+        Replicate() if dim in own else placement for dim, placement in enumerate(sharded.placements)
+    ]
+    return full_tensor(sharded, wanted)
 
 
 def _full_parameter(param: GroupParam, options: SummonOptions) -> nn.Parameter:

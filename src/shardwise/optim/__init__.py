@@ -33,23 +33,6 @@ __all__ = [
     "param_groups",
 ]
 
-_HOME = {
-    "Adafactor": "shardwise.optim.adafactor",
-    "AdamW8bit": "shardwise.optim.adamw8bit",
-    "ClipBy": "shardwise.optim.clipping",
-    "Lion": "shardwise.optim.lion",
-    "Muon": "shardwise.optim.muon",
-    "NonFinite": "shardwise.optim.clipping",
-    "OffloadError": "shardwise.base.errors",
-    "OffloadedOptimizer": "shardwise.optim.offloaded.optimizer",
-    "OptimizerInBackward": "shardwise.optim.step_in_backward",
-    "StepInterruptedError": "shardwise.base.errors",
-    "in_backward": "shardwise.optim.step_in_backward",
-    "muon_groups": "shardwise.optim.split",
-    "offload": "shardwise.optim.offloaded.optimizer",
-    "param_groups": "shardwise.optim.patterns",
-}
-
 
 if not TYPE_CHECKING:  # else every misspelled name would have a type
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__)

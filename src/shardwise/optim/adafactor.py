@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
-from shardwise.base.optim_names import named_in_group
+from shardwise.base.optim_names import named_in_group, parameters_in_order
 from shardwise.optim.checked import gradient
 from shardwise.optim.factored import COLUMNS, ELEMENTS, ROWS, FactoredRates, FactoredUpdate
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.pool import Pools
-from shardwise.optim.sums import Sums, abandon
+from shardwise.optim.reductions import Reductions, abandon
 
 _DOING = "the step of Adafactor"
 
@@ -85,10 +85,8 @@ class Adafactor(OwnStates):
         super().__setstate__(state)
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-        lr, (eps, floor) = options["lr"], options["eps"]
-        if isinstance(lr, Tensor) and lr.numel() != 1:
-            raise ValueError(f"Adafactor: lr: found a tensor of {lr.numel()} elements, expected 1")
-        yield "lr", lr >= 0, "0 or more"
+        eps, floor = options["eps"]
+        yield "lr", options["lr"] >= 0, "0 or more"
         yield "beta2_decay", options["beta2_decay"] <= 0, "0 or less"
         eps_is_right = (eps is None or eps >= 0) and floor >= 0
         yield "eps", eps_is_right, "None or 0 or more, and 0 or more"
@@ -116,11 +114,10 @@ class Adafactor(OwnStates):
                         names.append((name, param))
         except Exception as raised:
             error = raised
-        every = (param for group in self.param_groups for param in group["params"])
-        self._pools.agree(every, names, _DOING, error)
+        self._pools.agree(parameters_in_order(self), names, _DOING, error)
         try:
             for part in (FactoredUpdate.measure, FactoredUpdate.compute):
-                sums = Sums("the means and norms of Adafactor")
+                sums = Reductions("the means and norms of Adafactor")
                 for update in updates:
                     part(update, sums)
                 sums.run()

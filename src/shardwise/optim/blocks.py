@@ -97,10 +97,8 @@ class MomentBlocks:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls.part(shape, (0,) * len(shape), shape, (), ())
-        with dtensor.real_tensors():  # in a rehearsal too: torch reads the ranks of a mesh
-            (box,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         mesh = tuple(tensor.device_mesh.shape)
-        return cls.part(shape, tuple(box.offsets), tuple(box.sizes), tensor.placements, mesh)
+        return cls.part(shape, *dtensor.chunk_of(tensor), tensor.placements, mesh)
 
     @classmethod
     def part(

@@ -11,6 +11,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 
+#: The most elements that are computed with at a time, unless a single row has more. On CPUs, fewer
+#: are hardly faster, and each piece costs a rehearsal and an accelerator as much as a whole tensor.
+AT_ONCE = 1 << 21
+
 
 class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
     """An optimizer that checks the options of its groups."""
@@ -33,11 +37,12 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             ValueError: an option is out of range.
         """
         options = {**self.defaults, **param_group}
+        where, lr = f"{type(self).__name__}, group {len(self.param_groups)}", options["lr"]
+        if isinstance(lr, torch.Tensor) and lr.numel() != 1:
+            raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
         for name, is_right, expected in self._rules(options):
             if not is_right:
-                raise ValueError(
-                    f"{type(self).__name__}: {name}: found {options[name]}, expected {expected}"
-                )
+                raise ValueError(f"{where}: {name}: found {options[name]!r}, expected {expected}")
         super().add_param_group(param_group)
 
     @overload
@@ -60,8 +65,8 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
                 changed.
             RanksDivergedError: ranks have gradients of different parameters, or another rank
                 failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost, or failed during the step. Nothing was changed on this
-                rank, but other ranks may have made the step: go on from the last checkpoint.
+            PeerLostError: a peer is lost, or failed during the step. Other ranks may have made the
+                step, and with ``Muon`` this one, too, in part: go on from the last checkpoint.
         """
         loss = None
         if closure is not None:

@@ -13,7 +13,7 @@ Nothing is changed before the last sum is there.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise._torch import dtensor
+from shardwise.optim.checked import AT_ONCE
 from shardwise.optim.forms import STEP
-from shardwise.optim.norms import groups_cutting
-from shardwise.optim.pieces import pieces_of_stack
-from shardwise.optim.sums import Sums
+from shardwise.optim.reductions import Reductions, groups_cutting
 
 #: States of a parameter of two or more dimensions, and of any other one; as in torch.
 ROWS, COLUMNS, ELEMENTS = "row_var", "col_var", "variance"
@@ -120,20 +119,20 @@ class FactoredUpdate:
         self._param_square = torch.zeros((), dtype=self._dtype, device=self.device)
         self._update_square = self._param_square.clone()
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Sum squares of the gradient and of the parameter."""
         param, grad = as_stack(self._param), as_stack(self._grad)
-        for at in pieces_of_stack(grad.shape):
+        for at in _pieces_of(grad.shape):
             self._param_square += param[at].to(self._dtype).square().sum()
             self._estimate.take(at, grad[at].to(self._dtype).square())
         sums.add(self._param_square, self.groups)
         self._estimate.measure(sums)
 
-    def compute(self, sums: Sums) -> None:
+    def compute(self, sums: Reductions) -> None:
         """Sum squares of the update."""
         self._estimate.advance()
         grad = as_stack(self._grad)
-        for at in pieces_of_stack(grad.shape):
+        for at in _pieces_of(grad.shape):
             self._update_square += self._update(at, grad).square_().sum()
         sums.add(self._update_square, self.groups)
 
@@ -146,7 +145,7 @@ class FactoredUpdate:
         excess = self._update_square.sqrt().div_(root * rates.threshold).clamp_(min=1)
         factor = scale.div_(excess).mul_(rates.sign)
         param, grad = as_stack(self._param), as_stack(self._grad)
-        for at in pieces_of_stack(grad.shape):
+        for at in _pieces_of(grad.shape):
             piece = param[at]
             wide = piece.to(self._dtype)  # itself, if it has this dtype
             if rates.kept != 1:
@@ -196,7 +195,7 @@ class _Factors:
         self._by_row[at] = squares.sum(-1, keepdim=True)
         self._by_column[at[0]] += squares.sum(-2, keepdim=True)
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Add up with other ranks."""
         rows, columns = self._rows, self._columns
         # The mean of all rows needs no second message: it is advanced as the rows are.
@@ -235,7 +234,7 @@ class _Elements:
         """Advance a piece by the squares of the gradient."""
         self._new[at] = self._averages[at].lerp(squares, self._rates.new)
 
-    def measure(self, sums: Sums) -> None:
+    def measure(self, sums: Reductions) -> None:
         """Do nothing: no rank needs more than it has."""
 
     def advance(self) -> None:
@@ -249,6 +248,22 @@ class _Elements:
     def advanced(self) -> Mapping[str, Tensor]:
         """The next averages, by the names of states."""
         return {ELEMENTS: self._new}
+
+
+def _pieces_of(shape: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield the pieces of a stack of matrices: which matrices, and which of their rows.
+
+    Args:
+        shape: number of matrices, rows and columns.
+    """
+    count, rows, columns = shape
+    if not count * rows * columns:
+        return
+    matrices = max(1, AT_ONCE // (rows * columns))
+    height = rows if rows * columns <= AT_ONCE else max(1, AT_ONCE // columns)
+    for first in range(0, count, matrices):
+        for top in range(0, rows, height):
+            yield slice(first, first + matrices), slice(top, top + height)
 
 
 def as_stack(tensor: Tensor) -> Tensor:

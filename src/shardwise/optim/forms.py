@@ -77,7 +77,10 @@ class Form:
 
 
 class OwnStates(CheckedOptimizer):
-    """An optimizer that knows what its states look like; see :mod:`shardwise.base.optim_states`."""
+    """An optimizer that knows what its states look like before it has any.
+
+    States of most others have the shape, the dtype and the placements of their parameter.
+    """
 
     @abc.abstractmethod
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
@@ -116,7 +119,9 @@ class OwnStates(CheckedOptimizer):
             pairs = zip(keys_in_order(given), parameters_in_order(self), strict=False)
             for number, (key, param) in enumerate(pairs):
                 if key in states:
-                    found[param] = self._checked(number, param, states.pop(key))
+                    state = states.pop(key)
+                    self.check_state(number, param, state)
+                    found[param] = self._placed(param, state)
             return {**given, "state": states}
 
         def give(_: torch.optim.Optimizer) -> None:
@@ -132,10 +137,19 @@ class OwnStates(CheckedOptimizer):
             for hook in hooks:
                 hook.remove()
 
-    def _checked(self, number: int, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A state that was loaded, on the device of its parameter."""
-        if not state:  # of a parameter that never had a gradient
-            return {}
+    def check_state(self, number: int, param: Tensor, state: Mapping[str, Any]) -> None:
+        """Check that a state that is to be loaded looks as the states of this optimizer do.
+
+        Args:
+            number: of the parameter, in the order of the state dict.
+            param: the parameter.
+            state: its state; empty if it never had a gradient.
+
+        Raises:
+            ValueError: it is of another optimizer, or of a parameter that is sharded otherwise.
+        """
+        if not state:
+            return
         forms = self._forms(param)
         where = f"state of parameter {number}, of shape {list(param.shape)}"
         if dist.is_initialized():
@@ -145,9 +159,15 @@ class OwnStates(CheckedOptimizer):
                 f"{where}: found {sorted(state)}, expected {sorted([STEP, *forms])}; the state of "
                 f"another optimizer cannot be loaded into {type(self).__name__}"
             )
-        made = {STEP: torch.as_tensor(state[STEP], dtype=torch.float32, device="cpu")}
-        device = dtensor.plain(param).device
         for name, form in forms.items():
             form.check(state[name], f"{where}: {name}")
-            made[name] = state[name].to(device)
-        return made
+
+    def _placed(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
+        """A state that was loaded, on the device of its parameter, and its step on the host."""
+        device = dtensor.plain(param).device
+        return {
+            name: torch.as_tensor(value, dtype=torch.float32, device="cpu")
+            if name == STEP
+            else value.to(device)
+            for name, value in state.items()
+        }

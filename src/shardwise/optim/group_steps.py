@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from shardwise._torch import autograd
 from shardwise.base.errors import StepInterruptedError
+from shardwise.base.optim_names import parameters_in_order
 from shardwise.optim.clipping import Clipping
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.partial_steps import PartialSteps
@@ -123,7 +124,7 @@ class GroupSteps:
             forms = [param.form for param in group.params]
             if any(form.parameter.grad is not None for form in forms):
                 self.step(group.label.name, forms)
-        self._step("the parameters outside of groups", self._all_parameters())
+        self._step("the parameters outside of groups", parameters_in_order(self._inner))
         self.finish()
 
     def finish(self) -> None:
@@ -193,9 +194,6 @@ class GroupSteps:
 
     def _forget_step(self) -> None:
         self._names, self._stepped, self._parts = {}, set(), None
-
-    def _all_parameters(self) -> list[torch.Tensor]:
-        return [param for group in self._inner.param_groups for param in group["params"]]
 
     def _refuse_interrupted(self) -> NoReturn:
         done = list(self._names)[-_MOST_NAMES:]

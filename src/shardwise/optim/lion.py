@@ -11,8 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import autograd, dtensor
 from shardwise.base.optim_names import named_in_group
-from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state
-from shardwise.optim.pieces import AT_ONCE, pieces_of
+from shardwise.optim.checked import AT_ONCE, CheckedOptimizer, gradient, shard_of_state
 
 _AVERAGE = "exp_avg"
 
@@ -78,13 +77,23 @@ def _batches(parts: Sequence[_Part]) -> Iterator[list[_Part]]:
     """Divide large parts, and put small ones of the same device and dtype together."""
     open_batches: dict[tuple[torch.device, torch.dtype], list[_Part]] = {}
     for part in parts:
-        for param, grad, average in pieces_of(part):
+        for param, grad, average in _pieces_of(part):
             kind = param.device, param.dtype
             batch = open_batches.setdefault(kind, [])
             batch.append((param, grad, average))
             if sum(each.numel() for each, _, _ in batch) >= AT_ONCE:
                 yield open_batches.pop(kind)
     yield from open_batches.values()
+
+
+def _pieces_of(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same piece of tensors of one shape, again and again, until all were yielded."""
+    first = tensors[0]
+    if first.ndim == 0 or first.numel() <= AT_ONCE:
+        yield tuple(tensors)
+        return
+    rows = max(1, AT_ONCE * len(first) // first.numel())
+    yield from zip(*(torch.split(each, rows) for each in tensors), strict=True)
 
 
 def _update(batch: Sequence[_Part], group: Mapping[str, Any]) -> None:

@@ -1,7 +1,13 @@
-"""A step of Muon on parameters that the same ranks share: who does what, and what is done."""
+"""A step of Muon on parameters that the same ranks share: who does what, and what is done.
+
+The Newton-Schulz iteration that orthogonalizes an update is that of Keller Jordan's Muon
+(https://kellerjordan.github.io/posts/muon/), as ``torch.optim.Muon`` computes it. The scales of
+learning rates are his, and that of "Muon is Scalable for LLM Training" (arXiv 2502.16982).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +16,6 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
-from shardwise.optim import newton_schulz
 from shardwise.optim.checked import gradient, shard_of_state
 from shardwise.optim.deal import DealtRows, Matrix, deal, matrices_of, rounds
 from shardwise.optim.part import full_part
@@ -18,6 +23,8 @@ from shardwise.optim.pool import RankPool
 from shardwise.optim.whole import Together, compute_alone
 
 _MOMENTUM = "momentum_buffer"
+#: The dtype of the iteration, and of updates on their way to it and back.
+DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
@@ -68,24 +75,19 @@ class MatrixParam:
         return int(self.settings["ns_steps"])
 
 
+@dataclass(frozen=True)
 class MatrixPlan:
     """Who does what for one set of parameters.
 
-    Args:
-        params: the parameters, which live as long as the plan.
+    Attributes:
+        params: the parameters, which live as long as the plan: no others get their ids.
         alone: the matrices, if this rank does everything.
         together: the work, if several ranks do.
     """
 
-    def __init__(
-        self,
-        params: Sequence[torch.Tensor],
-        alone: Sequence[Matrix] = (),
-        together: Together | None = None,
-    ) -> None:
-        self._params = list(params)  # or other parameters could get their ids
-        self.alone = alone
-        self.together = together
+    params: Sequence[torch.Tensor]
+    alone: Sequence[Matrix] = ()
+    together: Together | None = None
 
     @classmethod
     def of(cls, own: Sequence[MatrixParam], pool: RankPool | None) -> MatrixPlan:
@@ -103,10 +105,10 @@ class MatrixPlan:
             return cls(params, alone=matrices)
 
         def cost(matrix: Matrix) -> int:
-            return newton_schulz.flops(matrix.shape, own[matrix.param].ns_steps)
+            return flops(matrix.shape, own[matrix.param].ns_steps)
 
         dealt = deal(matrices, len(pool.members), cost)
-        in_rounds = rounds(dealt, lambda matrix: matrix.numel * newton_schulz.DTYPE.itemsize)
+        in_rounds = rounds(dealt, lambda matrix: matrix.numel * DTYPE.itemsize)
         detail = ", ".join(f"{each.name}: {tuple(each.param.shape)}" for each in own)
         return cls(params, together=Together(in_rounds, pool.all_to_all, detail))
 
@@ -114,7 +116,7 @@ class MatrixPlan:
 class Orthogonalization:
     """The work on the matrices of a pool in a step; see :mod:`shardwise.optim.whole`."""
 
-    dtype = newton_schulz.DTYPE
+    dtype = DTYPE
 
     def __init__(self, plan: MatrixPlan, own: Sequence[MatrixParam]) -> None:
         self._plan = plan
@@ -143,7 +145,7 @@ class Orthogonalization:
     def compute(self, matrix: Matrix, whole: torch.Tensor) -> torch.Tensor:
         """Orthogonalize the update."""
         settings = self._own[matrix.param].settings
-        return newton_schulz.orthogonalize(
+        return orthogonalize(
             whole, settings["ns_coefficients"], settings["ns_steps"], settings["eps"]
         )
 
@@ -156,5 +158,51 @@ class Orthogonalization:
             lr = lr.squeeze()
         shard = param.shard[piece.at]
         shard.mul_(1 - lr * settings["weight_decay"])
-        scale = newton_schulz.scale(settings["adjust_lr_fn"], matrix.shape)
-        shard.add_(result, alpha=-(lr * scale))
+        shard.add_(result, alpha=-(lr * scale(settings["adjust_lr_fn"], matrix.shape)))
+
+
+def orthogonalize(
+    matrix: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> torch.Tensor:
+    """Return about the nearest semi-orthogonal matrix: singular values become about 1.
+
+    The operations are those of ``torch.optim.Muon``, in their order, so that the bits are the same.
+
+    Args:
+        matrix: bfloat16, ``(m, n)``, contiguous. It is overwritten.
+        coefficients: of the polynomial ``a X + b (X X') X + c (X X')^2 X``.
+        steps: how often the polynomial is applied.
+        eps: the smallest norm to divide by.
+
+    Returns:
+        bfloat16, ``(m, n)``; may be transposed in memory.
+    """
+    a, b, c = coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    x.div_(x.norm().clamp(min=eps))
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def flops(shape: tuple[int, int], steps: int) -> int:
+    """Return the floating-point operations of :func:`orthogonalize`."""
+    short, long = sorted(shape)
+    return steps * (4 * short**2 * long + 2 * short**3)
+
+
+def scale(adjust_lr_fn: str | None, shape: tuple[int, int]) -> float:
+    """Return the factor of the learning rate of a matrix.
+
+    Args:
+        adjust_lr_fn: ``"original"`` or ``None``: ``sqrt(max(1, m / n))``; ``"match_rms_adamw"``:
+            ``0.2 sqrt(max(m, n))``, so that updates are about as large as those of AdamW.
+        shape: ``(m, n)``.
+    """
+    m, n = shape
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(m, n))
+    return math.sqrt(max(1, m / n))

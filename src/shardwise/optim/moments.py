@@ -19,8 +19,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.optim.blocks import MomentBlocks, Tile
 from shardwise.optim.codes import CodeBook
-from shardwise.optim.norms import all_reduce
-from shardwise.transport.peers import Peers
+from shardwise.optim.reductions import Reductions
 
 #: The moments in fp32, as the state of any AdamW names them.
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -35,7 +34,6 @@ AT_ONCE_ON_DEVICE = 1 << 22
 
 #: Scales are at least the smallest normal number, so that zeros can be divided by them.
 _LEAST = torch.finfo(torch.float32).tiny
-_NAME = "the scales of AdamW8bit"
 
 
 @dataclass(frozen=True)
@@ -127,7 +125,7 @@ class Update:
         scratch: memory to work in.
 
     Attributes:
-        peers: the ranks that share blocks with this one, for each mesh dimension that cuts rows.
+        sharers: the process groups whose ranks share blocks with this one.
         agreed: what the scales become, where :func:`agree_on_scales` has to find out; else empty.
     """
 
@@ -152,14 +150,14 @@ class Update:
         self._moments = [dtensor.plain(state[name]).view(rows, columns) for name in names]
         self._scales: list[Tensor] = []
         self.agreed: list[Tensor] = []
-        self.peers: list[Peers] = []
+        self.sharers: list[dist.ProcessGroup] = []
         if blocks is not None:
             held = blocks.scales_local[-1]
             self._scales = [dtensor.plain(state[name]).view(rows, held) for name in SCALES]
             if blocks.shared_over:
                 assert isinstance(param, DTensor)
                 mesh = param.device_mesh
-                self.peers = [Peers(mesh.get_group(dim)) for dim in blocks.shared_over]
+                self.sharers = [mesh.get_group(dim) for dim in blocks.shared_over]
 
     def measure(self) -> list[Tensor]:
         """Find the largest moments of each block among this rank's elements.
@@ -278,20 +276,11 @@ def agree_on_scales(updates: Sequence[Update]) -> None:
     Raises:
         PeerLostError: a rank is gone.
     """
-    by_peers: dict[tuple[tuple[int, ...], ...], list[Update]] = {}
+    scales = Reductions("the scales of AdamW8bit", dist.ReduceOp.MAX)
     for update in updates:
-        update.measure()
-        by_peers.setdefault(tuple(tuple(each.members) for each in update.peers), []).append(update)
-    for alike in by_peers.values():
-        scales = [scale for update in alike for scale in update.agreed]
-        flat = torch.cat([scale.flatten() for scale in scales])
-        if not flat.numel():  # the same on all of these ranks
-            continue
-        for peers in alike[0].peers:
-            all_reduce(flat, dist.ReduceOp.MAX, peers, _NAME)
-        parts = torch.split(flat, [scale.numel() for scale in scales])
-        for scale, part in zip(scales, parts, strict=True):
-            scale.copy_(part.view(scale.shape))
+        for scale in update.measure():
+            scales.add(scale, update.sharers)
+    scales.run()
 
 
 def _largest(work: _Work, tile: Tile) -> list[Tensor]:

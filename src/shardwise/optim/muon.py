@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
+from shardwise._torch import dtensor
 from shardwise.base.optim_names import named_in_group
-from shardwise.optim.adamw import AdamWStep
+from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state
 from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
 
@@ -30,7 +33,7 @@ class Algorithm(enum.Enum):
     ADAMW = "adamw"
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(CheckedOptimizer):
     """Muon for matrices, and AdamW for the rest, on parameters sharded over any mesh.
 
     Arguments and results are those of ``torch.optim.Muon`` on the full matrices. Each matrix is
@@ -88,7 +91,6 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "algorithm": Algorithm.MUON.value,
         }
-        _check_settings(defaults, "Muon")
         self._forget_plans()
         super().__init__(params, defaults)
 
@@ -108,8 +110,6 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: a setting is impossible, or a parameter for Muon is no matrix.
         """
-        number = len(self.param_groups)
-        where = f"Muon, group {number}"
         if "use_muon" in param_group:
             param_group = dict(param_group)
             named = Algorithm.MUON if param_group.pop("use_muon") else Algorithm.ADAMW
@@ -119,36 +119,28 @@ class Muon(torch.optim.Optimizer):
             param_group.setdefault("eps", 1e-8)
             param_group.setdefault("fused", True)
         super().add_param_group(param_group)
-        try:
-            group = self.param_groups[-1]
-            _check_settings(group, where)
-            if Algorithm(group["algorithm"]) is Algorithm.MUON:
+        number, group = len(self.param_groups) - 1, self.param_groups[-1]
+        if group["algorithm"] == Algorithm.MUON.value:
+            try:
                 for name, param in named_in_group(group, number):
-                    _check_matrix(param, f"{where}: {name}")
-        except ValueError:
-            self.param_groups.pop()
-            raise
+                    _check_matrix(param, f"Muon, group {number}: {name}")
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient. All ranks call it.
+    def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
+        for name in ("lr", "weight_decay", "momentum"):
+            yield name, options[name] >= 0, "0 or more"
+        choices = {
+            "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+            "algorithm": tuple(each.value for each in Algorithm),
+        }
+        for name, known in choices.items():
+            yield name, options[name] in known, f"one of {known}"
+        yield "ns_steps", 0 <= options["ns_steps"] < 100, "0 to 99"
+        yield "ns_coefficients", len(options["ns_coefficients"]) == 3, "three numbers"
 
-        Args:
-            closure: computes the loss again, and returns it.
-
-        Returns:
-            What the closure returned.
-
-        Raises:
-            RanksDivergedError: ranks have gradients of different parameters, or another rank
-                failed before the step. Nothing was changed.
-            PeerLostError: a peer is lost, or failed during the step. Some parameters may have been
-                updated, and others not: go on from the last checkpoint.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def _step(self) -> None:
         matrices: list[MatrixParam] = []
         rest: list[AdamWStep] = []
         error: Exception | None = None
@@ -166,7 +158,6 @@ class Muon(torch.optim.Optimizer):
             Orthogonalization(self._plan(own, pool), own).run()
         for each in rest:
             each.run()
-        return loss
 
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
         """Yield every group, and those of its parameters that have a gradient, with their names."""
@@ -208,34 +199,6 @@ class Muon(torch.optim.Optimizer):
         return plan
 
 
-def _check_settings(settings: Mapping[str, Any], where: str) -> None:
-    """Check the settings of a group.
-
-    Raises:
-        ValueError: one is impossible.
-    """
-    lr = settings["lr"]
-    if isinstance(lr, torch.Tensor) and lr.numel() != 1:
-        raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
-    for name in ("lr", "weight_decay", "momentum"):
-        if not settings[name] >= 0:
-            raise ValueError(f"{where}: {name}: found {settings[name]}, expected 0 or more")
-    expected = {
-        "adjust_lr_fn": (None, "original", "match_rms_adamw"),
-        "algorithm": tuple(each.value for each in Algorithm),
-    }
-    for name, choices in expected.items():
-        if settings[name] not in choices:
-            raise ValueError(
-                f"{where}: {name}: found {settings[name]!r}, expected one of {choices}"
-            )
-    if not 0 <= settings["ns_steps"] < 100:
-        raise ValueError(f"{where}: ns_steps: found {settings['ns_steps']}, expected 0 to 99")
-    if len(settings["ns_coefficients"]) != 3:
-        found = settings["ns_coefficients"]
-        raise ValueError(f"{where}: ns_coefficients: found {found}, expected three numbers")
-
-
 def _check_matrix(param: torch.Tensor, where: str) -> None:
     """Check that Muon can update a parameter.
 
@@ -251,4 +214,74 @@ def _check_matrix(param: torch.Tensor, where: str) -> None:
         raise ValueError(
             f"{where}: found placements {param.placements}, expected Shard or Replicate; "
             "redistribute it first"
+        )
+
+
+@dataclass(frozen=True)
+class AdamWStep:
+    """A step of AdamW on this rank's part of parameters, with the states of ``torch.optim.AdamW``.
+
+    Attributes:
+        params: the parameters.
+        grads: their gradients.
+        averages: their ``exp_avg``.
+        squares: their ``exp_avg_sq``.
+        steps: the number of steps of each, 0-dim.
+        settings: of the group.
+    """
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    averages: list[torch.Tensor]
+    squares: list[torch.Tensor]
+    steps: list[torch.Tensor]
+    settings: Mapping[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        named: Sequence[tuple[str, torch.Tensor]],
+        states: Mapping[torch.Tensor, dict[str, Any]],
+        settings: Mapping[str, Any],
+    ) -> AdamWStep:
+        """Take what a step needs of parameters, and make their states before the first step.
+
+        Raises:
+            RuntimeError: a parameter is complex, or its gradient is sparse.
+            ValueError: a state that was loaded does not lie as its parameter does.
+        """
+        found = cls([], [], [], [], [], settings)
+        for name, param in named:
+            grad, state = gradient(name, param), states[param]
+            shard = dtensor.plain(param)
+            if not state:
+                device = shard.device if settings["fused"] else torch.device("cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+                for key in ("exp_avg", "exp_avg_sq"):
+                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+            found.params.append(shard)
+            found.grads.append(dtensor.plain(grad))
+            found.averages.append(shard_of_state(name, param, "exp_avg", state["exp_avg"]))
+            found.squares.append(shard_of_state(name, param, "exp_avg_sq", state["exp_avg_sq"]))
+            found.steps.append(state["step"])
+        return found
+
+    def run(self) -> None:
+        """Update the parameters."""
+        beta1, beta2 = self.settings["betas"]
+        adamw(
+            self.params,
+            self.grads,
+            self.averages,
+            self.squares,
+            [],
+            self.steps,
+            fused=self.settings["fused"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=self.settings["lr"],
+            weight_decay=self.settings["weight_decay"],
+            eps=self.settings["eps"],
+            maximize=False,
         )

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
-from shardwise.base import observe
-from shardwise.base.observe import Activity
-from shardwise.transport.carrier import carrier
-from shardwise.transport.peers import Peers
-
-#: The name of the norm in reports and errors.
-_NORM = "the gradient norm"
+from shardwise.optim.reductions import Reductions, groups_cutting
 
 
 def clip_grad_norm_(
@@ -51,7 +45,9 @@ def clip_grad_norm_(
     if isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     params = list(parameters)
-    norm, dtype = _grad_norm(params, float(norm_type))
+    parts = NormParts(float(norm_type))
+    dtype = parts.add(params)
+    norm = parts.total()
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
             f"the gradient norm of order {norm_type} is {norm.item()}; expected a finite number. "
@@ -78,20 +74,6 @@ def scale_grads(
         autograd.foreach_mul_(grads, scale.to(device))
 
 
-def _grad_norm(
-    parameters: Iterable[torch.Tensor], norm_type: float
-) -> tuple[torch.Tensor, torch.dtype]:
-    """The total norm of the gradients of ``parameters`` over all ranks.
-
-    Returns:
-        The norm, in at least float32 (float16 cannot represent the square of 300), and the widest
-        dtype of the gradients.
-    """
-    parts = NormParts(norm_type)
-    dtype = parts.add(parameters)
-    return parts.total(), dtype
-
-
 class NormParts:
     """This rank's part of a norm, which grows until :meth:`total` adds up those of all ranks.
 
@@ -106,6 +88,8 @@ class NormParts:
 
     def add(self, parameters: Iterable[torch.Tensor]) -> torch.dtype:
         """Add the gradients of ``parameters``. Every rank adds the same parameters.
+
+        Norms are computed in at least float32: float16 cannot represent the square of 300.
 
         Returns:
             The widest dtype of the gradients.
@@ -128,10 +112,12 @@ class NormParts:
             PeerLostError: a peer died or stalled.
         """
         found: torch.Tensor | None = None
+        op = dist.ReduceOp.MAX if math.isinf(self._norm_type) else dist.ReduceOp.SUM
+        reductions = Reductions("the gradient norm", op)
         for groups, part in self._parts.items():
-            for group in groups:
-                op = dist.ReduceOp.MAX if math.isinf(self._norm_type) else dist.ReduceOp.SUM
-                all_reduce(part, op, Peers(group), _NORM)
+            reductions.add(part, groups)
+        reductions.run()
+        for part in self._parts.values():
             found = part if found is None else self._sum(found, part)
         self._parts = {}
         if found is None:
@@ -169,29 +155,6 @@ def _spread(
     return spread, device, torch.float32 if dtype is None else dtype.to_real()
 
 
-def groups_cutting(
-    param: torch.Tensor, dims: Collection[int] | None = None
-) -> tuple[dist.ProcessGroup, ...]:
-    """Return the process groups of the mesh dimensions that cut a parameter, of two or more ranks.
-
-    Args:
-        param: the parameter, sharded or not.
-        dims: the dimensions of the parameter that count; ``None``: all.
-    """
-    if not isinstance(param, DTensor):
-        return ()
-    mesh, cut = param.device_mesh, []
-    for n, placement in enumerate(param.placements):
-        dim = dtensor.sharded_dim(placement)
-        if dim is not None and mesh.size(n) > 1 and (dims is None or dim in dims):
-            cut.append(n)
-    groups = tuple(mesh.get_group(n) for n in cut)
-    if observe.is_observed() and mesh.mesh_dim_names:
-        for n, group in zip(cut, groups, strict=True):
-            Peers(group).name_dimension(mesh.mesh_dim_names[n])
-    return groups
-
-
 def _check_complete(param: torch.Tensor) -> None:
     """Check that the values of a parameter are not pending a reduction."""
     if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
@@ -199,30 +162,6 @@ def _check_complete(param: torch.Tensor) -> None:
             f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
             "values are pending a reduction. Redistribute it to Shard or Replicate first"
         )
-
-
-def all_reduce(flat: torch.Tensor, op: dist.ReduceOp.RedOpType, peers: Peers, name: str) -> None:
-    """Reduce a tensor over the ranks of a process group, in place.
-
-    Args:
-        flat: the tensor.
-        op: how values are reduced.
-        peers: the ranks.
-        name: what is reduced, for reports and errors: ``"the gradient norm"``.
-
-    Raises:
-        PeerLostError: a rank is gone.
-    """
-    number = 0
-    if observe.is_observed():
-        wire = peers.wire(carrier().backend(peers, flat.device).name)
-        number = observe.collective(Activity.ALL_REDUCE, name, wire, flat.nbytes, 1)
-    with (
-        peers.collective(f"the all-reduce of {name}"),
-        observe.during(Activity.WAIT, name, peers.dimension),
-    ):
-        dist.all_reduce(flat, op=op, group=peers.group)
-    observe.end(number)
 
 
 def _local_norm(

@@ -10,7 +10,7 @@ Messages of a round travel while another round is computed, and at most three ro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,10 +44,10 @@ class MatrixTask(Protocol):
         """Use this rank's piece of the result, of the shape of the piece."""
 
 
-def compute_alone(matrices: Sequence[Matrix], task: MatrixTask, rank: int = 0) -> None:
+def compute_alone(matrices: Sequence[Matrix], task: MatrixTask) -> None:
     """Do all the work on this rank, which holds every matrix as a whole."""
     for matrix in matrices:
-        piece = matrix.pieces[rank]
+        piece = matrix.pieces[0]
         whole = task.prepare(matrix, piece).to(task.dtype, copy=True)
         task.apply(matrix, piece, task.compute(matrix, whole.contiguous()))
 
@@ -81,52 +81,43 @@ class Together:
             raise
 
     def _run(self, task: MatrixTask) -> None:
-        following = self._gathers(task)
-        gathered = next(following, None)
-        scattered: _Scatter | None = None
-        while gathered is not None:
-            current, gathered = gathered, next(following, None)
-            results = current.compute(task)
-            under_way = self._scatter(current, results, task)
-            if scattered is not None:
-                scattered.apply(task)
-            scattered = under_way
-        if scattered is not None:
-            scattered.apply(task)
+        rounds = [self._steps(number, each, task) for number, each in enumerate(self._rounds)]
+        for newest in range(len(rounds) + 2):
+            for steps in reversed(rounds[max(0, newest - 2) : newest + 1]):
+                next(steps, None)
 
-    def _gathers(self, task: MatrixTask) -> Iterator[_Gather]:
-        """Start the gather of one round after the other."""
-        for number, each in enumerate(self._rounds):
-            sent = _empty(each.sent_to_owners, task)
-            parts = iter(_split(sent, each.sent_to_owners))
-            is_sent = {matrix for pieces in each.sent_to_owners for matrix, _ in pieces}
-            # In the order of what is sent, which the rest does not depend on.
-            for matrix, piece in each.held:
-                prepared = task.prepare(matrix, piece)
-                if matrix in is_sent:
-                    next(parts).copy_(prepared)
-            received = _empty(each.from_holders, task)
-            sizes = _sizes(each.sent_to_owners), _sizes(each.from_holders)
-            label = self._label("gather", number)
-            work = self._all_to_all.start(sent, received, label, sizes=sizes)
-            yield _Gather(each, number, received, work)
+    def _steps(self, number: int, each: _Round, task: MatrixTask) -> Iterator[None]:
+        """Do a round in three steps, between which its messages travel."""
+        sent = _prepared(each, task)
+        received, work = self._send("gather", number, sent, each.sent_to_owners, each.from_holders)
+        del sent
+        yield
+        work.wait()
+        wholes = _joined(each, received)
+        del received
+        results = {matrix: task.compute(matrix, wholes.pop(matrix)) for matrix in each.own}
+        sent = _cut(each, results, task)
+        received, work = self._send("scatter", number, sent, each.sent_to_holders, each.from_owners)
+        del results, sent
+        yield
+        work.wait()
+        arrived = _split(received, each.from_owners)
+        for (matrix, piece), values in zip(each.held, arrived, strict=True):
+            task.apply(matrix, piece, values)
 
-    def _scatter(
-        self, gather: _Gather, results: dict[Matrix, torch.Tensor], task: MatrixTask
-    ) -> _Scatter:
-        each = gather.round
-        sent = _empty(each.sent_to_holders, task)
-        pieces = [pair for to_one in each.sent_to_holders for pair in to_one]
-        for (matrix, piece), out in zip(pieces, _split(sent, each.sent_to_holders), strict=True):
-            _cut(results[matrix], piece, out)
-        received = _empty(each.from_owners, task)
-        sizes = _sizes(each.sent_to_holders), _sizes(each.from_owners)
-        label = self._label("scatter", gather.number)
-        work = self._all_to_all.start(sent, received, label, sizes=sizes)
-        return _Scatter(each, received, work)
-
-    def _label(self, what: str, number: int) -> Label:
-        return Label(f"Muon, {what} {number + 1} of {len(self._rounds)}", self._detail)
+    def _send(
+        self,
+        what: str,
+        number: int,
+        sent: torch.Tensor,
+        to: Sequence[_Pieces],
+        from_: Sequence[_Pieces],
+    ) -> tuple[torch.Tensor, Work]:
+        """Start to send pieces, and return the memory for those that arrive."""
+        received = sent.new_empty(sum(_sizes(from_)))
+        label = Label(f"Muon, {what} {number + 1} of {len(self._rounds)}", self._detail)
+        sizes = _sizes(to), _sizes(from_)
+        return received, self._all_to_all.start(sent, received, label, sizes=sizes)
 
 
 @dataclass(frozen=True)
@@ -183,45 +174,38 @@ class _Round:
         )
 
 
-class _Gather:
-    """A round whose pieces are on their way to their owners."""
-
-    def __init__(self, round_: _Round, number: int, received: torch.Tensor, work: Work) -> None:
-        self.round = round_
-        self.number = number
-        self._received = received
-        self._work = work
-
-    def compute(self, task: MatrixTask) -> dict[Matrix, torch.Tensor]:
-        """Wait, and return the results of this rank's matrices."""
-        self._work.wait()
-        each = self.round
-        wholes = {
-            matrix: torch.empty(matrix.shape, dtype=task.dtype, device=task.device)
-            for matrix in each.own
-        }
-        pieces = [pair for from_one in each.from_holders for pair in from_one]
-        arrived = _split(self._received, each.from_holders)
-        for (matrix, piece), values in zip(pieces, arrived, strict=True):
-            _join(wholes[matrix], piece, values)
-        del arrived, self._received
-        return {matrix: task.compute(matrix, wholes.pop(matrix)) for matrix in each.own}
+def _prepared(each: _Round, task: MatrixTask) -> torch.Tensor:
+    """Ask for all pieces that this rank holds, and return those that it sends to owners."""
+    sent = _empty(each.sent_to_owners, task)
+    parts = iter(_split(sent, each.sent_to_owners))
+    is_sent = {matrix for pieces in each.sent_to_owners for matrix, _ in pieces}
+    # In the order of what is sent, which the rest does not depend on.
+    for matrix, piece in each.held:
+        prepared = task.prepare(matrix, piece)
+        if matrix in is_sent:
+            next(parts).copy_(prepared)
+    return sent
 
 
-class _Scatter:
-    """A round whose results are on their way to the holders of pieces."""
+def _joined(each: _Round, received: torch.Tensor) -> dict[Matrix, torch.Tensor]:
+    """Make this rank's matrices whole."""
+    wholes = {matrix: received.new_empty(matrix.shape) for matrix in each.own}
+    pieces = [pair for from_one in each.from_holders for pair in from_one]
+    arrived = _split(received, each.from_holders)
+    for (matrix, piece), values in zip(pieces, arrived, strict=True):
+        for mine, its in _blocks(wholes[matrix], piece, values):
+            mine.copy_(its)
+    return wholes
 
-    def __init__(self, round_: _Round, received: torch.Tensor, work: Work) -> None:
-        self._round = round_
-        self._received = received
-        self._work = work
 
-    def apply(self, task: MatrixTask) -> None:
-        """Wait, and apply what has arrived."""
-        self._work.wait()
-        arrived = _split(self._received, self._round.from_owners)
-        for (matrix, piece), values in zip(self._round.held, arrived, strict=True):
-            task.apply(matrix, piece, values)
+def _cut(each: _Round, results: Mapping[Matrix, torch.Tensor], task: MatrixTask) -> torch.Tensor:
+    """Cut this rank's results into the pieces that it sends to their holders."""
+    sent = _empty(each.sent_to_holders, task)
+    pieces = [pair for to_one in each.sent_to_holders for pair in to_one]
+    for (matrix, piece), out in zip(pieces, _split(sent, each.sent_to_holders), strict=True):
+        for mine, its in _blocks(results[matrix], piece, out):
+            its.copy_(mine)
+    return sent
 
 
 def _sizes(by_rank: Sequence[_Pieces]) -> list[int]:
@@ -237,18 +221,6 @@ def _split(flat: torch.Tensor, by_rank: Sequence[_Pieces]) -> list[torch.Tensor]
     shapes = [piece.shape for pieces in by_rank for _, piece in pieces]
     parts = torch.split(flat, [m * n for m, n in shapes])
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _join(whole: torch.Tensor, piece: DealtRows, values: torch.Tensor) -> None:
-    """Copy a piece to its place in the whole."""
-    for mine, its in _blocks(whole, piece, values):
-        mine.copy_(its)
-
-
-def _cut(whole: torch.Tensor, piece: DealtRows, out: torch.Tensor) -> None:
-    """Copy a piece of the whole to ``out``."""
-    for mine, its in _blocks(whole, piece, out):
-        its.copy_(mine)
 
 
 def _blocks(

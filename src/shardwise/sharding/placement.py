@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -196,3 +197,22 @@ def _on_outer_mesh(
             joined.append(outer[name])
             result.append(placement)
     return dtensor.join_meshes(joined), tuple(result)
+
+
+def full_tensor(value: DTensor, placements: Sequence[Placement] | None = None) -> torch.Tensor:
+    """Return a ``DTensor``'s values, gathered on every rank, in memory of their own. A collective.
+
+    Args:
+        value: on the device of its mesh, on the host if it is offloaded, or on the meta device.
+        placements: how the result is placed; ``None``: as the full tensor.
+    """
+    local, kind = dtensor.local_of(value), value.device_mesh.device_type
+    if local.is_meta:
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
+    if local.device.type != kind:  # offloaded: collectives run on the compute device
+        local = local.to(kind)
+        value = dtensor.wrap_local(local, dtensor.spec_of(value))
+    wanted = [Replicate()] * value.device_mesh.ndim if placements is None else placements
+    full = dtensor.wait_tensor(value.redistribute(placements=wanted).to_local())
+    shared = full.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+    return full.clone() if shared else full

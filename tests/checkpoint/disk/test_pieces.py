@@ -14,13 +14,12 @@ from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import (
     Manifest,
-    StoredPiece,
     TensorEntry,
     TensorInfo,
     dtype_name,
 )
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader, read_box, read_tensor
-from shardwise.checkpoint.disk.safetensors import TensorData, write_shard
+from shardwise.checkpoint.disk.safetensors import PieceData, write_shard
 from tests.checkpoint.tilings import QUICK, part_of, shapes
 
 FILE = "shard-00000-of-00001.safetensors"
@@ -35,20 +34,11 @@ def _stored(folder: Path, tensor: torch.Tensor, cut: int, block: int) -> Manifes
             Box((0,) * len(shape), (cut, *shape[1:])),
             Box((cut, *(0 for _ in shape[1:])), (shape[0] - cut, *shape[1:])),
         ]
-    dtype = dtype_name(tensor.dtype)
-    entry = TensorEntry(("model", "w"), shape, dtype, "", "", ())
-    keys = {entry.key(StoredPiece(FILE, 0, box, ())): box for box in boxes}
-    parts = [
-        TensorData(key, TensorInfo(dtype, box.sizes), lambda box=box: part_of(tensor, box))
-        for key, box in keys.items()
-    ]
+    info = TensorInfo(dtype_name(tensor.dtype), shape)
+    parts = [PieceData("model.w", info, box, lambda box=box: part_of(tensor, box)) for box in boxes]
     (folder / FILE).unlink(missing_ok=True)
-    written = write_shard(folder / FILE, parts, block)
-    pieces = tuple(
-        StoredPiece(FILE, written[key].offset, box, written[key].checksums)
-        for key, box in keys.items()
-    )
-    entry = TensorEntry(("model", "w"), shape, dtype, "", "", pieces)
+    pieces = tuple(write_shard(folder / FILE, parts, block))
+    entry = TensorEntry(("model", "w"), shape, info.dtype, "", "", pieces)
     return Manifest((entry,), (), {FILE: (folder / FILE).stat().st_size}, block, 1)
 
 
@@ -107,7 +97,7 @@ def test_a_header_that_differs_from_the_manifest_is_refused(tmp_path: Path) -> N
         PieceReader(tmp_path, manifest) as reader,
         pytest.raises(CheckpointError, match=r"model\.v: found null in its header, expected"),
     ):
-        reader.check(other, entry.pieces[0])
+        reader.open(other, entry.pieces[0])
 
 
 def test_only_the_blocks_of_the_part_are_read_and_verified(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,11 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import safetensors
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.safetensors import (
     PT_METADATA,
-    TensorData,
+    PieceData,
     in_order,
     make_header,
     read_header,
@@ -43,6 +45,10 @@ def _tensors(draw: Any) -> dict[str, torch.Tensor]:
 
 def _info(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
+
+
+def _data(name: str, tensor: torch.Tensor, load: Callable[[], torch.Tensor]) -> PieceData:
+    return PieceData(name, _info(tensor), full_box(tuple(tensor.shape)), load)
 
 
 def _bytes(tensor: torch.Tensor) -> bytes:
@@ -111,8 +117,7 @@ def test_a_shard_is_written_from_any_memory(
 ) -> None:
     monkeypatch.setattr(safetensors, "_COPY", 16)  # several copies for each tensor
     tensor = make()
-    data = TensorData("w", _info(tensor), lambda: tensor)
-    written = write_shard(tmp_path / "x", [data], block=32)["w"]
+    [written] = write_shard(tmp_path / "x", [_data("w", tensor, lambda: tensor)], block=32)
     plain = tensor.detach().resolve_conj().resolve_neg()
     assert torch.equal(load_file(tmp_path / "x")["w"], plain)
     stored = _bytes(plain)
@@ -130,17 +135,17 @@ def test_a_shard_is_loaded_when_its_turn_comes(tmp_path: Path) -> None:
         return tensor
 
     tensors = {"b": torch.ones(3, dtype=torch.uint8), "d": torch.ones(2, dtype=torch.float64)}
-    data = [TensorData(k, _info(t), lambda k=k, t=t: load(k, t)) for k, t in tensors.items()]
-    written = write_shard(tmp_path / "x", data)
+    data = [_data(k, t, lambda k=k, t=t: load(k, t)) for k, t in tensors.items()]
+    b, d = write_shard(tmp_path / "x", data)
     assert asked == ["d", "b"]
-    assert written["d"].offset < written["b"].offset
+    assert d.offset < b.offset
     with safe_open(tmp_path / "x", "pt") as file:
         assert file.metadata() is None
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_a_tensor_of_another_size_than_announced_is_named(tmp_path: Path, count: int) -> None:
-    data = TensorData("w", TensorInfo("F32", (2,)), lambda: torch.ones(count))
+    data = _data("w", torch.ones(2), lambda: torch.ones(count))
     with pytest.raises(ValueError, match=rf"w: wrote {4 * count} bytes, expected 8"):
         write_shard(tmp_path / "x", [data])
 

@@ -23,9 +23,9 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.formats.detect import Format, find_checkpoint, open_source
 from shardwise.checkpoint.formats.source import (
     LEAST_BUFFER,
-    BaseSource,
     Extent,
     ExtentReader,
+    ExtentSource,
     ReadWindow,
 )
 from shardwise.checkpoint.tools.convert import consolidate, convert
@@ -258,21 +258,17 @@ def test_differences_in_names_shapes_dtypes_and_values_are_told(tmp_path: Path) 
 # ---- reading boxes of any cut, in any order of storage ----
 
 
-class _OneTensor(BaseSource):
+class _OneTensor(ExtentSource):
     """A tensor that lies in one file, in pieces."""
 
     def __init__(self, info: TensorInfo, extents: Sequence[Extent]) -> None:
-        self.where = extents[0].file
+        super().__init__(extents[0].file)
         self.tensors = {("model", "a"): info}
         self.values: dict[Any, Any] = {}
         self._extents = extents
-        self._reader = ExtentReader()
 
-    def read(self, path: Any, box: Box, into: torch.Tensor) -> None:
-        self._reader.read(self._extents, box, into)
-
-    def close(self) -> None:
-        self._reader.close()
+    def _extents_of(self, path: Any) -> Sequence[Extent]:
+        return self._extents
 
 
 @st.composite

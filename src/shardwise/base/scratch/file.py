@@ -46,8 +46,12 @@ _EXTENT = 256 * 1024 * 1024  # bytes of an extent at least, of address space and
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+#: Where a part of a file is to be in memory, and the tensor that it is as memory of the file.
+KeptPart = tuple[int, torch.Tensor]
+
+
 @dataclass(frozen=True)
-class Run:
+class _FileRun:
     """Bytes that lie together in memory and in the file.
 
     Attributes:
@@ -115,7 +119,6 @@ class ScratchFile:
         self._end = 0  # of what was ever allocated
         self._extents: list[_Extent] = []  # in the order of their offsets
         self._free: dict[int, list[int]] = {}  # offsets by size
-        self._views: dict[int, weakref.ref[memoryview]] = {}  # by offset
         self._failed: OffloadError | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -128,62 +131,10 @@ class ScratchFile:
         """How many bytes of the disk are set aside."""
         return self._nbytes
 
-    def allocate(self, nbytes: int) -> int:
-        """Return the offset of ``nbytes`` bytes that the disk has set aside.
-
-        Args:
-            nbytes: a multiple of ``ALIGNMENT``.
-
-        Raises:
-            OffloadError: the disk is full, or fails.
-        """
-        self._check_process("setting aside")  # before the lock, which a fork finds as it was
-        with self._lock:
-            if self._free.get(nbytes):
-                return self._free[nbytes].pop()
-            try:
-                offset = self._room(nbytes)
-                if hasattr(os, "posix_fallocate") and nbytes:
-                    os.posix_fallocate(self._file, offset, nbytes)
-            except OSError as error:
-                self._give_up_room()
-                raise self._error(f"setting aside {binary_size(nbytes)}", error) from error
-            self._end = offset + nbytes
-            self._nbytes += nbytes
-            return offset
-
-    def free(self, offset: int, nbytes: int) -> None:
-        """Give back what :meth:`allocate` returned.
-
-        It is used again once no code holds a tensor of :meth:`map` there: that keeps its values, as
-        in a state dict of before a load.
-        """
-        found = self._views.pop(offset, lambda: None)()
-        if found is None:
-            self._free.setdefault(nbytes, []).append(offset)
-        else:
-            weakref.finalize(found, self._free.setdefault(nbytes, []).append, offset)
-
-    def map(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a part of the file as memory: pages come and go as they are used.
-
-        Args:
-            offset: what :meth:`allocate` has returned.
-            nbytes: what it was given, or less.
-
-        Returns:
-            Bytes, of shape ``(nbytes,)``.
-        """
-        if not nbytes:
-            return torch.empty(0, dtype=torch.uint8)
-        extent = self._extents[bisect.bisect(self._extents, offset, key=_offset_of) - 1]
-        begin = offset - extent.offset
-        view = memoryview(extent.map)[begin : begin + nbytes]
-        self._views[offset] = weakref.ref(view)
-        return torch.frombuffer(view, dtype=torch.uint8)
-
     def memory(self, nbytes: int) -> torch.Tensor:
-        """Return memory that is a part of the file, which is free again when it is no longer held.
+        """Return memory that is a part of the file: pages come and go as they are used.
+
+        It is free again when no tensor holds it any more.
 
         Args:
             nbytes: how much; any number.
@@ -194,11 +145,17 @@ class ScratchFile:
         Raises:
             OffloadError: the disk is full, or fails.
         """
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        offset = self.allocate(size)
-        made = self.map(offset, nbytes)
-        self.free(offset, size)
-        return made
+        if not nbytes:
+            return torch.empty(0, dtype=torch.uint8)
+        size = aligned(nbytes)
+        offset = self._set_aside(size)
+        extent = self._extents[
+            bisect.bisect(self._extents, offset, key=lambda each: each.offset) - 1
+        ]
+        begin = offset - extent.offset
+        view = memoryview(extent.map)[begin : begin + nbytes]
+        weakref.finalize(view, self._free.setdefault(size, []).append, offset)
+        return torch.frombuffer(view, dtype=torch.uint8)
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is in memory that is a part of this file."""
@@ -236,20 +193,41 @@ class ScratchFile:
         pages.let_go(address, tensor.nbytes)
         pages.write_behind(self._file, extent.offset + address - extent.address, tensor.nbytes)
 
-    def read(self, memory: torch.Tensor, runs: Sequence[Run]) -> list[Future[None]]:
-        """Start to read into ``memory``, of bytes on the host."""
-        return self._start(os.preadv, "reading", memory, runs)
+    def read(self, memory: torch.Tensor, parts: Sequence[KeptPart]) -> list[Future[None]]:
+        """Start to read parts of the file into ``memory``, of bytes on the host."""
+        return self._start(os.preadv, "reading", memory, parts)
 
-    def write(self, memory: torch.Tensor, runs: Sequence[Run]) -> list[Future[None]]:
-        """Start to write from ``memory``, of bytes on the host."""
-        return self._start(os.pwritev, "writing", memory, runs)
+    def write(self, memory: torch.Tensor, parts: Sequence[KeptPart]) -> list[Future[None]]:
+        """Start to write parts of the file from ``memory``, of bytes on the host."""
+        return self._start(os.pwritev, "writing", memory, parts)
+
+    def _set_aside(self, nbytes: int) -> int:
+        """Return the offset of bytes that the disk has set aside.
+
+        Raises:
+            OffloadError: the disk is full, or fails.
+        """
+        self._check_process("setting aside")  # before the lock, which a fork finds as it was
+        with self._lock:
+            if self._free.get(nbytes):
+                return self._free[nbytes].pop()
+            try:
+                offset = self._room(nbytes)
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self._file, offset, nbytes)
+            except OSError as error:
+                self._give_up_room()
+                raise self._error(f"setting aside {binary_size(nbytes)}", error) from error
+            self._end = offset + nbytes
+            self._nbytes += nbytes
+            return offset
 
     def _start(
         self,
         move: Callable[[int, list[memoryview], int], int],
         doing: str,
         memory: torch.Tensor,
-        runs: Sequence[Run],
+        parts: Sequence[KeptPart],
     ) -> list[Future[None]]:
         self._check_process(doing)
         view = memoryview(cast(Any, memory.numpy()))
@@ -261,9 +239,23 @@ class ScratchFile:
                 view[run.at + begin : run.at + min(begin + _BLOCK, run.nbytes)],
                 run.offset + begin,
             )
-            for run in runs
+            for run in self._runs(parts)
             for begin in range(0, run.nbytes, _BLOCK)
         ]
+
+    def _runs(self, parts: Sequence[KeptPart]) -> list[_FileRun]:
+        """What is next to each other both in memory and in the file."""
+        runs: list[_FileRun] = []
+        for at, tensor in parts:
+            extent, nbytes = self._extent_of(tensor), tensor.nbytes
+            assert extent is not None
+            offset = extent.offset + tensor.data_ptr() - extent.address
+            last = runs[-1] if runs else None
+            if last and (last.at + last.nbytes, last.offset + last.nbytes) == (at, offset):
+                runs[-1] = _FileRun(last.at, last.offset, last.nbytes + nbytes)
+            else:
+                runs.append(_FileRun(at, offset, nbytes))
+        return runs
 
     def _move(
         self,
@@ -369,6 +361,11 @@ class ScratchFile:
         )
 
 
+def aligned(nbytes: int) -> int:
+    """Round up to what direct I/O takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
 def file_in(folder: Path) -> ScratchFile:
     """Return the file of this process in a folder that all who ask for one share.
 
@@ -407,10 +404,6 @@ def _isolate() -> None:
 
 
 os.register_at_fork(after_in_child=_isolate)
-
-
-def _offset_of(extent: _Extent) -> int:
-    return extent.offset
 
 
 def _open_nameless(folder: Path) -> int:

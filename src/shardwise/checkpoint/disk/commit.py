@@ -119,7 +119,7 @@ def damage(root: Path) -> tuple[Path, str] | None:
 def is_complete(folder: StrPath) -> bool:
     """Whether a checkpoint is complete: its manifest is valid, and its files have their sizes.
 
-    The contents of the files are not read; :meth:`.pieces.PieceReader.verify` reads them.
+    The contents of the files are not read; :func:`.survey.verify` reads them.
 
     Args:
         folder: the folder of one checkpoint.

@@ -83,6 +83,18 @@ def shard_name(rank: int, world_size: int) -> str:
     return f"shard-{rank:05}-of-{world_size:05}.safetensors"
 
 
+def piece_key(fqn: str, shape: tuple[int, ...], box: Box) -> str:
+    """The name of a piece of a tensor in its safetensors file.
+
+    That is the tensor's name if the piece is the full tensor, else the name and the indices:
+    ``"model.weight[0:2,0:5]"``.
+    """
+    if box.sizes == shape:
+        return fqn
+    spans = zip(box.offsets, box.sizes, strict=True)
+    return f"{fqn}[{','.join(f'{a}:{a + n}' for a, n in spans)}]"
+
+
 @dataclass(frozen=True)
 class TensorInfo:
     """The dtype and shape of a full tensor.
@@ -181,15 +193,8 @@ class TensorEntry:
         return self.info.nbytes
 
     def key(self, piece: StoredPiece) -> str:
-        """The name of a piece in its safetensors file.
-
-        That is the tensor's name if the piece is the full tensor, else the name and the indices:
-        ``"model.weight[0:2,0:5]"``.
-        """
-        if piece.box.sizes == self.shape:
-            return self.fqn
-        spans = zip(piece.box.offsets, piece.box.sizes, strict=True)
-        return f"{self.fqn}[{','.join(f'{a}:{a + n}' for a, n in spans)}]"
+        """The name of a piece in its safetensors file; see :func:`piece_key`."""
+        return piece_key(self.fqn, self.shape, piece.box)
 
 
 @dataclass(frozen=True)

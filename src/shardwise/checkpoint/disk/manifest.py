@@ -44,7 +44,9 @@ from shardwise.checkpoint.disk.entries import (
 )
 from shardwise.checkpoint.disk.files import read_small, size_of, write_new
 from shardwise.checkpoint.disk.strict import (
+    MAX_DIMS,
     Fields,
+    check_keys,
     check_number,
     check_shape,
     check_text,
@@ -61,7 +63,6 @@ VERSION = 1
 ALGORITHM = "xxh3_64"
 
 MAX_BYTES = 1 << 28  # of a manifest: about 10 million pieces
-MAX_DIMS = 64
 MAX_PIECES = 1 << 17  # of one tensor
 MAX_BLOCK = 1 << 30
 _DIGITS = 16  # hexadecimal digits of a checksum
@@ -262,14 +263,10 @@ def _value(value: Any, where: str) -> Value:
 
 
 def _path(fields: Fields) -> StatePath:
-    path = []
-    for key in fields.items("path", most=MAX_DIMS):
-        where = f"{fields.where}, 'path'"
-        path.append(
-            check_text(key, where) if isinstance(key, str) else check_number(key, where, most=10**6)
-        )
+    path, where = fields.items("path", most=MAX_DIMS), f"{fields.where}, 'path'"
+    check_keys(path, where)
     if len(path) < 2 or path[0] not in SECTIONS:
-        refuse(f"{fields.where}, 'path'", path, f"keys that begin with one of {SECTIONS}")
+        refuse(where, path, f"keys that begin with one of {SECTIONS}")
     return tuple(path)
 
 
@@ -280,7 +277,7 @@ def _tensor(value: Any, where: str, files: Mapping[str, int], block: int) -> Ten
     dtype = fields.text("dtype")
     if dtype not in DTYPE_NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
-    shape = fields.numbers("shape", MAX_DIMS)
+    shape = fields.numbers("shape")
     check_shape(shape, itemsize(dtype), where)
     entry = TensorEntry(
         path=path,
@@ -305,7 +302,7 @@ def _piece(
     name = fields.text("file")
     if name not in files:
         refuse(f"{where}, 'file'", name, "one of 'files'")
-    box = Box(fields.numbers("offsets", MAX_DIMS), fields.numbers("sizes", MAX_DIMS))
+    box = Box(fields.numbers("offsets"), fields.numbers("sizes"))
     if len(box.sizes) != len(box.offsets) or not box.is_inside(shape) or not box.numel:
         refuse(where, f"{box.offsets} + {box.sizes}", f"a non-empty part of {list(shape)}")
     nbytes = box.numel * size

@@ -58,14 +58,19 @@ class PieceReader(Closing):
             file.close()
         self._files.clear()
 
-    def check(self, entry: TensorEntry, piece: StoredPiece) -> None:
+    def open(self, entry: TensorEntry, piece: StoredPiece) -> _ShardFile:
         """Open the file of a piece, and compare its header with the manifest.
 
         Raises:
             CheckpointError: the file is missing, has another size, or its header says something
                 else.
         """
-        self._open(entry, piece)
+        file = self._files.get(piece.file)
+        if file is None:
+            path = self._folder / piece.file
+            file = self._files[piece.file] = _ShardFile(path, self._manifest.files[piece.file])
+        file.check(entry, piece)
+        return file
 
     def read(self, entry: TensorEntry, piece: StoredPiece) -> Tensor:
         """Read a full piece.
@@ -76,7 +81,7 @@ class PieceReader(Closing):
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        self.check(entry, piece)  # before memory of the size that it asks for is taken
+        self.open(entry, piece)  # before memory of the size that it asks for is taken
         tensor = torch.empty(piece.box.sizes, dtype=torch_dtype(entry.dtype))
         self.read_into(entry, piece, piece.box, tensor)
         return tensor
@@ -140,15 +145,6 @@ class PieceReader(Closing):
             assert chunk is not None
             yield chunk.numpy().data
 
-    def verify(self, entry: TensorEntry, piece: StoredPiece) -> None:
-        """Read a piece and compare its checksums, without keeping anything.
-
-        Raises:
-            CheckpointError: a file is missing or damaged, or a checksum does not match.
-        """
-        for _ in self.stream(entry, piece):
-            pass
-
     def _chunks(
         self, entry: TensorEntry, piece: StoredPiece, span: tuple[int, int], direct: Tensor | None
     ) -> Iterator[tuple[int, Tensor | None]]:
@@ -164,7 +160,7 @@ class PieceReader(Closing):
         Yields:
             Where a chunk begins in the piece, and its bytes; ``None`` if they went to ``direct``.
         """
-        file = self._open(entry, piece)
+        file = self.open(entry, piece)
         first, end = span
         block, nbytes = self._manifest.block, piece.box.numel * entry.itemsize
         for index in range(first // block, -(-end // block)):
@@ -184,14 +180,6 @@ class PieceReader(Closing):
                     f"{block_end} have the checksum {digest.hexdigest()}, expected "
                     f"{piece.checksums[index]}"
                 )
-
-    def _open(self, entry: TensorEntry, piece: StoredPiece) -> _ShardFile:
-        file = self._files.get(piece.file)
-        if file is None:
-            path = self._folder / piece.file
-            file = self._files[piece.file] = _ShardFile(path, self._manifest.files[piece.file])
-        file.check(entry, piece)
-        return file
 
 
 class _ShardFile:
@@ -277,7 +265,7 @@ def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
         CheckpointError: a file is missing or damaged.
     """
     for piece in entry.pieces:
-        reader.check(entry, piece)
+        reader.open(entry, piece)
     tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     read_box(reader, entry, full_box(entry.shape), tensor)
     return tensor

@@ -25,7 +25,8 @@ import xxhash
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.entries import DTYPE_NAMES, TensorInfo
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import DTYPE_NAMES, StoredPiece, TensorInfo, piece_key
 from shardwise.checkpoint.disk.files import Links, NewFile, open_file, read_exactly
 from shardwise.checkpoint.disk.strict import (
     Fields,
@@ -47,7 +48,6 @@ Chunks = Callable[[str], Iterator[memoryview]]
 """Called with the name of a tensor, gives its bytes in order."""
 
 _ALIGN = 64  # bytes: elements begin at a cache line
-_MAX_DIMS = 64
 _COPY = 4 << 20  # bytes copied at a time, for tensors that cannot be written from where they are
 
 
@@ -118,7 +118,7 @@ def _place(name: str, entry: Any, where: str, data: int) -> StoredSpan:
     dtype = fields.text("dtype")
     if dtype not in DTYPE_NAMES:
         refuse(f"{where}, 'dtype'", dtype, f"one of {', '.join(sorted(DTYPE_NAMES))}")
-    info = TensorInfo(dtype, fields.numbers("shape", _MAX_DIMS))
+    info = TensorInfo(dtype, fields.numbers("shape"))
     check_shape(info.shape, info.itemsize, where)
     offsets = fields.numbers("data_offsets", 2)
     if len(offsets) != 2 or offsets[1] - offsets[0] != info.nbytes:
@@ -212,52 +212,49 @@ def write_safetensors(
 
 
 @dataclass(frozen=True)
-class TensorData:
-    """A tensor to be written.
+class PieceData:
+    """A piece of a tensor, to be written.
 
     Attributes:
-        key: its name in the file.
-        info: its dtype and shape.
-        load: returns the tensor when it is about to be written.
+        fqn: name of the tensor.
+        info: dtype and shape of the full tensor.
+        box: which part of it the piece is.
+        load: returns the piece when it is about to be written.
     """
 
-    key: str
+    fqn: str
     info: TensorInfo
+    box: Box
     load: Callable[[], Tensor]
 
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return piece_key(self.fqn, self.info.shape, self.box)
 
-@dataclass(frozen=True)
-class Written:
-    """Where a tensor was written.
-
-    Attributes:
-        offset: byte of the file at which it begins.
-        checksums: one checksum per block, in hexadecimal digits.
-    """
-
-    offset: int
-    checksums: tuple[str, ...]
+    @property
+    def own_info(self) -> TensorInfo:
+        """Its dtype and shape."""
+        return TensorInfo(self.info.dtype, self.box.sizes)
 
 
-def write_shard(
-    path: Path, tensors: Sequence[TensorData], block: int = BLOCK
-) -> dict[str, Written]:
-    """Write a new file with checksums of its tensors, and wait until it is on the disk.
+def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> list[StoredPiece]:
+    """Write a new file with checksums of pieces of tensors, and wait until it is on the disk.
 
     Args:
         path: path of the file, which must not exist.
-        tensors: the tensors to write, in any order, each with a key of its own.
+        pieces: what to write, in any order, each with a key of its own.
         block: number of bytes that one checksum covers.
 
     Returns:
-        For each tensor, by key, where it was written.
+        Where each piece is, in the order of ``pieces``.
 
     Raises:
         OSError: the file exists, or cannot be written.
-        ValueError: a tensor does not have the size that its entry says.
+        ValueError: a tensor does not have the size of its piece.
     """
-    by_key = {each.key: each for each in tensors}
-    assert len(by_key) == len(tensors), "every tensor has a key of its own"
+    by_key = {each.key: each for each in pieces}
+    assert len(by_key) == len(pieces), "every piece has a key of its own"
     checksums: dict[str, tuple[str, ...]] = {}
 
     def hashed(key: str) -> Iterator[memoryview]:
@@ -267,9 +264,12 @@ def write_shard(
             blocks.update(chunk)
         checksums[key] = blocks.finish()
 
-    infos = {key: each.info for key, each in by_key.items()}
+    infos = {key: each.own_info for key, each in by_key.items()}
     offsets = write_safetensors(path, infos, hashed, metadata={})
-    return {key: Written(offset, checksums[key]) for key, offset in offsets.items()}
+    return [
+        StoredPiece(path.name, offsets[key], each.box, checksums[key])
+        for key, each in by_key.items()
+    ]
 
 
 class _BlockChecksums:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from shardwise.base.errors import CheckpointError
 
 MAX_INT = 2**62  # no file has more bytes or elements, and the sum of two still fits in 64 bits
+MAX_DIMS = 64  # of a tensor, and keys of a path
 MAX_DEPTH = 200  # levels of nesting; encoded values have up to 64, and need two for each
 FREE = 1 << 26  # bytes of memory that reading a file may take beyond the size of the file
 # Bytes of memory that Python takes for what each of these belongs to, at most.
@@ -178,7 +179,7 @@ class Fields:
             refuse(f"{self.where}, {name!r}", value, "a finite number, 0 or more")
         return float(value)
 
-    def numbers(self, name: str, most_of_them: int) -> tuple[int, ...]:
+    def numbers(self, name: str, most_of_them: int = MAX_DIMS) -> tuple[int, ...]:
         """A list of at most ``most_of_them`` integers, all 0 or more."""
         found = self.items(name, most_of_them)
         if not all(type(item) is int and 0 <= item <= MAX_INT for item in found):
@@ -222,6 +223,21 @@ def check_shape(shape: Sequence[int], itemsize: int, where: str) -> None:
     """
     nbytes = math.prod(max(1, size) for size in shape) * itemsize
     check_number(nbytes, f"{where}, bytes of shape {list(shape)}")
+
+
+def check_keys(keys: Sequence[Any], where: str) -> None:
+    """Check that the keys of a path are names and positions.
+
+    Raises:
+        CheckpointError: they are not, or there are too many.
+    """
+    if len(keys) > MAX_DIMS:
+        refuse(where, keys, f"at most {MAX_DIMS} keys")
+    for key in keys:
+        if isinstance(key, str):
+            check_text(key, where)
+        else:
+            check_number(key, where, most=10**6)
 
 
 def check_text(value: str, where: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -36,7 +36,14 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file, read_small, size_of, write_new
-from shardwise.checkpoint.disk.strict import check_number, check_shape, check_text, refuse
+from shardwise.checkpoint.disk.strict import (
+    MAX_DIMS,
+    check_keys,
+    check_number,
+    check_shape,
+    check_text,
+    refuse,
+)
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
     PickledObject,
@@ -45,21 +52,19 @@ from shardwise.checkpoint.formats.pickles import (
     object_constructor,
 )
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
+    ExtentSource,
     ReadWindow,
     Source,
     check_boxes,
 )
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
+from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, size_of_tensor
 from shardwise.checkpoint.formats.torchwrite import save
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
 _MAX_BYTES = 1 << 28
 _MAX_STEPS = 1 << 24  # of the pickle: a chunk takes about 60
-_MAX_DIMS = 64
 _FEW = 1 << 16
 _MAX_VALUE = 1 << 24
 _MAX_FILE = 1 << 32  # bytes, after which another file is begun
@@ -100,7 +105,7 @@ class Item:
     chunks: tuple[Chunk, ...]
 
 
-class DcpSource(BaseSource):
+class DcpSource(ExtentSource):
     """A checkpoint that ``torch.distributed.checkpoint.save`` wrote.
 
     State saved under ``model`` and ``optimizer`` (or ``optimizers``, or ``optim``) is taken as
@@ -114,8 +119,7 @@ class DcpSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         self._current: StatePath | None = None
         self._extents: Sequence[Extent] = ()
         items = read_metadata(where)
@@ -127,17 +131,9 @@ class DcpSource(BaseSource):
         }
 
     @functools.cached_property
-    def values(self) -> Mapping[StatePath, Any]:
+    def values(self) -> Mapping[StatePath, Any]:  # type: ignore[override]
         """The values stored beside tensors, by path."""
         return {path: self._value(item) for path, item in self._items.items() if item.info is None}
-
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
-        self._reader.read(self._extents_of(path), box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
 
     def _extents_of(self, path: StatePath) -> Sequence[Extent]:
         """Where a tensor is stored; remembered for the tensor that is being read."""
@@ -302,7 +298,7 @@ _PLACE = type(c10d.storage_info("", 0, 0))
 def _known(module: str, name: str) -> Any:
     """What a name in the pickle stands for: something that metadata consists of, or ``None``."""
     if (module, name) == ("torch", "Size"):
-        return Constructor(name, _size)
+        return Constructor(name, size_of_tensor)
     if (module, name) in _CLASSES:
         return object_constructor(name, _CLASSES[module, name])
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
@@ -312,13 +308,6 @@ def _known(module: str, name: str) -> Any:
             name, PurePosixPath
         )  # where it was saved: only shown, never opened
     return None
-
-
-def _size(args: tuple[Any, ...]) -> torch.Size:
-    (sizes,) = args
-    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
-        raise TypeError("found a size that does not consist of integers")
-    return torch.Size(sizes)
 
 
 def read_metadata(folder: Path) -> list[Item]:
@@ -361,7 +350,9 @@ def _items(found: Any, file: Path, nbytes: int) -> list[Item]:
             refuse(f"{file}, name", key, "a string")
         where = f"{file}, {check_text(key, f'{file}, name')}"
         path = _path(paths.get(key, (key,)) if isinstance(paths, dict) else (key,), where)
-        info, boxes = (None, [None]) if _is_value(entry) else _tensor(entry, where)
+        info, boxes = (
+            (None, [None]) if _is_a(entry, BytesStorageMetadata) else _tensor(entry, where)
+        )
         chunks = []
         for box in boxes:
             # A value has no offset; older releases gave it an empty one.
@@ -413,18 +404,10 @@ def _kind(value: Any) -> str:
     return getattr(kind, "__name__", "an object")
 
 
-def _is_value(entry: Any) -> bool:
-    return _is_a(entry, BytesStorageMetadata)
-
-
 def _path(path: Any, where: str) -> StatePath:
-    if not isinstance(path, tuple) or not 0 < len(path) <= _MAX_DIMS:
+    if not isinstance(path, tuple) or not path:
         refuse(f"{where}, path", path, "a tuple of keys")
-    for key in path:
-        if isinstance(key, str):
-            check_text(key, f"{where}, path")
-        else:
-            check_number(key, f"{where}, path", most=10**6)
+    check_keys(path, f"{where}, path")
     return path
 
 
@@ -464,8 +447,8 @@ def _dtype(properties: Any, where: str) -> torch.dtype:
 
 
 def _numbers(values: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(values, torch.Size) or len(values) > _MAX_DIMS:
-        refuse(where, values, f"a torch.Size of at most {_MAX_DIMS} numbers")
+    if not isinstance(values, torch.Size) or len(values) > MAX_DIMS:
+        refuse(where, values, f"a torch.Size of at most {MAX_DIMS} numbers")
     return tuple(check_number(value, where) for value in values)
 
 
@@ -491,6 +474,15 @@ def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[st
     return Chunk(name, offset, length, box)
 
 
+def tensor_metadata(info: TensorInfo, boxes: Iterable[Box]) -> TensorStorageMetadata:
+    """What torch's metadata says about a tensor that is stored in boxes."""
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch_dtype(info.dtype)),
+        torch.Size(info.shape),
+        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
+    )
+
+
 def write_metadata(folder: Path, items: Sequence[Item]) -> None:
     """Write the metadata, and wait until it is on the disk.
 
@@ -507,15 +499,8 @@ def write_metadata(folder: Path, items: Sequence[Item]) -> None:
         if item.info is None:
             entries[item.key] = BytesStorageMetadata()
         else:
-            entries[item.key] = TensorStorageMetadata(
-                TensorProperties(dtype=torch_dtype(item.info.dtype)),
-                torch.Size(item.info.shape),
-                [
-                    ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-                    for box in (chunk.box for chunk in item.chunks)
-                    if box is not None
-                ],
-            )
+            boxes = (chunk.box for chunk in item.chunks if chunk.box is not None)
+            entries[item.key] = tensor_metadata(item.info, boxes)
         for number, chunk in enumerate(item.chunks):
             offsets = None if chunk.box is None else chunk.box.offsets
             index = MetadataIndex(item.key, offsets, None if offsets is None else number)

@@ -16,24 +16,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import xxhash
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
 from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
+    ExtentSource,
     ReadWindow,
     Source,
     model_tensors,
@@ -63,7 +61,7 @@ class HfFile:
     tensors: Mapping[str, TensorInfo]
 
 
-class HfSource(BaseSource):
+class HfSource(ExtentSource):
     """A model in this format, or in a single safetensors file.
 
     Args:
@@ -74,23 +72,16 @@ class HfSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         self._places: dict[StatePath, tuple[Path, StoredSpan]] = {}
         for file, named in _files(where).items():
             self._add(file, named)
         self.tensors = {path: place.info for path, (_, place) in self._places.items()}
         self.values: dict[StatePath, Any] = {}
 
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
+    def _extents_of(self, path: StatePath) -> list[Extent]:
         file, place = self._places[path]
-        extent = Extent(full_box(place.info.shape), file, place.start)
-        self._reader.read([extent], box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
+        return [Extent(full_box(place.info.shape), file, place.start)]
 
     def _add(self, file: Path, named: frozenset[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""
@@ -186,7 +177,7 @@ def write_index(folder: Path, files: list[HfFile]) -> None:
 
 def write_hf(
     folder: Path, source: Source, window: ReadWindow, max_shard_size: int = DEFAULT_SHARD
-) -> list[Path]:
+) -> None:
     """Write the model of a source in this format.
 
     ``config.json`` is written too, if the checkpoint, its folder or the folder of its run has one.
@@ -197,9 +188,6 @@ def write_hf(
         source: the checkpoint to write.
         window: the buffer to use.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
-
-    Returns:
-        The files that contain tensors.
 
     Raises:
         CheckpointError: the source is damaged, or contains no model.
@@ -213,9 +201,8 @@ def write_hf(
         write_new(folder / CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
     for file in files:
-        write_safetensors(folder / file.name, file.tensors, _chunks_of(source, paths, window))
+        write_safetensors(folder / file.name, file.tensors, window.by_name(source, paths))
     write_index(folder, files)
-    return [folder / file.name for file in files]
 
 
 def write_single(file: Path, source: Source, window: ReadWindow) -> None:
@@ -232,13 +219,7 @@ def write_single(file: Path, source: Source, window: ReadWindow) -> None:
     """
     paths = model_tensors(source)
     infos = {name: source.tensors[path] for name, path in paths.items()}
-    write_safetensors(file, infos, _chunks_of(source, paths, window))
-
-
-def _chunks_of(
-    source: Source, paths: Mapping[str, StatePath], window: ReadWindow
-) -> Callable[[str], Iterator[memoryview]]:
-    return lambda name: window.chunks(source, paths[name])
+    write_safetensors(file, infos, window.by_name(source, paths))
 
 
 def folders_of(checkpoint: Path) -> list[Path]:

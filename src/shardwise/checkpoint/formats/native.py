@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,17 +14,17 @@ from shardwise.checkpoint.disk.entries import (
     StatePath,
     StoredPiece,
     TensorEntry,
-    TensorInfo,
     Value,
+    dotted,
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader, read_box
-from shardwise.checkpoint.disk.safetensors import BLOCK, TensorData, write_shard
-from shardwise.checkpoint.formats.source import BaseSource, ReadWindow, Source
+from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
+from shardwise.checkpoint.formats.source import ReadWindow, Source
 
 
-class ShardwiseSource(BaseSource):
+class ShardwiseSource(Source):
     """A checkpoint in the native format. Everything that is read from it is verified.
 
     Args:
@@ -41,16 +39,12 @@ class ShardwiseSource(BaseSource):
         self.manifest = read_manifest(where)
         self._entries = {entry.path: entry for entry in self.manifest.tensors}
         self._reader = PieceReader(where, self.manifest)
-        self.tensors: Mapping[StatePath, TensorInfo] = {
-            path: entry.info for path, entry in self._entries.items()
-        }
+        self.tensors = {path: entry.info for path, entry in self._entries.items()}
         self.placements = {path: entry.placements for path, entry in self._entries.items()}
         self.about = _about(self.manifest)
         self.tied = self.manifest.facts.tied
         self.config = self.manifest.facts.config
-        self.values: Mapping[StatePath, Any] = {
-            value.path: value.value for value in self.manifest.values
-        }
+        self.values = {value.path: value.value for value in self.manifest.values}
 
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
@@ -82,33 +76,18 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
         OSError: a file cannot be written.
     """
     file = shard_name(0, 1)
-    boxes = {path: list(window.boxes(info)) for path, info in source.tensors.items()}
-    entries = {
-        path: _entry(path, info, tuple(StoredPiece(file, 0, box, ()) for box in boxes[path]))
+    pieces = [
+        PieceData(dotted(path), info, box, functools.partial(window.read, source, path, box))
         for path, info in source.tensors.items()
-    }
-    tensors = [
-        TensorData(
-            entry.key(piece),
-            TensorInfo(entry.dtype, piece.box.sizes),
-            functools.partial(window.read, source, path, piece.box),
-        )
-        for path, entry in entries.items()
-        for piece in entry.pieces
+        for box in window.boxes(info)
     ]
-    written = write_shard(folder / file, tensors)
+    stored: dict[str, list[StoredPiece]] = {}
+    for piece, place in zip(pieces, write_shard(folder / file, pieces), strict=True):
+        stored.setdefault(piece.fqn, []).append(place)
     manifest = Manifest(
         tensors=tuple(
-            _entry(
-                path,
-                source.tensors[path],
-                tuple(
-                    StoredPiece(file, place.offset, piece.box, place.checksums)
-                    for piece in entry.pieces
-                    for place in [written[entry.key(piece)]]
-                ),
-            )
-            for path, entry in entries.items()
+            TensorEntry(path, info.shape, info.dtype, "", "", tuple(stored.get(dotted(path), ())))
+            for path, info in source.tensors.items()
         ),
         values=tuple(Value(path, value) for path, value in source.values.items()),
         files={file: (folder / file).stat().st_size},
@@ -120,7 +99,3 @@ def write_shardwise(folder: Path, source: Source, window: ReadWindow) -> None:
         write_manifest(folder, manifest)
     except TypeError as error:
         raise CheckpointError(f"{source.where}: {error}") from None
-
-
-def _entry(path: StatePath, info: TensorInfo, pieces: tuple[StoredPiece, ...]) -> TensorEntry:
-    return TensorEntry(path, info.shape, info.dtype, "", "", pieces)

@@ -9,13 +9,14 @@ files, which an :class:`ExtentReader` reads. Pieces of our own format are read b
 
 from __future__ import annotations
 
+import abc
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, TracebackType
-from typing import Any, Protocol
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box, is_til
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
-from shardwise.checkpoint.disk.safetensors import as_bytes
+from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -48,7 +49,7 @@ def unwatched(total: int) -> Progress:
     return no_progress
 
 
-class Source(Protocol):
+class Source(Closing, abc.ABC):
     """A checkpoint that is open to be read. Close it, or use it in a ``with`` statement.
 
     Attributes:
@@ -62,21 +63,15 @@ class Source(Protocol):
         config: the model's ``config.json``, if the format records it; else empty.
     """
 
-    @property
-    def where(self) -> Path: ...  # noqa: D102
-    @property
-    def tensors(self) -> Mapping[StatePath, TensorInfo]: ...  # noqa: D102
-    @property
-    def values(self) -> Mapping[StatePath, Any]: ...  # noqa: D102
-    @property
-    def about(self) -> Sequence[str]: ...  # noqa: D102
-    @property
-    def placements(self) -> Mapping[StatePath, str]: ...  # noqa: D102
-    @property
-    def tied(self) -> Mapping[str, str]: ...  # noqa: D102
-    @property
-    def config(self) -> Mapping[str, Any]: ...  # noqa: D102
+    where: Path
+    tensors: Mapping[StatePath, TensorInfo]
+    values: Mapping[StatePath, Any]
+    about: Sequence[str] = ()
+    placements: Mapping[StatePath, str] = MappingProxyType({})
+    tied: Mapping[str, str] = MappingProxyType({})
+    config: Mapping[str, Any] = MappingProxyType({})
 
+    @abc.abstractmethod
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor.
 
@@ -88,26 +83,6 @@ class Source(Protocol):
         Raises:
             CheckpointError: the checkpoint is damaged.
         """
-
-    def close(self) -> None:
-        """Close all files."""
-
-    def __enter__(self) -> Source: ...
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None: ...
-
-
-class BaseSource(Closing):
-    """The part of a :class:`Source` that most formats share: nothing is recorded beside tensors."""
-
-    about: Sequence[str] = ()
-    placements: Mapping[StatePath, str] = MappingProxyType({})
-    tied: Mapping[str, str] = MappingProxyType({})
-    config: Mapping[str, Any] = MappingProxyType({})
 
 
 class ReadWindow:
@@ -170,6 +145,10 @@ class ReadWindow:
         """Yield the bytes of a tensor, in order; each chunk is valid until the next one."""
         for _, part in self.parts(source, path):
             yield as_bytes(part).numpy().data
+
+    def by_name(self, source: Source, paths: Mapping[str, StatePath]) -> Chunks:
+        """Return what gives the bytes of tensors by their names, as writers of files take it."""
+        return lambda name: self.chunks(source, paths[name])
 
 
 def _whole_rows(elements: int, sizes: Sequence[int]) -> int:
@@ -300,6 +279,30 @@ class ExtentReader(Closing):
                 os.close(self._open.pop(next(iter(self._open))))
             self._open[file], _ = open_file(file, Links.FOLLOW)
         return self._open[file]
+
+
+class ExtentSource(Source):
+    """A source whose tensors are extents of files.
+
+    Args:
+        where: its folder or file.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        self._reader = ExtentReader()
+
+    @abc.abstractmethod
+    def _extents_of(self, path: StatePath) -> Sequence[Extent]:
+        """Where a tensor is stored."""
+
+    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
+        """Read a part of a tensor; see :class:`.Source`."""
+        self._reader.read(self._extents_of(path), box, into)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._reader.close()
 
 
 def check_boxes(where: str, info: TensorInfo, boxes: Sequence[Box]) -> None:

@@ -21,18 +21,23 @@ from typing import Any, cast
 import torch
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
-from shardwise.checkpoint.disk.strict import Collisions, check_number, check_shape, refuse
+from shardwise.checkpoint.disk.strict import (
+    MAX_DIMS,
+    Collisions,
+    check_number,
+    check_shape,
+    refuse,
+)
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
-from shardwise.checkpoint.formats.source import BaseSource, Extent, ExtentReader
+from shardwise.checkpoint.formats.source import Extent, ExtentSource
 
 _PICKLE = "data.pkl"
 _MOST_PICKLE = 1 << 26  # bytes; a tensor takes about 150
 _MOST_STEPS = 1 << 23  # a tensor takes about 40
-_MAX_DIMS = 64
 # Tensors may share elements: their bytes may be this many times those of the file, and some more.
 _TIMES, _FREE = 64, 1 << 24
 # Keys under which training scripts save the state dict of a model.
@@ -311,14 +316,21 @@ def _is_tensor(value: Any) -> StoredTensor | StoredShard:
 
 
 def _shape(values: Any, where: str) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or len(values) > _MAX_DIMS:
-        refuse(where, values, f"a shape of at most {_MAX_DIMS} dimensions")
+    if not isinstance(values, tuple) or len(values) > MAX_DIMS:
+        refuse(where, values, f"a shape of at most {MAX_DIMS} dimensions")
     return tuple(check_number(value, f"{where}: shape or strides") for value in values)
 
 
-def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
+def size_of_tensor(args: tuple[Any, ...]) -> torch.Size:
+    """What ``torch.Size`` makes of the arguments in a pickle.
+
+    Raises:
+        TypeError: they are not integers.
+    """
     (sizes,) = args
-    return tuple(int(size) for size in sizes)
+    if not isinstance(sizes, tuple) or not all(type(size) is int for size in sizes):
+        raise TypeError("found a size that does not consist of integers")
+    return torch.Size(sizes)
 
 
 def _encoded(args: tuple[Any, ...]) -> bytes:
@@ -349,10 +361,6 @@ def _set(args: tuple[Any, ...]) -> set[Any]:
 def _complex(args: tuple[Any, ...]) -> complex:
     real, imaginary = args
     return complex(float(real), float(imaginary))
-
-
-def _device(args: tuple[Any, ...]) -> torch.device:
-    return torch.device(*args)
 
 
 def _layout(args: tuple[Any, ...]) -> torch.layout:
@@ -398,8 +406,8 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
     for key, make in {
         ("OrderedDict", "collections"): _dict,
         ("Counter", "collections"): _dict,
-        ("Size", "torch"): _size,
-        ("device", "torch"): _device,
+        ("Size", "torch"): size_of_tensor,
+        ("device", "torch"): lambda args: torch.device(*args),
         ("encode", "_codecs"): _encoded,
         ("bytes", "builtins"): _bytes,
         ("bytearray", "builtins"): lambda args: bytearray(_bytes(args)),
@@ -414,7 +422,7 @@ _PLAIN: Mapping[tuple[str, str], Constructor] = {
 }
 
 
-class TorchSource(BaseSource):
+class TorchSource(ExtentSource):
     """The model in a file of ``torch.save``: the contents of ``model``, or else the whole file.
 
     Args:
@@ -425,8 +433,7 @@ class TorchSource(BaseSource):
     """
 
     def __init__(self, where: Path) -> None:
-        self.where = where
-        self._reader = ExtentReader()
+        super().__init__(where)
         tree = read_tree(where)
         if not isinstance(tree, Mapping):
             raise CheckpointError(f"{where}: found a {type(tree).__name__}, expected a state dict")
@@ -434,20 +441,12 @@ class TorchSource(BaseSource):
         self._stored = dict(_tensors(("model",), model, str(where)))
         if not self._stored:
             raise CheckpointError(f"{where}: found no named tensors, expected a state dict")
-        self.tensors: Mapping[StatePath, TensorInfo] = {
-            path: stored.info for path, stored in self._stored.items()
-        }
-        self.values: Mapping[StatePath, Any] = {}
+        self.tensors = {path: stored.info for path, stored in self._stored.items()}
+        self.values = {}
 
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
+    def _extents_of(self, path: StatePath) -> list[Extent]:
         stored = self._stored[path]
-        extent = Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)
-        self._reader.read([extent], box, into)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._reader.close()
+        return [Extent(full_box(stored.info.shape), self.where, stored.start, stored.strides)]
 
 
 def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath, StoredTensor]]:

@@ -5,22 +5,18 @@ See :mod:`..ranks.xla` for the format. Ranks' parts of a tensor become extents o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.formats.source import (
-    BaseSource,
     Extent,
-    ExtentReader,
-    ReadWindow,
+    ExtentSource,
     check_boxes,
 )
 from shardwise.checkpoint.formats.torchfile import StoredShard, StoredTensor, read_tree
@@ -29,7 +25,6 @@ from shardwise.checkpoint.formats.torchwrite import Placeholder
 FORMAT = "shardwise.rank"
 VERSION = 1
 
-_MAX_DIMS = 64
 _MAX_RANKS = 10**6
 
 
@@ -70,11 +65,15 @@ class RankFile:
     alike: Mapping[str, TensorSlice | None]
 
 
-class RankFiles(BaseSource):
+class RankFiles(ExtentSource):
     """The files of all ranks as a source.
 
     Args:
         files: paths of the files, in any order.
+
+    Attributes:
+        tree: ``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor.
+        by_name: the paths of tensors, by the names of their placeholders.
 
     Raises:
         CheckpointError: a file is missing, damaged, hostile, or of another checkpoint; or the parts
@@ -82,15 +81,14 @@ class RankFiles(BaseSource):
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
-        self.where = files[0]
-        self._reader = ExtentReader()
+        super().__init__(files[0])
         self._ranks = _in_order([read_rank_file(file) for file in files])
         self._extents: dict[StatePath, list[Extent]] = {}
         self._placeholders: dict[str, Placeholder] = {}
         self.tensors: dict[StatePath, TensorInfo] = {}
         self.values: dict[StatePath, Any] = {}
         self.by_name: dict[str, StatePath] = {}
-        self._tree = {
+        self.tree = {
             section: self._merge((section,), [rank.tree[section] for rank in self._ranks])
             for section in ("model", "optimizer")
             if all(section in rank.tree for rank in self._ranks)
@@ -101,21 +99,8 @@ class RankFiles(BaseSource):
         """Total bytes of all full tensors."""
         return sum(info.nbytes for info in self.tensors.values())
 
-    def tree(self) -> dict[str, Any]:
-        """``{"model": ..., "optimizer": ...}`` with a :class:`.Placeholder` for every tensor."""
-        return self._tree
-
-    def chunks(self, window: ReadWindow) -> Callable[[str], Iterator[memoryview]]:
-        """The bytes of a tensor by the name of its placeholder, as :func:`.write_tree` takes it."""
-        return lambda name: window.chunks(self, self.by_name[name])
-
-    def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
-        """Read a part of a tensor; see :class:`.Source`."""
-        self._reader.read(self._extents[path], box, into)
-
-    def close(self) -> None:
-        """Close all files."""
-        self._reader.close()
+    def _extents_of(self, path: StatePath) -> list[Extent]:
+        return self._extents[path]
 
     def _merge(self, path: StatePath, found: list[Any]) -> Any:
         """Combine what all ranks have at one path; if it is not a tensor, take the first rank's."""
@@ -161,14 +146,14 @@ class RankFiles(BaseSource):
             return self._placeholders[key]
         assert parts[0] is not None
         info = TensorInfo(stored[0].info.dtype, parts[0].shape)
-        self._extents[path] = self._extents_of(name, info, parts, stored)
+        self._extents[path] = self._merged(name, info, parts, stored)
         self.tensors[path] = info
         if self.by_name.setdefault(name, path) != path:
             raise CheckpointError(f"{self.where}: found {name} twice, expected it once")
         self._placeholders[key] = Placeholder(name, info)
         return self._placeholders[key]
 
-    def _extents_of(
+    def _merged(
         self,
         name: str,
         info: TensorInfo,
@@ -272,9 +257,9 @@ def _parts(found: Any, where: str) -> dict[str, TensorSlice]:
     parts = {}
     for name, value in Fields(found, where).all().items():
         fields = Fields(value, f"{where}, {name}")
-        shape = fields.numbers("shape", _MAX_DIMS)
+        shape = fields.numbers("shape")
         check_shape(shape, 1, fields.where)
-        box = Box(fields.numbers("offsets", _MAX_DIMS), fields.numbers("sizes", _MAX_DIMS))
+        box = Box(fields.numbers("offsets"), fields.numbers("sizes"))
         if len(box.offsets) != len(box.sizes) or not box.is_inside(shape):
             refuse(fields.where, f"{box.offsets} + {box.sizes}", f"a part of {list(shape)}")
         parts[name] = TensorSlice(shape, box)

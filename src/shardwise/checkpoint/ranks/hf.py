@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
@@ -22,7 +23,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
@@ -42,9 +42,10 @@ from shardwise.checkpoint.formats.hf import (
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.shards import parts
 from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
+from shardwise.checkpoint.ranks.weights import parts
+from shardwise.sharding.placement import full_tensor
 
 
 def save_hf(
@@ -149,7 +150,11 @@ def write_model(
         places = _Places(Path(partial), files)
         ranks.all(doing, lambda: _write_shards(places, tensors, ranks, ReadWindow(buffer)))
         for number, conversion in enumerate(conversions):
-            full = {name: _gathered(tensor) for name, tensor in conversion.sources.items()}
+            sources = {name: each.detach() for name, each in conversion.sources.items()}
+            full = {
+                name: (full_tensor(each) if isinstance(each, DTensor) else each).cpu()
+                for name, each in sources.items()
+            }
             writes = number % ranks.size == ranks.rank
             made = full if writes else {}
             ranks.all(doing, functools.partial(_write_converted, places, conversion, made))
@@ -287,32 +292,13 @@ def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
     """
     outer = len(shape)
     run = 1
-    while outer and run == _numel(shape[outer:]):
+    while outer and run == math.prod(shape[outer:]):
         outer -= 1
         run *= box.sizes[outer]
     for index in itertools.product(*map(range, box.sizes[:outer])):
-        inside = tuple(
-            a + b for a, b in zip(box.offsets, (*index, *[0] * len(shape)), strict=False)
-        )
-        first = 0
-        for place, size in zip(inside, shape, strict=True):
-            first = first * size + place
-        yield first, run
-
-
-def _numel(sizes: Sequence[int]) -> int:
-    return torch.Size(sizes).numel()
-
-
-def _gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor on the CPU. Every rank calls this."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().cpu()
-    local, device = dtensor.local_of(tensor), tensor.device_mesh.device_type
-    if local.device.type != device:  # offloaded: collectives run on the device of the mesh
-        local = local.to(device)
-    full = dtensor.wrap_local(local.detach(), dtensor.spec_of(tensor)).full_tensor()
-    return dtensor.wait_tensor(full).cpu()
+        outside = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
+        inner = Box((*outside, *box.offsets[outer:]), (*[1] * outer, *box.sizes[outer:]))
+        yield inner.span(shape)[0], run
 
 
 def _write_converted(

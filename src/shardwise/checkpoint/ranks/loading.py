@@ -1,6 +1,6 @@
 """Loading a training state onto any mesh.
 
-manifest -> memory -> plan (torch's planner) -> every rank reads its parts -> the model
+manifest -> memory -> every rank reads its parts -> the model
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
 )
 
+from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, dotted
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_tensor
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_box, read_tensor
 from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
@@ -30,11 +30,10 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import (
     check_same_names,
     check_tensor,
-    local_of,
     model_state,
     sharded_state_dicts,
 )
-from shardwise.checkpoint.storage import Reader
+from shardwise.checkpoint.ranks.weights import parts
 
 
 def load(
@@ -76,7 +75,7 @@ def load(
     ranks = Ranks(group_for(group))
     return ranks.all(
         f"loading {path}",
-        lambda: load_into(
+        lambda: _load(
             Path(path),
             model,
             optimizer,
@@ -87,7 +86,7 @@ def load(
     )
 
 
-def load_into(
+def _load(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -96,23 +95,7 @@ def load_into(
     ignore_frozen_params: bool,
     buffer: int,
 ) -> dict[str, Any]:
-    """Load a checkpoint on this rank. No rank waits for another.
-
-    Args:
-        path: the checkpoint.
-        model: the model, with memory.
-        optimizer: an optimizer of its parameters.
-        strict: whether the model must have exactly the names that were saved.
-        ignore_frozen_params: leave parameters that require no gradient as they are.
-        buffer: bytes that reading may hold beside the shards.
-
-    Returns:
-        ``extra`` as it was saved.
-
-    Raises:
-        CheckpointError: it is damaged, or of another model or optimizer.
-        ValueError: a parameter is on the meta device.
-    """
+    """Load a checkpoint on this rank. No rank waits for another."""
     manifest = read_manifest(path)
     check_files(path, manifest)
     saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
@@ -121,14 +104,16 @@ def load_into(
     _check_names(manifest, into, saved, strict=strict, where=str(path))
     if optimizer is not None:
         into |= destinations(manifest, optimizer, names)
-    known = {entry.fqn for entry in manifest.tensors}
-    into = {name: tensor for name, tensor in into.items() if name in known}
-    _read(path, manifest, into, buffer)
-    entries = {entry.fqn: entry for entry in manifest.tensors}
+    entries = [entry for entry in manifest.tensors if entry.fqn in into]
+    with PieceReader(path, manifest, buffer=buffer) as reader:
+        for entry in sorted(entries, key=_place):
+            for box, local in parts(into[entry.fqn]):
+                if box.numel:
+                    read_box(reader, entry, box, local)
     tree = unflatten(
         [
             *((value.path, value.value) for value in manifest.values),
-            *((entries[name].path, tensor) for name, tensor in into.items()),
+            *((entry.path, into[entry.fqn]) for entry in entries),
         ],
         str(path),
     )
@@ -146,15 +131,13 @@ def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
 
     Then everything that was read is where it belongs. Hooks may have replaced values.
     """
-    own = {
-        (local.data_ptr(), local.shape)
-        for tensor in (*model.parameters(), *model.buffers())
-        for local in [local_of(tensor)]
-    }
-    return all(
-        isinstance(value, Tensor) and (local_of(value).data_ptr(), local_of(value).shape) in own
-        for value in saved.values()
-    )
+
+    def place(tensor: Tensor) -> tuple[int, torch.Size]:
+        local = dtensor.plain(tensor)
+        return local.data_ptr(), local.shape
+
+    own = {place(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    return all(isinstance(value, Tensor) and place(value) in own for value in saved.values())
 
 
 def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -189,15 +172,9 @@ def _check_names(
             )
 
 
-def _read(path: Path, manifest: Manifest, into: dict[str, Tensor], buffer: int) -> None:
-    """Fill tensors on this rank alone: what it needs follows from the manifest."""
-    reader = Reader(path, manifest, buffer=buffer)
-    metadata = reader.read_metadata()
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(into, metadata, is_coordinator=False)
-    reader.set_up_storage_reader(metadata, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
-    reader.read_data(planner.finish_plan(plan), planner)
+def _place(entry: TensorEntry) -> tuple[str, int]:
+    """Where a tensor begins, so that files are read front to back."""
+    return min(((piece.file, piece.offset) for piece in entry.pieces), default=("", 0))
 
 
 def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ checkpoint says so, or an optimizer whose state has shapes of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from shardwise.base.optim_names import (
     parameters_in_order,
     without_wrappers,
 )
-from shardwise.base.optim_states import home_like, new_state
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
@@ -142,10 +141,21 @@ def destinations(
     Raises:
         CheckpointError: the checkpoint has state of a parameter that the optimizer does not have.
     """
+    # Here, since a training that only saves does not need them.
+    from shardwise.optim.forms import OwnStates
+    from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
     found: dict[str, Tensor] = {}
-    made = functools.cache(functools.partial(new_state, optimizer))
+    inside = list(_optimizers(optimizer))
+    own = next((each for each in inside if isinstance(each, OwnStates)), None)
+    offloaded = next((each for each in inside if isinstance(each, OffloadedOptimizer)), None)
+
+    @functools.cache
+    def made(param: Tensor) -> dict[str, Tensor]:
+        return {} if own is None else own.new_state(param)
+
     for entry in manifest.section("optimizer"):
         if entry.path[1] != STATE or len(entry.path) < 4:
             found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
@@ -164,9 +174,16 @@ def destinations(
             new = made(param).get(str(entry.path[-1]))
             if new is None or not _is_alike(new, entry):
                 new = _made_for(param, entry)
-            before = home_like(optimizer, new)
+            before = new if offloaded is None else offloaded.home_like(new)
         found[entry.fqn] = before
     return found
+
+
+def _optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``."""
+    while optimizer is not None:
+        yield optimizer
+        optimizer = getattr(optimizer, "inner", None)
 
 
 def _is_alike(before: Any, entry: TensorEntry) -> bool:

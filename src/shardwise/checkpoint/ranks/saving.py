@@ -26,7 +26,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
 from shardwise.checkpoint.disk.entries import ModelFacts, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.state import SavedState, facts_of, local_of, state_of
+from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
 
@@ -421,7 +421,7 @@ def copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copied: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, tensor in tensors.items():
-            local = local_of(tensor)
+            local = dtensor.plain(tensor).detach()
             key = (
                 *(local.data_ptr(), local.shape, local.stride(), local.dtype),
                 *(local.is_conj(), local.is_neg()),

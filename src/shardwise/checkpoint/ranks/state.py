@@ -143,7 +143,7 @@ def check_tensor(tensor: Tensor, name: str) -> Tensor:
         raise TypeError(f"{name}: {error}") from None
     if isinstance(tensor, DTensor) and any(each.is_partial() for each in tensor.placements):
         raise TypeError(f"{name}: has placements {tensor.placements}, expected no partial sums")
-    held = type(local_of(tensor))
+    held = type(dtensor.plain(tensor).detach())
     if held is not Tensor:
         raise TypeError(f"{name}: found {held.__name__} shards, expected plain tensors")
     return tensor
@@ -173,11 +173,6 @@ def _listed(names: Set[str]) -> str:
     """The first names, how many more there are, and the verb that goes with them."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(sorted(names)[:3])}{more} {'is' if len(names) == 1 else 'are'}"
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """The local shard of a tensor, or the tensor itself if it is not a ``DTensor``; detached."""
-    return dtensor.local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def origin_of(tensor: Tensor, path: StatePath) -> Origin:

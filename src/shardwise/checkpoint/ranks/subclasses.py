@@ -31,8 +31,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box, is_tiling
+from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import PathKey, StatePath
+from shardwise.checkpoint.disk.pieces import narrow
 
 #: The key under which the shards of a state are.
 SHARDS = "$shards"
@@ -60,7 +61,7 @@ def taken_apart(state: Tensor, *, plain_too: bool = False) -> dict[str, Any] | N
         parts, context = flat
         detached = {name: part.detach() for name, part in parts.items()}
         shard = {_CLASS: _name(type(local)), _CONTEXT: _as_value(context), _PARTS: detached}
-    return {SHARDS: {_key(_box_of(state)): shard}}
+    return {SHARDS: {_key(Box(*dtensor.chunk_of(state))): shard}}
 
 
 def whole_path(path: StatePath) -> StatePath | None:
@@ -78,7 +79,7 @@ def is_needed(path: StatePath, param: Tensor) -> bool:
     if len(path) != at + 4 or path[at + 2] != _PARTS:
         raise CheckpointError(f"{path}: found another path, expected a part of a shard")
     box = _parsed(path[at + 1], path)
-    return _checked(box, param, path).intersection(_box_of(param)) is not None
+    return _checked(box, param, path).intersection(Box(*dtensor.chunk_of(param))) is not None
 
 
 def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
@@ -95,7 +96,7 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
     Raises:
         CheckpointError: the shards do not fit together, or cannot be cut like this one.
     """
-    mine = _box_of(param)
+    mine = Box(*dtensor.chunk_of(param))
     found = []
     for key, saved in tree[SHARDS].items():
         box = _checked(_parsed(key, where), param, where)
@@ -311,20 +312,8 @@ def _values(
                 "that saved it"
             ) from error
         target, source = both.relative_to(mine.offsets), both.relative_to(shard.box.offsets)
-        made[_slices(target)] = values[_slices(source)]
+        narrow(made, target).copy_(narrow(values, source))
     return made
-
-
-def _slices(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(a, a + n) for a, n in zip(box.offsets, box.sizes, strict=True))
-
-
-def _box_of(tensor: Tensor) -> Box:
-    """The indices of this rank's shard in the full tensor."""
-    if not isinstance(tensor, DTensor):
-        return full_box(tuple(tensor.shape))
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 def _key(box: Box) -> str:

@@ -6,22 +6,28 @@ A training that is to continue needs more than weights: see :mod:`.saving` and :
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.boxes import Box
+from shardwise.checkpoint.disk.entries import StatePath, torch_dtype
+from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
     ReadWindow,
+    Source,
     model_tensors,
 )
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.shards import read_parts
-from shardwise.checkpoint.ranks.state import check_same_names, sharded_state_dict
+from shardwise.checkpoint.ranks.state import check_same_names, check_tensor, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.sharding.allocate import allocate
 
@@ -88,3 +94,39 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
         for name, each in sharded_state_dict(model).items()
         if isinstance(each, torch.Tensor)
     }
+
+
+def parts(tensor: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield this rank's parts of a tensor: the box of each, and its elements."""
+    yield Box(*dtensor.chunk_of(tensor)), dtensor.plain(tensor)
+
+
+def read_parts(
+    tensor: torch.Tensor, name: str, source: Source, window: ReadWindow, path: StatePath
+) -> None:
+    """Read this rank's part of a tensor, converted to the tensor's dtype.
+
+    Args:
+        tensor: the tensor to fill, with memory.
+        name: its name, for error messages.
+        source: the checkpoint.
+        window: the buffer for what cannot be read straight into the tensor.
+        path: path of the tensor in the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has another shape.
+    """
+    info = source.tensors[path]
+    check_tensor(tensor, name)
+    if info.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{source.where}: {name}: found shape {list(info.shape)}, expected {list(tensor.shape)}"
+        )
+    for box, local in parts(tensor):
+        same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
+        if same and local.is_contiguous() and box.numel:
+            source.read(path, box, local.detach())
+            local.view(-1)[:0].zero_()  # tells autograd of a write, since it does not see the read
+            continue
+        for part, elements in window.parts(source, path, box):
+            narrow(local, part.relative_to(box.offsets)).copy_(elements)

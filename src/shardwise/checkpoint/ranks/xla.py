@@ -260,7 +260,7 @@ def consolidate_sharded_model_checkpoints(
             return _in_memory(source), None
         window = ReadWindow(buffer, watch(source.nbytes))
         with written_beside(target, files[0], force=force) as partial:
-            write_tree(partial, source.tree(), source.chunks(window))
+            write_tree(partial, source.tree, window.by_name(source, source.by_name))
     loaded = torch.load(target, map_location="cpu", weights_only=True, mmap=True)
     return loaded["model"], str(target)
 
@@ -274,7 +274,7 @@ def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
             full[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
             if info.numel:
                 source.read(path, full_box(info.shape), full[name])
-    return {name: full[hole.name] for name, hole in source.tree()["model"].items()}
+    return {name: full[hole.name] for name, hole in source.tree["model"].items()}
 
 
 def get_shard_metadata(model: nn.Module) -> dict[str, Any]:

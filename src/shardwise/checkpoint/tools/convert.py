@@ -117,7 +117,7 @@ def _write_torch(file: Path, source: Source, window: ReadWindow, *, everything: 
         tree = {dotted(path[1:]): hole for path, hole in holes.items() if path[0] == "model"}
         tree |= {dotted(path[1:]): v for path, v in source.values.items() if path[0] == "model"}
     paths = {hole.name: path for path, hole in holes.items()}
-    write_tree(file, tree, lambda name: window.chunks(source, paths[name]))
+    write_tree(file, tree, window.by_name(source, paths))
 
 
 def convert(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import check_complete, check_files, step_folder
+from shardwise.checkpoint.disk.commit import check_complete, check_files, is_partial, step_folder
 from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
@@ -116,11 +116,7 @@ def _is_listed(entry: os.DirEntry[str]) -> bool:
         return _step_of(path) is not None
     if not entry.is_dir():
         return False
-    return _is_partial(path) or _step_of(path) is not None or format_of(path) is not None
-
-
-def _is_partial(folder: Path) -> bool:
-    return folder.name.startswith(".") and folder.name.endswith(".partial")
+    return is_partial(path) or _step_of(path) is not None or format_of(path) is not None
 
 
 def _look_steadily(path: Path) -> Listed | None:
@@ -141,7 +137,7 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     except OSError:
         return None
     # Inode numbers are reused, so the time counts too, except while the entry is being written.
-    changed = 0 if _is_partial(path) else status.st_ctime_ns
+    changed = 0 if is_partial(path) else status.st_ctime_ns
     return status.st_dev, status.st_ino, changed
 
 
@@ -163,7 +159,7 @@ def _step_of(folder: Path) -> int | None:
 def _look(path: Path) -> Listed:
     form = format_of(path)
     step, nbytes = _step_of(path), _size(path)
-    if _is_partial(path):
+    if is_partial(path):
         problem = "is being written or deleted, or was left by a killed process"
         return Listed(path, step, form, nbytes, problem)
     if form is None:

@@ -17,14 +17,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LoadReport", "build", "fill", "from_pretrained", "save_pretrained"]
 
-_HOME = {
-    "LoadReport": "shardwise.frontends.pretrained.filling",
-    "build": "shardwise.frontends.pretrained.building",
-    "fill": "shardwise.frontends.pretrained.filling",
-    "from_pretrained": "shardwise.frontends.pretrained.api",
-    "save_pretrained": "shardwise.frontends.pretrained.saving",
-}
-
 
 if not TYPE_CHECKING:  # else every misspelled name would have a type
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__)

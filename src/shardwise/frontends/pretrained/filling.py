@@ -23,9 +23,8 @@ from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.saving import wait_for_save
-from shardwise.checkpoint.ranks.shards import parts, read_parts
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.checkpoint.ranks.weights import tensors_of
+from shardwise.checkpoint.ranks.weights import parts, read_parts, tensors_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
 from shardwise.frontends.pretrained.building import Name, find

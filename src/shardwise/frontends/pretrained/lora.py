@@ -31,9 +31,8 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import Conversion, write_model
-from shardwise.checkpoint.ranks.shards import parts
 from shardwise.checkpoint.ranks.state import check_tensor
-from shardwise.checkpoint.ranks.weights import tensors_of
+from shardwise.checkpoint.ranks.weights import parts, tensors_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
 from shardwise.frontends.pretrained.merging import ADAPTER_WEIGHTS, PREFIX

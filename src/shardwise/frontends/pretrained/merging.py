@@ -28,7 +28,6 @@ from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, DEFAULT_SHARD, HfSource, write_hf
 from shardwise.checkpoint.formats.source import (
     DEFAULT_BUFFER,
-    BaseSource,
     ReadWindow,
     Source,
     Watch,
@@ -130,7 +129,7 @@ class _MergePlan:
     replaced: dict[str, tuple[Source, StatePath]] = field(default_factory=dict)
 
 
-class MergedSource(BaseSource):
+class MergedSource(Source):
     """The weights of a base model with adapters merged into them, as one :class:`.Source`.
 
     Args:

@@ -11,13 +11,5 @@ if TYPE_CHECKING:
 
 __all__ = ["Recording", "Timeline", "read", "record", "write"]
 
-_HOME = {
-    "Recording": "shardwise.insight.timeline.recording",
-    "Timeline": "shardwise.insight.timeline.merged",
-    "read": "shardwise.insight.timeline.files",
-    "record": "shardwise.insight.timeline.recording",
-    "write": "shardwise.insight.timeline.files",
-}
-
 if not TYPE_CHECKING:
-    __getattr__, __dir__ = lazy_names(__name__, _HOME)
+    __getattr__, __dir__ = lazy_names(__name__)

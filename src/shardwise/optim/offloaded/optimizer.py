@@ -16,12 +16,11 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
-from shardwise.base.optim_states import MakesStates
 from shardwise.base.places import Medium, OffloadPlace
 from shardwise.optim.around import AroundOptimizer
-from shardwise.optim.offloaded.entries import EntryForm
+from shardwise.optim.forms import OwnStates
 from shardwise.optim.offloaded.masters import MASTER, Masters
-from shardwise.optim.offloaded.states import OffloadedStates
+from shardwise.optim.offloaded.states import EntryForm, OffloadedStates
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.sharding.param import check_origin, forms_of
@@ -240,7 +239,8 @@ class OffloadedOptimizer(AroundOptimizer):
         for number, (param, state) in enumerate(states.items()):
             for key, value in state.items():
                 check_origin(f"optimizer state {key!r} of parameter {number}", value, param)
-            self._check_state(number, param, state)
+            if isinstance(self.inner, OwnStates) and not self._masters.has(param):
+                self.inner.check_state(number, param, state)
         # With an empty state, the inner optimizer checks the groups, and converts nothing.
         before = self.inner.state
         self.inner.load_state_dict({**state_dict, "state": given})
@@ -390,28 +390,12 @@ class OffloadedOptimizer(AroundOptimizer):
 
     def _fit(self, param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state of other masters, or of none, as it is with those of this optimizer."""
-        if not isinstance(self.inner, MakesStates):
+        if not isinstance(self.inner, OwnStates):
             return self._masters.fit(param, state)
         # Its states have dtypes of their own, whatever that of parameters is.
         if MASTER in state and not self._masters.has(param):
             return {key: value for key, value in state.items() if key != MASTER}
         return state
-
-    def _check_state(self, number: int, param: torch.Tensor, state: dict[str, Any]) -> None:
-        """Check a state that is to be loaded, where the inner optimizer says what it looks like."""
-        if not state or not isinstance(self.inner, MakesStates) or self._masters.has(param):
-            return
-        expected = self.inner.new_state(param)
-        if state.keys() != expected.keys() or any(
-            tuple(torch.as_tensor(state[key]).shape) != tuple(expected[key].shape)
-            or torch.as_tensor(state[key]).dtype != expected[key].dtype
-            for key in expected
-        ):
-            raise ValueError(
-                f"state of parameter {number}, of shape {list(param.shape)}: found "
-                f"{sorted(state)}, expected {sorted(expected)} with their shapes and dtypes; the "
-                f"state of another optimizer cannot be loaded into {type(self.inner).__name__}"
-            )
 
 
 def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:

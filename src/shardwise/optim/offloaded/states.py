@@ -12,22 +12,98 @@ and written behind:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from shardwise._torch import dtensor
+from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base import observe
 from shardwise.base.observe import Activity
-from shardwise.base.scratch.file import Run
-from shardwise.optim.offloaded.entries import Entry, EntryForm
-from shardwise.optim.offloaded.staging import StagingBlock, StateStaging
-from shardwise.optim.offloaded.stores import Store, Wait
+from shardwise.base.scratch import file
+from shardwise.base.scratch.file import KeptPart
+from shardwise.optim.offloaded.stores import StagingBlock, StateStaging, Store, Wait
 
 _STATES = "optimizer states"  # what a timeline calls waiting for them
+
+
+@dataclass(frozen=True)
+class EntryForm:
+    """What a tensor looks like.
+
+    Attributes:
+        shape: of this rank's part.
+        stride: of this rank's part.
+        dtype: of both.
+        spec: mesh and placements of a ``DTensor``.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    spec: DTensorSpec | None
+
+    @classmethod
+    def of(cls, value: object) -> EntryForm | None:
+        """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
+
+        That is a tensor with at least ``file.SMALLEST`` bytes on this rank, which lie together.
+        Tensors of subclasses other than ``DTensor`` stay where they are, and so do those that
+        require gradients.
+        """
+        if not isinstance(value, torch.Tensor) or value.requires_grad:
+            return None
+        local = dtensor.plain(value)
+        if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):
+            return None
+        if local.ndim == 0 or local.nbytes < file.SMALLEST or not _is_dense(local):
+            return None
+        spec = None if local is value else dtensor.spec_of(value)
+        return cls(tuple(local.shape), local.stride(), local.dtype, spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part, rounded up to what direct I/O takes."""
+        return file.aligned(math.prod(self.shape) * self.dtype.itemsize)
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of this form whose values are in ``memory``, from its beginning.
+
+        Args:
+            memory: bytes, of shape ``(nbytes,)``.
+        """
+        used = memory[: math.prod(self.shape) * self.dtype.itemsize].view(self.dtype)
+        local = used.as_strided(self.shape, self.stride)
+        return local if self.spec is None else dtensor.wrap_local(local, self.spec)
+
+
+@dataclass(eq=False)
+class Entry:
+    """A tensor of a state that is kept elsewhere.
+
+    Attributes:
+        form: what it looks like.
+        memory: the bytes that keep it.
+        home: the tensor there, which others see between steps.
+        shown: the tensor in the state now: ``home``, or one in staging memory.
+    """
+
+    form: EntryForm
+    memory: torch.Tensor
+    home: torch.Tensor
+    shown: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shown = self.home
+
+    @property
+    def address(self) -> int:
+        """Where its bytes are, so that neighbors move together; 0 in a rehearsal."""
+        return self.memory.untyped_storage().data_ptr()
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +165,8 @@ class OffloadedStates:
     @property
     def nbytes(self) -> int:
         """How many bytes are kept in the store."""
-        return self._store.nbytes
+        kept = (entry for entries in self._entries.values() for entry in entries.values())
+        return sum(entry.form.nbytes for entry in kept)
 
     @property
     def staging_nbytes(self) -> int:
@@ -149,7 +226,6 @@ class OffloadedStates:
             if found is not view:
                 if found is None or EntryForm.of(found) != piece.entry.form:
                     del self._entries[piece.param][piece.key]
-                    self._store.free(piece.entry.offset, piece.entry.form.nbytes)
                     continue
                 dtensor.plain(view).copy_(dtensor.plain(found))
                 self._inner.state[piece.param][piece.key] = view
@@ -190,8 +266,8 @@ class OffloadedStates:
         Raises:
             OffloadError: there is no room.
         """
-        offset = self._store.allocate(form.nbytes)
-        return Entry(form, offset, form.over(self._store.home(offset, form.nbytes)))
+        memory = self._store.allocate(form.nbytes)
+        return Entry(form, memory, form.over(memory))
 
     def settle(self) -> None:
         """Bring every state home: finish all writes, and forget what was read ahead.
@@ -232,8 +308,6 @@ class OffloadedStates:
             self._entries[param] = {
                 key: known.pop(id(value)) for key, value in state.items() if id(value) in known
             }
-        for entry in known.values():
-            self._store.free(entry.offset, entry.form.nbytes)
         for entries in self._entries.values():
             for entry in entries.values():
                 entry.shown = entry.home
@@ -251,16 +325,16 @@ class OffloadedStates:
             for key, entry in self._entries.get(param, {}).items()
         ]
         pieces, at = [], 0
-        for param, key, entry in sorted(found, key=lambda each: each[2].offset):
+        for param, key, entry in sorted(found, key=lambda each: each[2].address):
             pieces.append(StagedEntry(param, key, entry, at))
             at += entry.form.nbytes
         return pieces
 
     def _fetch(self, pieces: list[StagedEntry], block: StagingBlock) -> StagedEntries:
-        return StagedEntries(block, pieces, [], self._store.fetch(block, _runs(pieces)))
+        return StagedEntries(block, pieces, [], self._store.fetch(block, _parts(pieces)))
 
     def _put(self, loan: StagedEntries) -> None:
-        loan.moved = self._store.put(loan.block, _runs(loan.pieces))
+        loan.moved = self._store.put(loan.block, _parts(loan.pieces))
         self._behind.append(loan)
 
     def _show(self, loan: StagedEntries) -> None:
@@ -312,8 +386,7 @@ class OffloadedStates:
             for key in [key for key, entry in kept.items() if state.get(key) is not entry.shown]:
                 while any(p.entry is kept[key] for loan in self._behind for p in loan.pieces):
                     self._finish_oldest()
-                entry = kept.pop(key)
-                self._store.free(entry.offset, entry.form.nbytes)
+                del kept[key]
 
 
 def _nbytes(pieces: Sequence[StagedEntry]) -> int:
@@ -333,17 +406,18 @@ def _shared(state: Mapping[str, object]) -> set[str]:
     return {name for each in names.values() if len(each) > 1 for name in each}
 
 
-def _runs(pieces: Sequence[StagedEntry]) -> list[Run]:
-    """What is next to each other both in a block and in the store."""
-    runs: list[Run] = []
-    for piece in pieces:
-        nbytes, last = piece.entry.form.nbytes, runs[-1] if runs else None
-        if (
-            last is not None
-            and last.offset + last.nbytes == piece.entry.offset
-            and last.at + last.nbytes == piece.at
-        ):
-            runs[-1] = Run(last.at, last.offset, last.nbytes + nbytes)
-        else:
-            runs.append(Run(piece.at, piece.entry.offset, nbytes))
-    return runs
+def _parts(pieces: Sequence[StagedEntry]) -> list[KeptPart]:
+    return [(piece.at, piece.entry.memory) for piece in pieces]
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills the memory that it spans, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda each: each[1]
+    ):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,4 +1,4 @@
-"""The seam: what keeps the bytes of states, and moves them from and to staging memory.
+"""What keeps the bytes of states, and the memory in which they are while a step needs them.
 
 DiskStore     a file; computes on the CPU or on an accelerator
 HostStore     memory of the host, pinned; computes on an accelerator
@@ -7,52 +7,116 @@ PlannedStore  nothing: a plan rehearses steps on tensors without memory
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from shardwise.base import devices
-from shardwise.base.scratch.file import Run, ScratchFile
-from shardwise.optim.offloaded.staging import StagingBlock, aligned_memory
+from shardwise.base import devices, observe
+from shardwise.base.observe import Memory
+from shardwise.base.scratch.file import ALIGNMENT, KeptPart, ScratchFile
 
 #: Waits until bytes have arrived: the host, or the current stream of a device.
 Wait = Callable[[], None]
 
 
-class Store(Protocol):
-    """What keeps bytes. Offsets are its own."""
+@dataclass(eq=False)
+class StagingBlock:
+    """A piece of staging memory.
+
+    Attributes:
+        memory: bytes, on the device that computes.
+        host: bytes on the host that go to a disk: those of ``memory`` itself, on the CPU.
+    """
+
+    memory: torch.Tensor
+    host: torch.Tensor
+
+    def parts(self, parts: Sequence[KeptPart]) -> list[torch.Tensor]:
+        """Return parts of ``memory``, each as large as what keeps it."""
+        return [self.memory[at : at + kept.numel()] for at, kept in parts]
+
+
+class StateStaging:
+    """Blocks of memory, up to a limit.
+
+    One block may be larger than the limit. Then it is the only one.
+
+    Args:
+        limit: bytes of all blocks.
+        make: makes a block of a number of bytes.
+    """
+
+    def __init__(self, limit: int, make: Callable[[int], StagingBlock]) -> None:
+        self._limit = limit
+        self._make = make
+        self._free: list[StagingBlock] = []
+        self._used = 0  # bytes of blocks that are out
+        self._largest = 0
 
     @property
     def nbytes(self) -> int:
-        """How many bytes are kept."""
+        """Bytes of all blocks."""
+        return self._used + sum(_size(block) for block in self._free)
 
-    def allocate(self, nbytes: int) -> int:
-        """Return the offset of bytes to keep.
+    def acquire(self, nbytes: int) -> StagingBlock | None:
+        """Return a block of at least ``nbytes`` bytes; ``None`` if others have to be released."""
+        self._largest = max(self._largest, nbytes)
+        for i, block in enumerate(self._free):
+            if _size(block) >= nbytes:
+                self._used += _size(block)
+                return self._free.pop(i)
+        # Blocks of one size can take each other's place.
+        size = self._largest if self._used + self._largest <= self._limit else nbytes
+        if self._used and self._used + size > self._limit:
+            return None
+        while self._free and self.nbytes + size > self._limit:
+            self._free.pop()
+        self._used += size
+        block = self._make(size)
+        observe.memory_of(Memory.OPTIMIZER, "", block.memory)
+        return block
+
+    def release(self, block: StagingBlock) -> None:
+        """Take a block back, for others."""
+        self._used -= _size(block)
+        self._free.append(block)
+
+    def clear(self) -> None:
+        """Free the memory of all blocks, and forget how large they were.
+
+        No block is out, but for those of a step that was interrupted before it could return them.
+        """
+        self._free.clear()
+        self._largest = self._used = 0
+
+
+class Store(Protocol):
+    """What keeps bytes. Each part of a block goes with the memory that keeps it."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return memory to keep bytes in, which is free again when it is no longer held.
+
+        The host can read and write it while none of them move.
 
         Raises:
             OffloadError: there is no room for them.
         """
 
-    def free(self, offset: int, nbytes: int) -> None:
-        """Keep some bytes no longer."""
-
-    def home(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return kept bytes as memory that the host can read and write, while none of them move."""
-
     def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of staging memory."""
 
-    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to move kept bytes into a block.
 
         Returns:
             What waits for them. It raises ``OffloadError`` if they could not be read.
         """
 
-    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to move bytes from a block to where they are kept.
 
         Returns:
@@ -75,22 +139,9 @@ class DiskStore:
         self._file = ScratchFile(folder)
         self._device = device
 
-    @property
-    def nbytes(self) -> int:
-        """The size of the file."""
-        return self._file.nbytes
-
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Set bytes aside in the file."""
-        return self._file.allocate(nbytes)
-
-    def free(self, offset: int, nbytes: int) -> None:
-        """Keep some bytes no longer."""
-        self._file.free(offset, nbytes)
-
-    def home(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return a part of the file as memory."""
-        return self._file.map(offset, nbytes)
+        return self._file.memory(nbytes)
 
     def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of staging memory."""
@@ -99,29 +150,26 @@ class DiskStore:
             return StagingBlock(host, host)
         return StagingBlock(torch.empty(nbytes, dtype=torch.uint8, device=self._device), host)
 
-    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to read."""
-        reads = self._file.read(block.host, runs)
+        reads = self._file.read(block.host, parts)
 
         def wait() -> None:
             _wait_for(reads)
             if block.host is not block.memory:
-                for run in runs:
-                    part = slice(run.at, run.at + run.nbytes)
-                    block.memory[part].copy_(
-                        block.host[part], non_blocking=devices.pins(self._device)
-                    )
+                for on_device, (at, kept) in zip(block.parts(parts), parts, strict=True):
+                    here = block.host[at : at + kept.numel()]
+                    on_device.copy_(here, non_blocking=devices.pins(self._device))
 
         return wait
 
-    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to write."""
         if block.host is not block.memory:
             # The host waits for the device here: threads write what has arrived.
-            for run in runs:
-                part = slice(run.at, run.at + run.nbytes)
-                block.host[part].copy_(block.memory[part])
-        writes = self._file.write(block.host, runs)
+            for on_device, (at, kept) in zip(block.parts(parts), parts, strict=True):
+                block.host[at : at + kept.numel()].copy_(on_device)
+        writes = self._file.write(block.host, parts)
         return lambda: _wait_for(writes)
 
 
@@ -136,41 +184,21 @@ class HostStore:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: dict[int, torch.Tensor] = {}
-        self._next = 0
-        self._nbytes = 0
         self._stream = devices.new_stream(device) if devices.pins(device) else None
 
-    @property
-    def nbytes(self) -> int:
-        """How many bytes of pinned memory are kept."""
-        return self._nbytes
-
-    def allocate(self, nbytes: int) -> int:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Allocate pinned memory."""
-        offset = self._next
-        self._kept[offset] = aligned_memory(nbytes, self._device)
-        self._next += nbytes
-        self._nbytes += nbytes
-        return offset
-
-    def free(self, offset: int, nbytes: int) -> None:
-        """Free pinned memory."""
-        del self._kept[offset]
-        self._nbytes -= nbytes
-
-    def home(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Return that memory."""
-        return self._kept[offset]
+        return aligned_memory(nbytes, self._device)
 
     def make_block(self, nbytes: int) -> StagingBlock:
         """Make a block of memory on the device."""
         memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         return StagingBlock(memory, memory)
 
-    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to copy to the device. The wait is for the current stream."""
-        copied = self._start(block, runs, self._to_device)
+        homes = (kept for _, kept in parts)
+        copied = self._start(zip(block.parts(parts), homes, strict=True))
 
         def wait() -> None:
             if copied is not None:
@@ -178,9 +206,10 @@ class HostStore:
 
         return wait
 
-    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def put(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Start to copy to the host. The wait is for the host, which may read it then."""
-        copied = self._start(block, runs, self._to_host)
+        homes = (kept for _, kept in parts)
+        copied = self._start(zip(homes, block.parts(parts), strict=True))
 
         def wait() -> None:
             if copied is not None:
@@ -188,70 +217,29 @@ class HostStore:
 
         return wait
 
-    def _to_device(self, mine: torch.Tensor, kept: torch.Tensor) -> None:
-        mine.copy_(kept, non_blocking=self._stream is not None)
+    def _start(self, copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> torch.Event | None:
+        """Copy to the first of two tensors from the second, on the stream of copies.
 
-    def _to_host(self, mine: torch.Tensor, kept: torch.Tensor) -> None:
-        kept.copy_(mine, non_blocking=self._stream is not None)
-
-    def _start(
-        self,
-        block: StagingBlock,
-        runs: Sequence[Run],
-        copy: Callable[[torch.Tensor, torch.Tensor], object],
-    ) -> torch.Event | None:
-        """Copy on the stream of copies, and return an event that was recorded after it."""
+        Returns:
+            An event that was recorded after all of them; ``None`` if the host has waited.
+        """
         if self._stream is None:
-            self._copy(block, runs, copy)
+            for target, source in copies:
+                target.copy_(source)
             return None
         computing = devices.current_stream(self._device)
         # What computed with the block, or with its memory before it was one, comes first.
         self._stream.wait_event(computing.record_event())
         with self._stream:
-            self._copy(block, runs, copy)
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
         return self._stream.record_event()
-
-    def _copy(
-        self,
-        block: StagingBlock,
-        runs: Sequence[Run],
-        copy: Callable[[torch.Tensor, torch.Tensor], object],
-    ) -> None:
-        for run in runs:
-            at = run.at
-            for kept in self._pieces(run):
-                copy(block.memory[at : at + kept.numel()], kept)
-                at += kept.numel()
-
-    def _pieces(self, run: Run) -> Iterator[torch.Tensor]:
-        """What is kept of a run, tensor by tensor."""
-        offset = run.offset
-        while offset < run.offset + run.nbytes:
-            yield self._kept[offset]
-            offset += self._kept[offset].numel()
 
 
 class PlannedStore:
-    """Nothing but offsets: blocks are tensors without memory, and homes are on the meta device."""
+    """Nothing: blocks are tensors without memory, and what is kept is on the meta device."""
 
-    def __init__(self) -> None:
-        self._nbytes = 0
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes would be kept."""
-        return self._nbytes
-
-    def allocate(self, nbytes: int) -> int:
-        """Count bytes."""
-        self._nbytes += nbytes
-        return self._nbytes - nbytes
-
-    def free(self, offset: int, nbytes: int) -> None:
-        """Count fewer bytes."""
-        self._nbytes -= nbytes
-
-    def home(self, offset: int, nbytes: int) -> torch.Tensor:
+    def allocate(self, nbytes: int) -> torch.Tensor:
         """Return bytes on the meta device."""
         return torch.empty(nbytes, dtype=torch.uint8, device="meta")
 
@@ -260,13 +248,21 @@ class PlannedStore:
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return StagingBlock(memory, memory)
 
-    def fetch(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
+    def fetch(self, block: StagingBlock, parts: Sequence[KeptPart]) -> Wait:
         """Do nothing."""
         return lambda: None
 
-    def put(self, block: StagingBlock, runs: Sequence[Run]) -> Wait:
-        """Do nothing."""
-        return lambda: None
+    put = fetch
+
+
+def aligned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate bytes on the host that begin where direct I/O can read and write.
+
+    They are pinned if that makes copies from and to ``device`` faster.
+    """
+    memory = devices.host_memory(nbytes + ALIGNMENT, device)
+    begin = -memory.data_ptr() % ALIGNMENT
+    return memory[begin : begin + nbytes]
 
 
 def _wait_for(transfers: Sequence[Future[None]]) -> None:
@@ -275,3 +271,7 @@ def _wait_for(transfers: Sequence[Future[None]]) -> None:
         each.exception()
     for each in transfers:
         each.result()
+
+
+def _size(block: StagingBlock) -> int:
+    return block.memory.numel()
