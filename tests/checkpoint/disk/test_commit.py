@@ -373,6 +373,9 @@ def _save_until_killed(
     fill(model, optimizer)
     torch.distributed.barrier()
     step = max(checkpoint.steps(folder), default=0)
+    if newest is None:  # on a busy machine, the end may come before a first save
+        step += 1
+        checkpoint.save(checkpoint.step_folder(folder, step), model, optimizer)
     if rank in victims:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, seconds)
