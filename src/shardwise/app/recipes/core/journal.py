@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any
 
 from shardwise.app.recipes.core.checkpointing import Best
 from shardwise.app.recipes.core.rundir import RunDir, naming
@@ -27,8 +27,8 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import LOST, job_id
 
 
-class Journal(Protocol):
-    """Where the training loop records what happens."""
+class Journal:
+    """Where the training loop records what happens: every rank but rank 0 records nothing."""
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
         """Record a step, and what each rank says of it."""
@@ -46,26 +46,7 @@ class Journal(Protocol):
         """Record at once that the training failed: there may be little time for more."""
 
 
-class NoJournal:
-    """The journal of every rank but rank 0."""
-
-    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
-        """Do nothing."""
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def saved(self) -> None:
-        """Do nothing."""
-
-    def best(self, best: Best) -> None:
-        """Do nothing."""
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing."""
-
-
-class FileJournal:
+class FileJournal(Journal):
     """Writes ``metrics.jsonl`` and ``ranks.jsonl``, and passes metrics to other sinks.
 
     Args:

@@ -9,27 +9,27 @@ import netrc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.training import LogName
 
 
-class Sink(Protocol):
+class Sink:
     """Something that draws curves."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of a step."""
 
     def flush(self) -> None:
-        """Flush to disk what is written to disk."""
+        """Flush to disk what does not get there by itself."""
 
     def close(self, failed: BaseException | None) -> None:
         """End, after training has ended, or failed with an error."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """TensorBoard's event files.
 
     Args:
@@ -57,7 +57,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Sink):
     """A run of Weights & Biases, by its own package.
 
     Its environment variables choose the project, the entity and the mode. Without an account on
@@ -102,9 +102,6 @@ class Wandb:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Log the values; this waits for no network."""
         self._attempt(lambda: self._run.log({"step": step, **values}))
-
-    def flush(self) -> None:
-        """Do nothing: its service writes by itself."""
 
     def close(self, failed: BaseException | None) -> None:
         """End the run, finished or failed."""

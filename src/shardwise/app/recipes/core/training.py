@@ -152,7 +152,7 @@ def train_connected(
     if world.rank == 0:
         _train_and_record(run, position, signals)
     else:
-        _train(run, position, journal.NoJournal(), signals)
+        _train(run, position, journal.Journal(), signals)
 
 
 def place_for(
