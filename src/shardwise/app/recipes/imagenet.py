@@ -9,7 +9,6 @@ from shardwise.app.recipes.core.model import build_classifier, config_json, init
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
 from shardwise.app.recipes.vision.task import (
-    Classifier,
     ImageData,
     example_of,
     load_plain,
@@ -35,7 +34,10 @@ def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
     data = ImageData.of(inputs)
     per_epoch = len(data.training)
     build = functools.partial(build_classifier, inputs.settings, classes, device="cpu")
-    classifier = Classifier(
+    return vision_task(
+        inputs,
+        place,
+        data,
         name=config.model,
         model=sharded,
         config_json=config_json(model),
@@ -44,7 +46,6 @@ def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
         load=functools.partial(load_plain, build, place.device),
         loaded_into="a plain module",
     )
-    return vision_task(inputs, place, data, classifier)
 
 
 def blueprint(config: ImagenetConfig) -> Blueprint:

@@ -32,7 +32,7 @@ from shardwise.app.recipes.core.model import (
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
-from shardwise.app.recipes.vision.task import Classifier, ImageData, example_of, vision_task
+from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
 from shardwise.checkpoint import load_weights
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.models import vit_placement
@@ -51,7 +51,10 @@ def assemble(inputs: VitInputs, place: TrainContext) -> Task:
         compile_blocks(decoder_layers(model))
     per_step = train.examples_per_step(place.world.size)
     curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
-    classifier = Classifier(
+    return vision_task(
+        inputs,
+        place,
+        ImageData.of(inputs),
         name=config.model,
         model=sharded,
         config_json=config_json(model),
@@ -61,7 +64,6 @@ def assemble(inputs: VitInputs, place: TrainContext) -> Task:
         load=functools.partial(_load_sharded, inputs, place),
         loaded_into="new shards",
     )
-    return vision_task(inputs, place, ImageData.of(inputs), classifier)
 
 
 def _load_sharded(inputs: VitInputs, place: TrainContext, file: Path) -> PreTrainedModel:

@@ -333,12 +333,13 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class RunningStatistics:
-    """The running means and variances of a model's batch norms, equal on all ranks.
+@torch.no_grad()
+def average_running_statistics(model: nn.Module) -> None:
+    """Make the running means and variances of batch norms equal on all ranks. Every rank calls it.
 
     In training, every rank normalizes by the statistics of its own part of the batch, and moves its
     running mean and variance toward them, so ranks drift apart. Here the running statistics are
-    averaged after every step. A running value is a linear function of the statistics, so the
+    averaged, after every step. A running value is a linear function of the statistics, so the
     average is what the mean over ranks would have given: all data count, and evaluations and
     checkpoints see the same values on every rank. (DDP keeps those of rank 0, and so of one part of
     the data.)
@@ -346,28 +347,20 @@ class RunningStatistics:
     Args:
         model: what has batch norms, or none.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Average over all ranks of the default process group. Every rank calls it."""
-        # Asked each time: materializing a model replaces its buffers.
-        mine = [
-            value
-            for norm in batch_norms(self._model)
-            for value in (norm.running_mean, norm.running_var)
-            if value is not None
-        ]
-        if not mine or dist.get_world_size() == 1:
-            return
-        flat = torch.cat([value.flatten() for value in mine])
-        with Peers().collective("the average of running statistics"):
-            dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
-            value.copy_(part)
+    mine = [
+        value
+        for norm in batch_norms(model)
+        for value in (norm.running_mean, norm.running_var)
+        if value is not None
+    ]
+    if not mine or dist.get_world_size() == 1:
+        return
+    flat = torch.cat([value.flatten() for value in mine])
+    with Peers().collective("the average of running statistics"):
+        dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
+        value.copy_(part)
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:

@@ -189,11 +189,8 @@ def _changes(before: Settings, after: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def kept_for_the_run(plan: ModelPlan | None) -> Iterator[None]:
+def kept_for_the_run(plan: ModelPlan) -> Iterator[None]:
     """Hand a plan to the rank that makes the folder of the run, in a file."""
-    if plan is None:
-        yield
-        return
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
