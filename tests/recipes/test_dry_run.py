@@ -12,9 +12,8 @@ import pytest
 
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.job import TrainingJob
-from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy

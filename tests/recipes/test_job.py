@@ -14,23 +14,25 @@ import pytest
 from shardwise.app.recipes.core import job as job_module
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import Recipe
+from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import World
-from shardwise.insight.schema.option import Config, OptionError, as_json
+from shardwise.insight.schema.option import OptionError, as_json
 from shardwise.insight.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
 
 ALONE = World(0, 1, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyConfig(Config):
+class ToyConfig(RecipeConfig):
     """A configuration that has nothing but what every training has."""
+
+    recipe = "toy"
 
     train: TrainConfig
 
     def check(self, world: World) -> Checked:
-        return Checked(self.train)
+        return Checked(self)
 
     def check_world(self, world: World) -> None:
         if world.size > 4:
@@ -40,18 +42,17 @@ class ToyConfig(Config):
 
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(Inputs):
     """The same, checked."""
 
-    train: TrainConfig
-    recipe: str = "toy"
+    config: ToyConfig
 
     @property
     def span(self) -> TrainingSpan:
         return TrainingSpan.of(self.train, per_epoch=10)
 
     def facts(self) -> dict[str, Any]:
-        return {"config": as_json(ToyConfig(train=self.train)), "model": {}, "data": {}}
+        return {"config": as_json(self.config), "model": {}, "data": {}}
 
     def check_same(self, before: Mapping[str, Any]) -> None: ...
 
@@ -234,4 +235,4 @@ def test_a_rank_trains_with_what_was_checked(
         job.run(ALONE, None)  # type: ignore[arg-type]
     job.check(ALONE)
     job.run(ALONE, None)  # type: ignore[arg-type]
-    assert calls == [(Checked(config.train), "assemble", ALONE, None, "seed: 0")]
+    assert calls == [(Checked(config), "assemble", ALONE, None, "seed: 0")]

@@ -29,9 +29,8 @@ from shardwise.app.cli.main import app
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import make_adamw, shard_bytes
-from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
-from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.vision import config as vision_config

@@ -7,7 +7,7 @@ import functools
 from shardwise.app.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
 from shardwise.app.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
-from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, ImagenetConfig
 from shardwise.app.recipes.vision.task import (
     ImageData,
     example_of,
@@ -19,7 +19,7 @@ from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import SgdConfig
 
 
-def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
+def assemble(inputs: ImageFolderInputs[ImagenetConfig], place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)

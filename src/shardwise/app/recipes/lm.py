@@ -33,13 +33,11 @@ from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainConte
 from shardwise.app.recipes.core.replicas import replicas_of
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
-from shardwise.app.recipes.text.byte_tokenizer import as_transformers
-from shardwise.app.recipes.text.config import LmConfig, LmInputs
+from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.conversations import check_apart
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes
-from shardwise.app.recipes.text.packing import Packing
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
@@ -100,7 +98,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         model=sharded,
         model_config=config_json(model),
         generation_config=_generation_json(config, model),
-        save_tokenizer=lambda folder: as_transformers(vocabulary).save_pretrained(folder),
+        save_tokenizer=lambda folder: vocabulary.as_transformers().save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
         data=data.batches,
@@ -237,7 +235,7 @@ def _finish(
 ) -> Mapping[str, float]:
     """Write the adapters, if there are any, and a sample."""
     if adapters is not None:
-        adapters.write(place, as_transformers(vocabulary))
+        adapters.write(place, vocabulary.as_transformers())
     return _write_sample(inputs, place, model, vocabulary, checkpoint, results)
 
 

@@ -31,7 +31,7 @@ from shardwise.app.recipes.core.model import (
     initialize,
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
-from shardwise.app.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, VitConfig
 from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
 from shardwise.checkpoint import load_weights
 from shardwise.insight.inspect.api import Blueprint
@@ -40,7 +40,7 @@ from shardwise.insight.schema.sharding import ShardingConfig
 from shardwise.insight.schema.training import OptimizerConfig
 
 
-def assemble(inputs: VitInputs, place: TrainContext) -> Task:
+def assemble(inputs: ImageFolderInputs[VitConfig], place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)
@@ -66,7 +66,9 @@ def assemble(inputs: VitInputs, place: TrainContext) -> Task:
     )
 
 
-def _load_sharded(inputs: VitInputs, place: TrainContext, file: Path) -> PreTrainedModel:
+def _load_sharded(
+    inputs: ImageFolderInputs[VitConfig], place: TrainContext, file: Path
+) -> PreTrainedModel:
     """Load the model from a safetensors file into new shards: no rank has room for all of it."""
     model = build_classifier(inputs.settings, len(inputs.classes))
     shard_model(model, units_of(model, inputs.config), inputs.train.sharding, place)

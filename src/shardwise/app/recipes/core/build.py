@@ -333,6 +333,18 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Compute without dropout and gradients; see also :func:`kept_between_forwards`."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), kept_between_forwards(model):
+            yield
+    finally:
+        model.train(training)
+
+
 @torch.no_grad()
 def average_running_statistics(model: nn.Module) -> None:
     """Make the running means and variances of batch norms equal on all ranks. Every rank calls it.

@@ -53,7 +53,7 @@ class TrainingJob:
     def span_hosts(self) -> None:
         """Note that the job is over several hosts."""
         sharding = replace(self.config.train.sharding, over_hosts=True)
-        self.config = replace(self.config, train=replace(self.config.train, sharding=sharding))
+        self.config = self.config.with_train(sharding=sharding)
 
     def be_replica(self, replica: ReplicaWorld) -> None:
         """Note that this process is a rank of a replica that is a world of its own."""
@@ -61,7 +61,7 @@ class TrainingJob:
         if replica.number:
             out = RunDir(output.out).replicas / str(replica.number)
             output = replace(output, out=out)
-        self.config = replace(self.config, train=replace(self.config.train, output=output))
+        self.config = self.config.with_train(output=output)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a rank finds for itself: its data, in its world."""
@@ -104,8 +104,7 @@ class TrainingJob:
             why = f"the newest run beside {output.out}"
         if out == output.out:
             return None
-        train = replace(self.config.train, output=replace(output, out=out))
-        self.config = replace(self.config, train=train)
+        self.config = self.config.with_train(output=replace(output, out=out))
         return f"run        {out}; {why}"
 
     def show_dry_run(self, world: World) -> None:
@@ -115,8 +114,7 @@ class TrainingJob:
             UserError: the configuration is wrong, or does not fit the world.
         """
         self.config.check_dry_run(world)
-        from shardwise.app.recipes.core.dry_run import describe  # imports torch
-        from shardwise.app.recipes.core.plan import reporting
+        from shardwise.app.recipes.core.plan import describe, reporting  # imports torch
 
         config = self.config
         blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
@@ -139,7 +137,7 @@ class TrainingJob:
             reporting,
         )
 
-        config = replace(self.config, train=self._checked().train)
+        config = self._checked().config
         blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
         with reporting("--plan", "leave out --plan to train all the same"):
             plan = plan_training(blueprint, config.train, example, world)

@@ -14,17 +14,19 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.checkpointing import Best
 from shardwise.app.recipes.core.rundir import RunDir, naming
-from shardwise.app.recipes.core.sinks import Sink
 from shardwise.app.runs.metrics import MAX_LINE, parse_line, without_nan
 from shardwise.app.runs.ranks import RanksFile, RankStep
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import LOST, job_id
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.sinks import Sink
 
 
 class Journal:

@@ -10,18 +10,20 @@ The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
 
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
+from shardwise.insight.schema.option import Config
+from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -39,45 +41,84 @@ if TYPE_CHECKING:
 Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 
 
-class RecipeConfig(Protocol):
-    """The configuration of one kind of training: a frozen dataclass."""
+class RecipeConfig(Config):
+    """The configuration of one kind of training: the base of frozen dataclasses.
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    Attributes:
+        recipe: name of the kind on the command line.
+        train: what does not depend on model and data.
+    """
+
+    recipe: ClassVar[str]
+    train: TrainConfig  # a field of each of them, at its place among the options
 
     @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
+    def files(self) -> RunDir:
+        """The folder of the run."""
+        return RunDir(self.train.output.out)
+
+    def with_train(self, **changes: Any) -> Self:
+        """Return this configuration with other settings in ``train``."""
+        train: dict[str, Any] = {"train": replace(self.train, **changes)}
+        return replace(self, **train)
 
     def check(self, world: World) -> Inputs:
-        """Find the model and the data; raise ``UserError`` if the training is not possible."""
+        """Find the model and the data, without torch.
+
+        Raises:
+            UserError: one line that says why the training is not possible.
+        """
+        raise NotImplementedError
 
     def check_world(self, world: World) -> None:
-        """Raise ``UserError`` unless the configuration fits the world; looks at no files."""
+        """Check that the configuration fits the world; look at no files.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
 
     def check_dry_run(self, world: World) -> None:
-        """Raise ``UserError`` unless ``--dry-run`` is possible; looks at no data and no folder."""
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        self.check_values()
+        self.check_world(world)
 
 
-class Inputs(Protocol):
+class Inputs:
     """A configuration that was checked, and what it refers to."""
+
+    config: RecipeConfig
 
     @property
     def recipe(self) -> str:
         """Name of the recipe on the command line."""
+        return self.config.recipe
 
     @property
     def train(self) -> TrainConfig:
         """What does not depend on model and data."""
+        return self.config.train
 
     @property
     def span(self) -> TrainingSpan:
         """How long the training is."""
+        raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
+        raise NotImplementedError
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
+        """Check that a run with these facts can go on as this one.
+
+        Raises:
+            OptionError: naming what differs.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

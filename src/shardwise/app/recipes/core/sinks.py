@@ -5,7 +5,6 @@ Only rank 0 has sinks. A sink that cannot be opened ends a run before its first 
 
 from __future__ import annotations
 
-import netrc
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -126,6 +125,8 @@ def _has_account() -> bool:
     """Return whether a key for Weights & Biases is on this host."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    import netrc
+
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         entries = netrc.netrc(os.environ.get("NETRC"))

@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.app.recipes.core.build import average_running_statistics, kept_between_forwards
+from shardwise.app.recipes.core.build import average_running_statistics, evaluating
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
     FAKE_VALIDATION,
+    ImageFolderConfig,
     ImageFolderInputs,
     VisionInputs,
 )
@@ -57,7 +58,7 @@ class ImageData:
     classes: Sequence[str]
 
     @classmethod
-    def of(cls, inputs: ImageFolderInputs) -> ImageData:
+    def of(cls, inputs: ImageFolderInputs[ImageFolderConfig]) -> ImageData:
         """Open the images that a configuration refers to."""
         config, classes = inputs.config, inputs.classes
         training: Images
@@ -250,7 +251,6 @@ class Evaluation:
         self._world = world
         self._device = device
 
-    @torch.no_grad()
     def __call__(self, model: nn.Module) -> Scores:
         """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
         mine = range(self._world.rank, len(self._images), self._world.size)
@@ -259,9 +259,7 @@ class Evaluation:
         rounds = -(-len(self._images) // per_round)
         sums = torch.zeros(2, dtype=torch.float64)
         confusion = torch.zeros(self._classes**2, dtype=torch.int64)
-        training = model.training
-        model.eval()
-        with kept_between_forwards(model):
+        with evaluating(model):
             for turn in range(rounds):
                 indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
                 # A rank that has none left looks at the first image again, uncounted.
@@ -269,7 +267,6 @@ class Evaluation:
                 logits = logits_of(model, images.to(self._device)).cpu()
                 if indices:
                     sums += self._tally(logits, classes, confusion)
-        model.train(training)
         with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
