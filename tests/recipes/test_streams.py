@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from shardwise.app.recipes.text.batches import validation_tokens
-from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
+from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer
 from shardwise.app.recipes.text.documents import (
     StreamSource,
     find_documents,
@@ -131,7 +131,7 @@ def test_a_folder_as_the_hub_has_them_brings_its_own_validation(tmp_path: Path) 
     assert list(source.training_texts(source.part(0, 1))) == texts(50)
     held = validation_tokens(source, Bytes(), LENGTH, 4)
     assert len(held) == 4 * (LENGTH + 1)
-    assert decode(held[1 : 1 + LENGTH].tolist()) == texts(30, seed=9)[0][:LENGTH]
+    assert Bytes().decode(held[1 : 1 + LENGTH].tolist()) == texts(30, seed=9)[0][:LENGTH]
 
 
 @pytest.mark.parametrize("streams", [4, 6])  # with files of their own; taking turns in all files

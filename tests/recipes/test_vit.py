@@ -26,7 +26,6 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
 from shardwise.app.cli.main import app
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import make_adamw, shard_bytes
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
@@ -243,14 +242,9 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_what_was_planned
 
 @functools.cache
 def _told(world_size: int) -> str:
-    known: Any = RECIPES["vit"]
-    config = known.config_for("vit-10b")
-    return describe(
-        known.blueprint(config),
-        config.train,
-        known.example(config),
-        World(0, world_size, 0, world_size),
-    )
+    config = VitConfig.for_model("vit-10b")
+    world = World(0, world_size, 0, world_size)
+    return describe(config.blueprint(), config.train, config.example(), world)
 
 
 _ROW = re.compile(

@@ -15,7 +15,7 @@ from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.cli.values import read_path
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import Folder, TrainingJob
-from shardwise.app.recipes.core.recipe import Recipe, RecipeConfig
+from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
@@ -135,10 +135,10 @@ _BY_EPOCHS = {
 }
 
 
-def _of_images(recipe: Recipe, *by_model: str) -> Options[RecipeConfig]:
+def _of_images(recipe: str, *by_model: str) -> Options[RecipeConfig]:
     """Return the options of a training on images, which is counted in epochs."""
     return Options(
-        default=recipe.config,
+        default=RECIPES[recipe],
         without=frozenset({"diloco"}),
         shows=_BY_EPOCHS,
         by_model=frozenset(by_model),
@@ -150,21 +150,20 @@ commands = typer.Typer(
 )
 
 
-def _add(recipe: Recipe, options: Options[RecipeConfig], help_text: str, examples: str) -> None:
+def _add(options: Options[RecipeConfig], help_text: str, examples: str) -> None:
     """Register the command of a training.
 
     Args:
-        recipe: what trains.
-        options: of the recipe.
+        options: of its recipe.
         help_text: of ``--help``.
         examples: the end of ``--help``.
     """
-    launch = Options(default=LaunchConfig())
+    launch, default = Options(default=LaunchConfig()), options.default
 
     def act(given: Mapping[str, Any]) -> None:
         file = ConfigFile()
         if given["config"] is not None:
-            name = f"train {recipe.name}"
+            name = f"train {default.recipe}"
             file = ConfigFile.read(given["config"], [launch, options], name)
         try:
             start(given, file)
@@ -185,13 +184,13 @@ def _add(recipe: Recipe, options: Options[RecipeConfig], help_text: str, example
             file.drop("--epochs", "--steps")
         weights, model = weights or file.value("--from"), model or file.value("--model")
         config = None
-        if recipe.config_from is not None and weights is not None:
-            config = recipe.config_from(weights)
-        elif recipe.config_for is not None and model is not None:
-            config = recipe.config_for(model)
+        if weights is not None:
+            config = default.for_pretrained(weights)
+        elif model is not None:
+            config = default.for_model(model)
         algorithm = given.get("optimizer") or file.value("--optimizer")
         if algorithm is not None:
-            config = _with_usual(recipe.config if config is None else config, algorithm)
+            config = _with_usual(default if config is None else config, algorithm)
         config = options.read(given, config, file.given())
         epochs = given["epochs"] is not None or file.value("--epochs") is not None
         if epochs and given["steps"] is None and file.value("--steps") is None:
@@ -200,17 +199,17 @@ def _add(recipe: Recipe, options: Options[RecipeConfig], help_text: str, example
         launching = launch.read(given, None, file.given())
         processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
         values = (*processes, *options.values_of(config))
-        text = written(f"shardwise train {recipe.name}", values)
+        text = written(f"shardwise train {default.recipe}", values)
         if given["save_config"] is not None:
             save(given["save_config"], text)
             show(f"options    {given['save_config']}")
             return
         named = given["out"] is not None or file.value("--out") is not None
         folder = Folder.NAMED if named else Folder.DEFAULT
-        run(TrainingJob(recipe, config, folder, text), launching)
+        run(TrainingJob(config, folder, text), launching)
 
     command = with_options(act, [launch, options], help_text, _FILES)
-    commands.command(recipe.name, epilog=examples)(command)
+    commands.command(default.recipe, epilog=examples)(command)
 
 
 def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
@@ -220,9 +219,8 @@ def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
 
 
 _add(
-    RECIPES["lm"],
     Options(
-        default=RECIPES["lm"].config,
+        default=RECIPES["lm"],
         shows={
             "batch_size": {"help": "Sequences per rank and microbatch."},
             "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
@@ -237,8 +235,7 @@ _add(
     _LM,
 )
 _add(
-    RECIPES["mnist"],
-    _of_images(RECIPES["mnist"]),
+    _of_images("mnist"),
     """Train a convolutional network on MNIST, sharded over processes.
 
     At the end the model is written as one safetensors file, loaded into a plain
@@ -247,8 +244,7 @@ _add(
     _MNIST,
 )
 _add(
-    RECIPES["imagenet"],
-    _of_images(RECIPES["imagenet"]),
+    _of_images("imagenet"),
     """Train a residual network on images in folders, sharded over processes.
 
     The defaults are ImageNet's published schedule for 1,024 images per step. At
@@ -258,8 +254,7 @@ _add(
     _IMAGENET,
 )
 _add(
-    RECIPES["vit"],
-    _of_images(RECIPES["vit"], "batch_size", "image_size"),
+    _of_images("vit", "batch_size", "image_size"),
     """Train a Vision Transformer on images in folders, built block by block.
 
     Neither a host nor a device ever holds the full model. The defaults are those

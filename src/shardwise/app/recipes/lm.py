@@ -37,7 +37,7 @@ from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.conversations import check_apart
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
-from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes
+from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
@@ -233,21 +233,9 @@ def _finish(
     checkpoint: Path,
     results: Mapping[str, float],
 ) -> Mapping[str, float]:
-    """Write the adapters, if there are any, and a sample."""
+    """Write the adapters, if there are any, and a sample of what the trained model generates."""
     if adapters is not None:
         adapters.write(place, vocabulary.as_transformers())
-    return _write_sample(inputs, place, model, vocabulary, checkpoint, results)
-
-
-def _write_sample(
-    inputs: LmInputs,
-    place: TrainContext,
-    model: FSDPModule,
-    vocabulary: Vocabulary,
-    checkpoint: Path,
-    results: Mapping[str, float],
-) -> Mapping[str, float]:
-    """Write a sample of what the trained model generates."""
     config = inputs.config
     if not config.sample_tokens:
         return no_more(checkpoint, results)

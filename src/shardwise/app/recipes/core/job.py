@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
-from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
@@ -27,7 +27,6 @@ class TrainingJob:
     """What the command line starts.
 
     Args:
-        recipe: what trains.
         config: what the user asks for.
         folder: who has chosen the folder of the run.
         options: the file that repeats the command, which a run keeps.
@@ -37,14 +36,9 @@ class TrainingJob:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: RecipeConfig,
-        folder: Folder = Folder.NAMED,
-        options: str = "",
+        self, config: RecipeConfig, folder: Folder = Folder.NAMED, options: str = ""
     ) -> None:
         self.config = config
-        self._recipe = recipe
         self._folder = folder
         self._options = options
         self._inputs: Inputs | None = None
@@ -79,10 +73,9 @@ class TrainingJob:
 
     def begin_folder(self) -> RunDir:
         """Make the folder of the run, and delete what is to be overwritten."""
-        output = self._checked().train.output
-        files = RunDir(output.out)
-        files.begin(decided(output))
-        return files
+        config = self._checked().config
+        config.files.begin(decided(config.train.output))
+        return config.files
 
     def choose_folder(self) -> str | None:
         """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.
@@ -117,7 +110,7 @@ class TrainingJob:
         from shardwise.app.recipes.core.plan import describe, reporting  # imports torch
 
         config = self.config
-        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        blueprint, example = config.blueprint(), config.example()
         with reporting("--dry-run", "`shardwise inspect` shows who holds what"):
             print(describe(blueprint, config.train, example, world))
 
@@ -138,7 +131,7 @@ class TrainingJob:
         )
 
         config = self._checked().config
-        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        blueprint, example = config.blueprint(), config.example()
         with reporting("--plan", "leave out --plan to train all the same"):
             plan = plan_training(blueprint, config.train, example, world)
             print(plan, flush=True)
@@ -161,7 +154,7 @@ class TrainingJob:
 
     def lock_folder(self) -> AbstractContextManager[None]:
         """See :func:`locked`."""
-        return locked(RunDir(self._checked().train.output.out))
+        return locked(self._checked().config.files)
 
     def check_folder(self) -> str | None:
         """Check that the run may begin, or go on; see :func:`check_folder`.
@@ -175,7 +168,7 @@ class TrainingJob:
         position = check_folder(inputs)
         if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
             return None
-        if not RunDir(inputs.train.output.out).is_finished():
+        if not inputs.config.files.is_finished():
             return None
         span = inputs.span
         option = "--steps" if span.steps is not None and position.step >= span.steps else "--epochs"
@@ -188,7 +181,7 @@ class TrainingJob:
         """Write the page of the run once more if its ranks were killed. Its lock is free again."""
         from shardwise.app.recipes.core.report import write_report_of_lost
 
-        write_report_of_lost(RunDir(self._checked().train.output.out))
+        write_report_of_lost(self._checked().config.files)
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""
@@ -196,7 +189,7 @@ class TrainingJob:
         with importing():  # here, and not before: it takes seconds
             from shardwise.app.recipes.core.training import train
 
-            assemble = self._recipe.assemble()
+            assemble = self.config.assemble()
         train(inputs, assemble, world, signals, self._options)
 
     def _checked(self) -> Inputs:

@@ -1,9 +1,9 @@
 """What a recipe is: a configuration, what it refers to once it is checked, and a task to train.
 
     config.check(world)                -> Inputs    without torch: mistakes are reported at once
-    recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
-    recipe.blueprint(config)           -> Blueprint the model alone, for a plan
-    recipe.example(config)             -> Example   its batches and its loss, for a plan
+    config.assemble()(inputs, place)   -> Task      on every rank, with torch
+    config.blueprint()                 -> Blueprint the model alone, for a plan
+    config.example()                   -> Example   its batches and its loss, for a plan
 
 The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 """
@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
 
 from shardwise.app.recipes.core.checkpointing import Resumable
@@ -44,6 +45,9 @@ Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 class RecipeConfig(Config):
     """The configuration of one kind of training: the base of frozen dataclasses.
 
+    A module with the name of the recipe has ``assemble(inputs, place)``, ``blueprint(config)`` and
+    ``example(config)``. It is imported when it is needed: torch and transformers take seconds.
+
     Attributes:
         recipe: name of the kind on the command line.
         train: what does not depend on model and data.
@@ -51,6 +55,25 @@ class RecipeConfig(Config):
 
     recipe: ClassVar[str]
     train: TrainConfig  # a field of each of them, at its place among the options
+
+    @classmethod
+    def for_model(cls, model: str) -> RecipeConfig | None:
+        """Return the configuration with the defaults that go with ``--model``; None: all have one.
+
+        Raises:
+            OptionError: no model has this name.
+        """
+        del model
+        return None
+
+    @classmethod
+    def for_pretrained(cls, name: str) -> RecipeConfig:
+        """Return the same for ``--from``, where that is an option.
+
+        Raises:
+            OptionError: there is no such model, or it has no weights.
+        """
+        raise NotImplementedError
 
     @property
     def files(self) -> RunDir:
@@ -87,6 +110,24 @@ class RecipeConfig(Config):
         self.check_values()
         self.check_world(world)
 
+    def assemble(self) -> Assemble:
+        """Import what builds model, optimizer and data on one rank."""
+        assemble: Assemble = self._module().assemble
+        return assemble
+
+    def blueprint(self) -> Blueprint:
+        """Return the model, without memory, and how it would be sharded."""
+        blueprint: Blueprint = self._module().blueprint(self)
+        return blueprint
+
+    def example(self) -> Example:
+        """Return the batches and the loss."""
+        example: Example = self._module().example(self)
+        return example
+
+    def _module(self) -> ModuleType:
+        return import_module(f"shardwise.app.recipes.{self.recipe}")
+
 
 class Inputs:
     """A configuration that was checked, and what it refers to."""
@@ -119,41 +160,6 @@ class Inputs:
             OptionError: naming what differs.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One kind of training.
-
-    Attributes:
-        name: on the command line.
-        config: the configuration with all its defaults.
-        module: has ``assemble(inputs, place)``, ``blueprint(config)`` and ``example(config)``. It
-            is imported when it is needed: torch and transformers take seconds.
-        config_for: returns the configuration with the defaults that go with ``--model``.
-        config_from: the same for ``--from``; ``None``: the recipe does not have it.
-    """
-
-    name: str
-    config: RecipeConfig
-    module: str
-    config_for: Callable[[str], RecipeConfig] | None = None
-    config_from: Callable[[str], RecipeConfig] | None = None
-
-    def assemble(self) -> Assemble:
-        """Import what builds model, optimizer and data on one rank."""
-        assemble: Assemble = import_module(self.module).assemble
-        return assemble
-
-    def blueprint(self, config: RecipeConfig) -> Blueprint:
-        """Return the model of a configuration, without memory, and how it would be sharded."""
-        blueprint: Blueprint = import_module(self.module).blueprint(config)
-        return blueprint
-
-    def example(self, config: RecipeConfig) -> Example:
-        """Return the batches and the loss of a configuration."""
-        example: Example = import_module(self.module).example(config)
-        return example
 
 
 #: Environment variable: the file with the plan, for the rank that makes the folder of the run.

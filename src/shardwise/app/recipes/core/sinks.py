@@ -6,7 +6,7 @@ Only rank 0 has sinks. A sink that cannot be opened ends a run before its first 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -135,25 +135,24 @@ def _has_account() -> bool:
     return host is not None and entries.authenticators(host) is not None
 
 
-def open_sink(
-    name: LogName, folder: Path, done: int, identity: str, config: Mapping[str, Any]
-) -> Sink | None:
-    """Open a sink.
+def open_sinks(
+    names: Collection[LogName], folder: Path, done: int, identity: str, config: Mapping[str, Any]
+) -> list[Sink]:
+    """Open the sinks of a run, beside ``metrics.jsonl``, which every run has.
 
     Args:
-        name: which one; None is returned for ``metrics.jsonl``, which every run has.
+        names: which.
         folder: of the run.
         done: steps done before.
         identity: of the run.
         config: of the run.
 
     Raises:
-        UserError: it cannot be opened.
+        UserError: one cannot be opened.
     """
-    match name:
-        case LogName.TENSORBOARD:
-            return TensorBoard(folder / "tensorboard", done)
-        case LogName.WANDB:
-            return Wandb(folder, identity, config)
-        case LogName.JSONL:
-            return None
+    sinks: list[Sink] = []
+    if LogName.TENSORBOARD in names:
+        sinks.append(TensorBoard(folder / "tensorboard", done))
+    if LogName.WANDB in names:
+        sinks.append(Wandb(folder, identity, config))
+    return sinks

@@ -37,7 +37,7 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task,
 from shardwise.app.recipes.core.replicas import LooseReplicas, ReplicaCheckpoints
 from shardwise.app.recipes.core.report import report_under_way, write_report
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
-from shardwise.app.recipes.core.sinks import Sink, open_sink
+from shardwise.app.recipes.core.sinks import open_sinks
 from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.base import devices
 from shardwise.elastic.connect import connected
@@ -267,7 +267,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     log: journal.FileJournal | None = None
     failed: BaseException | None = None
     try:
-        sinks = _sinks(run, record.identity, position.step)
+        logs, config = run.inputs.train.output.logs, facts["config"]
+        sinks = open_sinks(logs, files.root, position.step, record.identity, config)
         log = journal.FileJournal(files, record, task.unit, position.step, sinks)
         write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
         with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
@@ -290,14 +291,6 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     write_report(files)
     say(f"report     {files.report}")
     say(f"run        {files.root}")
-
-
-def _sinks(run: _Run, identity: str, done: int) -> list[Sink]:
-    """Open where metrics go, beside ``metrics.jsonl``."""
-    config, root = run.inputs.facts()["config"], run.files.root
-    names = sorted(run.inputs.train.output.logs, key=lambda name: name.value)
-    opened = (open_sink(name, root, done, identity, config) for name in names)
-    return [sink for sink in opened if sink is not None]
 
 
 def _train(

@@ -138,7 +138,7 @@ def loss_on_tokens(
     length = config.seq_length + 1
     starts = [(size - length) * i // max(1, total - 1) for i in range(total)]
     mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
-    batches = torch.from_numpy(mine).split(config.train.batch_size)
+    batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
     return ValidationLoss(model, _loss_of_sequences, lambda: batches, device)
 
 

@@ -15,8 +15,7 @@ from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.text.chat import ChatData, load_chats
 from shardwise.app.recipes.text.data import TextData, load_text
 from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
-from shardwise.app.recipes.text.lora import Frozen, fingerprint, parse_lora
-from shardwise.app.recipes.text.published import find_pretrained
+from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, longest_sequence
 from shardwise.insight.schema.option import (

@@ -356,12 +356,6 @@ class Sequences:
         return np.stack(rows)
 
 
-def decode(tokens: Iterable[int]) -> str:
-    """Return tokens as text; separators become blank lines, invalid UTF-8 is replaced."""
-    pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
-    return b"".join(pieces).decode("utf-8", errors="replace")
-
-
 _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
 
 
@@ -403,8 +397,9 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes."""
-        return decode(tokens)
+        """Return the text of bytes; separators become blank lines, invalid UTF-8 is replaced."""
+        pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
+        return b"".join(pieces).decode("utf-8", errors="replace")
 
     def as_transformers(self) -> Any:
         """Return what a run without ``--tokenizer`` saves."""

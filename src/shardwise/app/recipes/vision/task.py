@@ -19,7 +19,6 @@ from shardwise import FSDPModule
 from shardwise.app.recipes.core.build import average_running_statistics, evaluating
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
-from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
     FAKE_VALIDATION,
@@ -109,7 +108,7 @@ def vision_task(
     assert isinstance(model, nn.Module)
     at_a_time = inputs.config.eval_batch_size or train.batch_size
     evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
-    files = RunDir(train.output.out)
+    files = inputs.config.files
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
