@@ -422,7 +422,11 @@ def byte_tokenizer() -> Any:
     from tokenizers import decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {_visible(byte): byte for byte in range(SEPARATOR)}
+    # Characters of Latin-1 stand for themselves, and those above it for the other bytes, in order.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {each: ord(each) for each in alphabet if ord(each) < SEPARATOR}
+    others = (byte for byte in range(SEPARATOR) if chr(byte) not in vocabulary)
+    vocabulary |= dict(zip(alphabet[len(vocabulary) :], [*others], strict=True))
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -436,22 +440,6 @@ def byte_tokenizer() -> Any:
         split_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _visible(byte: int) -> str:
-    """The character that byte-level BPE writes for a byte (GPT-2's table, Radford et al. 2019).
-
-    Printable characters of Latin-1 stand for themselves; the others follow 255, in order.
-    """
-    return chr(byte) if _is_printable(byte) else chr(256 + sum(map(_is_hidden, range(byte))))
-
-
-def _is_printable(byte: int) -> bool:
-    return 33 <= byte <= 126 or 161 <= byte <= 172 or 174 <= byte <= 255
-
-
-def _is_hidden(byte: int) -> bool:
-    return not _is_printable(byte)
 
 
 class Tokenizer:
