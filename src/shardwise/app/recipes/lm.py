@@ -30,7 +30,6 @@ from shardwise.app.recipes.core.model import (
     next_token_loss,
 )
 from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext, no_more
-from shardwise.app.recipes.core.replicas import replicas_of
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
@@ -82,6 +81,8 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     optimizer = make_optimizer(model, train.optimizer)
     replicas = None
     if train.diloco is not None:
+        from shardwise.app.recipes.core.replicas import replicas_of  # which imports DiLoCo
+
         optimizer, replicas = replicas_of(
             model,
             optimizer,

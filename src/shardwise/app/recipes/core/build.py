@@ -21,6 +21,7 @@ from shardwise import (
     OffloadPolicy,
     checkpoint_module,
     fully_shard,
+    optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
@@ -42,16 +43,6 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
     rules_of,
-)
-from shardwise.optim import (
-    Adafactor,
-    AdamW8bit,
-    Lion,
-    Muon,
-    in_backward,
-    muon_groups,
-    offload,
-    param_groups,
 )
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
@@ -150,19 +141,19 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         case OptimizerName.ADAMW:
             return make_adamw(model, config)
         case OptimizerName.ADAMW8BIT:
-            return AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
+            return optim.AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
-            return Muon(
-                _divided(model, config, muon_groups(model, adamw={"betas": config.betas})),
+            return optim.Muon(
+                _divided(model, config, optim.muon_groups(model, adamw={"betas": config.betas})),
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=momentum,
                 adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
             )
         case OptimizerName.LION:
-            return Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
+            return optim.Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.ADAFACTOR:
-            return Adafactor(_decaying(model, config), lr=config.lr)
+            return optim.Adafactor(_decaying(model, config), lr=config.lr)
         case OptimizerName.SGD:
             return torch.optim.SGD(_decaying(model, config), config.lr, momentum)
 
@@ -191,7 +182,7 @@ def _divided(
     """
     rules: dict[str, dict[str, Any]] = rules_of(config.param_groups)
     try:
-        divided = param_groups(model, rules, groups=groups)
+        divided = optim.param_groups(model, rules, groups=groups)
     except ValueError as error:
         found = str(error).removeprefix("param_groups: ")
         raise UserError(f"--param-group: {found}") from error
@@ -294,7 +285,7 @@ def offloading(task: Task, config: TrainConfig) -> Task:
     if sharding.offload is None:
         return task
     masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
-    made = offload(task.optimizer, sharding.offload, masters=masters)
+    made = optim.offload(task.optimizer, sharding.offload, masters=masters)
     return dataclasses.replace(task, optimizer=made)
 
 
@@ -303,7 +294,7 @@ def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
     if config.stepping is Stepping.AFTER_BACKWARD:
         return task
     limit = config.optimizer.clip_grad or math.inf
-    made = in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
+    made = optim.in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
     return dataclasses.replace(task, optimizer=made)
 
 
