@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -114,3 +116,12 @@ def lock_of(file: Path) -> Lock:
         os.close(handle)
     _, on, host = holder.partition(" on ")
     return Lock.FREE if on and host == socket.gethostname() else Lock.UNKNOWN
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

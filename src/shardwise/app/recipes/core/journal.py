@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.checkpointing import Best
-from shardwise.app.recipes.core.rundir import RunDir, naming
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.runs.files import naming
 from shardwise.app.runs.metrics import MAX_LINE, parse_line, without_nan
 from shardwise.app.runs.ranks import RanksFile, RankStep
 from shardwise.base.errors import CheckpointError

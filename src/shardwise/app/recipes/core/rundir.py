@@ -43,7 +43,6 @@ import re
 import shutil
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -54,7 +53,7 @@ from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import is_partial
 from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.files import open_file, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.option import OptionError, flatten
@@ -343,45 +342,13 @@ def check_same_model(
     raise OptionError("--model", f"{now['name']}, another model", expected)
 
 
-def _beside(path: Path) -> str:
-    """Return the prefix of temporary files that will replace another file."""
-    return f".{path.name}."
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically, and flush it to disk.
 
     Raises:
         OSError: it cannot be written; the error names it.
     """
-    with naming(path):
-        _write_text(path, text)
-
-
-def _write_text(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp keeps it from others; a file of a run is as readable as any.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_file(path, text.encode())
 
 
 _MOST_BYTES = 300  # of a holder: the name of a host, and a number
