@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
-from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.cli.values import read_path
 from shardwise.app.recipes.catalog import RECIPES
@@ -98,11 +97,9 @@ Speed without reading images, on two CPUs:
 """
 
 _FILES = (
-    Parameter(
+    keyword_only(
         "config",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             Path | None,
             typer.Option(
                 "--config",
@@ -111,12 +108,11 @@ _FILES = (
                 help="Options in YAML, by their names; those of the command line win.",
             ),
         ],
+        None,
     ),
-    Parameter(
+    keyword_only(
         "save_config",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             Path | None,
             typer.Option(
                 "--save-config",
@@ -125,6 +121,7 @@ _FILES = (
                 help="Write the options to a new file for --config, and exit.",
             ),
         ],
+        None,
     ),
 )
 
