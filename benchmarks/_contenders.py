@@ -227,14 +227,7 @@ class FSDP2(ByModule):
         return fully_shard, MixedPrecisionPolicy
 
 
-class InBackward(ByModule):
-    """A contender whose optimizer steps during backward."""
-
-    def update(self) -> None:
-        """Do nothing: backward has stepped, and dropped the gradients."""
-
-
-class OursInBackward(InBackward, Ours):
+class OursInBackward(Ours):
     """The same as ours, and groups step in backward."""
 
     name = "ours-in-backward"
@@ -246,24 +239,8 @@ class OursInBackward(InBackward, Ours):
         super().__init__(case)
         self.optimizer = in_backward(self.model, lambda params: make_optimizer(case, params))
 
-
-class FSDP2InBackward(InBackward, FSDP2):
-    """FSDP2 with a hook and an optimizer for each parameter, as torchtune does it."""
-
-    name = "fsdp2-in-backward"
-    title = "torch FSDP2, in backward"
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.optimizers = {p: make_optimizer(case, [p]) for p in self.model.parameters()}
-        for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._step)
-
-    def _step(self, parameter: torch.Tensor) -> None:
-        assert isinstance(parameter, nn.Parameter)
-        optimizer = self.optimizers[parameter]
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def update(self) -> None:
+        """Do nothing: backward has stepped, and dropped the gradients."""
 
 
 class FSDP1(Contender):
@@ -469,7 +446,7 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
-        *(Ours, OursAhead, OursInBackward, FSDP2, FSDP2InBackward, FSDP1),
+        *(Ours, OursAhead, OursInBackward, FSDP2, FSDP1),
         *(DistributedDataParallel, Floor, Copies),
     )
 }

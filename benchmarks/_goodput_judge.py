@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,17 +52,30 @@ class Judge:
         with diloco.outer_parameters():
             return self._evaluated()
 
-    @torch.no_grad()
     def _evaluated(self) -> float:
-        self._model.eval()
-        room = len(self._text) - self._length - 1
-        total, each = 0.0, 64
-        for first in range(0, JUDGED, each):
-            starts = [room * i // (JUDGED - 1) for i in range(first, first + each)]
-            rows = [self._text.read(start, self._length + 1) for start in starts]
-            batch = torch.stack([torch.from_numpy(row) for row in rows])
-            total += next_token_loss(self._model, batch).item() * each
-        return total / JUDGED
+        each = range(JUDGED)
+        return summed_loss(self._model, self._text, self._length, each, JUDGED) / JUDGED
+
+
+@torch.no_grad()
+def summed_loss(model: Any, text: Any, length: int, chosen: Sequence[int], count: int) -> float:
+    """Return the sum of a model's losses on sequences that are spread evenly over a text.
+
+    Args:
+        model: evaluated from here on.
+        text: that was held back.
+        length: tokens of a sequence.
+        chosen: the numbers of the sequences.
+        count: how many there are.
+    """
+    model.eval()
+    room, total = len(text) - length - 1, 0.0
+    for first in range(0, len(chosen), 16):
+        starts = [room * number // (count - 1) for number in chosen[first : first + 16]]
+        rows = [text.read(start, length + 1) for start in starts]
+        batch = torch.stack([torch.from_numpy(row) for row in rows])
+        total += next_token_loss(model, batch).item() * len(rows)
+    return total
 
 
 def rounds_of(path: Path) -> int:

@@ -1,4 +1,4 @@
-"""A training as a user starts it, whose processes are killed or paused meanwhile."""
+"""A training as a user starts it, whose processes are killed meanwhile."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -237,50 +237,21 @@ class Training:
             return []
 
 
-class Hit(Protocol):
-    """What a fault does to a process; returns when to undo it, in seconds from now, and how."""
-
-    def __call__(self, process: psutil.Process) -> tuple[float, Callable[[], None]] | None:
-        """Do it."""
-
-
-def kill(process: psutil.Process) -> None:
-    """Kill a process."""
-    process.send_signal(signal.SIGKILL)
-
-
-def pausing(seconds: float) -> Hit:
-    """Return what pauses a process for so long."""
-
-    def pause(process: psutil.Process) -> tuple[float, Callable[[], None]]:
-        process.send_signal(signal.SIGSTOP)
-        return seconds, lambda: _continue(process)
-
-    return pause
-
-
-def _continue(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process.send_signal(signal.SIGCONT)
-
-
 def disturb(
     training: Training,
     watched: Watched,
     faults: Sequence[Fault],
-    hit: Hit,
     seconds: float,
     warm: int,
 ) -> Happened:
-    """Let faults hit a training, and watch it.
+    """Kill processes of a training, and watch it.
 
-    A fault whose victim is between two processes hits the next one, as soon as there is one.
+    A fault whose victim is between two processes kills the next one, as soon as there is one.
 
     Args:
         training: that was started.
         watched: how far it is.
         faults: in order.
-        hit: what they do.
         seconds: to watch it.
         warm: tokens before the measurement begins.
 
@@ -290,36 +261,29 @@ def disturb(
     happened = Happened()
     left = list(faults)
     changed = time.monotonic()
-    with contextlib.ExitStack() as undo_all:
-        undo: list[tuple[float, Callable[[], None]]] = []
-        undo_all.callback(lambda: [act() for _, act in undo])
-        for now in _times():
-            training.check_runs()
-            if now - changed > _LONGEST:
-                said = training.said()[-2000:]
-                raise GoodputError(f"the training made no progress for {_LONGEST:.0f} s: {said}")
-            tokens = watched.tokens()
-            if tokens is None or (not happened.progress and tokens < warm):
-                continue
-            if not happened.progress:
-                happened.begin = now
-            at = now - happened.begin
-            if not happened.progress or tokens != happened.progress[-1].tokens:
-                happened.progress.append(Progress(at, tokens))
-                changed = now
-                if useful(happened.progress, seconds) is not None:
-                    return happened
-            while left and left[0].at <= at:
-                process = watched.process_of(left[0].victim, training.processes())
-                if process is None:
-                    break
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    if (undoing := hit(process)) is not None:
-                        undo.append((at + undoing[0], undoing[1]))
-                    happened.faults.append(Fault(at, left.pop(0).victim))
-            for due in [each for each in undo if each[0] <= at]:
-                due[1]()
-                undo.remove(due)
+    for now in _times():
+        training.check_runs()
+        if now - changed > _LONGEST:
+            said = training.said()[-2000:]
+            raise GoodputError(f"the training made no progress for {_LONGEST:.0f} s: {said}")
+        tokens = watched.tokens()
+        if tokens is None or (not happened.progress and tokens < warm):
+            continue
+        if not happened.progress:
+            happened.begin = now
+        at = now - happened.begin
+        if not happened.progress or tokens != happened.progress[-1].tokens:
+            happened.progress.append(Progress(at, tokens))
+            changed = now
+            if useful(happened.progress, seconds) is not None:
+                return happened
+        while left and left[0].at <= at:
+            process = watched.process_of(left[0].victim, training.processes())
+            if process is None:
+                break
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+                happened.faults.append(Fault(at, left.pop(0).victim))
     raise AssertionError
 
 

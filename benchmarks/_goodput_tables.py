@@ -75,15 +75,10 @@ def goodput_tables(content: dict[str, Any]) -> list[Table]:
     return [table for table in tables if table.rows]
 
 
-def _what(case: dict[str, Any]) -> str:
-    settings = case["settings"]
-    return "kills" if case["fault"] == "kill" else f"pauses of {settings['pause']:g} s"
-
-
 def _goodput_table(case: dict[str, Any]) -> Table:
     settings = case["settings"]
     table = Table(
-        f"Useful tokens per second; {_what(case)} at random; {settings['model']}, "
+        f"Useful tokens per second; kills at random; {settings['model']}, "
         f"{settings['ranks']} processes, steps of {settings['step']:g} s",
         ["contender", "a minute", "seen", "tokens/s", "goodput", "tokens", "loss", "as many, calm"],
     )
@@ -149,8 +144,6 @@ def _restart_table(case: dict[str, Any]) -> Table:
     table = Table(
         "Seconds of a restart after a kill, medians", ["contender", "restarts", *columns, "in all"]
     )
-    if case["fault"] != "kill":
-        return table
     for name in contenders_of(case):
         found = [
             each for of in runs_of(case, name).values() for run in of for each in run["restarts"]

@@ -22,10 +22,10 @@ from _contenders import Case
 from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, ProbeWorker, SanitizedWorker
 from _gpu_journal import Journal, shortened
-from _gpu_steps import Pace, Room, Turns, planned_peak
+from _gpu_steps import GpuTurns, Room, planned_peak
+from _measured import mean_losses
 from _report import ROOT, machine
-from _step_tables import mean_losses
-from _steps import StepWorker, transposed
+from _turns import Pace, StepWorker, transposed
 from _worlds import World, WorldError
 
 PEERS = ["ours", "fsdp2", "ddp"]
@@ -256,7 +256,7 @@ def _turns(
     names: list[str] | None = None,
     backend: str | None = None,
 ) -> None:
-    turns = Turns(case, names or PEERS, setup.pace, setup.room, backend, journal.deadline)
+    turns = GpuTurns(case, names or PEERS, setup.pace, setup.room, backend, journal.deadline)
     journal.case(case.label(), lambda: {**turns.play(), "planned_peak": planned_peak(case)})
 
 

@@ -7,19 +7,15 @@ one that runs out of memory spoils nothing but its own row.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from _contenders import Case
 from _gpu_journal import shortened
 from _models import PRESETS, build
-from _steps import StepWorker, transposed
-from _worlds import World, WorldError
+from _turns import Pace, Turns
+from _worlds import WorldError
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
@@ -33,43 +29,8 @@ _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
 _ACTIVATIONS = 4 * 2**30
 
 
-class GpuWorker(StepWorker):
-    """One rank of a contender, whose device memory is counted too."""
-
-    def memory(self) -> dict[str, int]:
-        """Return the bytes allocated and reserved at the peak since the last call, and now.
-
-        On a CPU nobody counts them.
-        """
-        if not self._cuda:
-            return {}
-        torch.cuda.synchronize()
-        found = {
-            "peak_allocated": torch.cuda.max_memory_allocated(),
-            "peak_reserved": torch.cuda.max_memory_reserved(),
-            "at_rest": torch.cuda.memory_allocated(),
-        }
-        torch.cuda.reset_peak_memory_stats()
-        return found
-
-
 #: A median of fewer says too little: such a case is measured again.
 FEWEST_ROUNDS = 5
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How much is measured.
-
-    Attributes:
-        rounds: turns of every contender.
-        steps: in a turn.
-        warmup: steps before a process is measured.
-    """
-
-    rounds: int
-    steps: int
-    warmup: int
 
 
 @dataclass(frozen=True)
@@ -123,8 +84,8 @@ def planned_peak(case: Case) -> int | None:
     return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak
 
 
-class Turns:
-    """All contenders of one case, taking turns.
+class GpuTurns(Turns):
+    """All contenders of one case, of which one that fails takes no other turn.
 
     Args:
         case: what they train.
@@ -132,7 +93,7 @@ class Turns:
         pace: how much is measured.
         room: what memory there is.
         backend: of the process group; by default NCCL on GPUs.
-        deadline: no round begins after it, as ``time.monotonic()`` counts.
+        deadline: no turn begins after it, as ``time.monotonic()`` counts.
     """
 
     def __init__(
@@ -144,72 +105,27 @@ class Turns:
         backend: str | None,
         deadline: float,
     ) -> None:
-        self._case, self._names, self._pace = case, names, pace
-        self._is_resident = room.holds(case, names)
-        self._backend = backend
-        self._deadline = deadline
-        self._worlds: dict[str, World] = {}
+        super().__init__(
+            *(case, names, pace),
+            is_resident=room.holds(case, names),
+            backend=backend,
+            timeout=120,
+            deadline=deadline,
+        )
         self._errors: dict[str, str] = {}
-        self._turns: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+
+    def fail(self, name: str, error: WorldError) -> None:
+        """Note it; a process that ran out of memory spoils nothing but its own row."""
+        self._errors[name] = shortened(str(error))
 
     def play(self) -> dict[str, Any]:
         """Run all rounds and return the raw numbers."""
-        with ExitStack() as open_worlds:
-            for index in range(self._pace.rounds):
-                if index and time.monotonic() > self._deadline:
-                    break
-                shift = index % len(self._names)
-                for name in self._names[shift:] + self._names[:shift]:
-                    if name not in self._errors:
-                        self._try(name, open_worlds)
-        if len(self._errors) == len(self._names):
+        found = super().play()
+        if not found["contenders"]:
             raise WorldError("\n".join(self._errors.values()))
-        # A round counts if every contender that is left has taken its turn.
-        rounds = min(len(self._turns[n]) for n in self._names if n not in self._errors)
+        rounds = len(next(iter(found["contenders"].values())))
         error = self._errors.get("ours")
-        if error is None and rounds < min(FEWEST_ROUNDS, self._pace.rounds):
+        if error is None and rounds < min(FEWEST_ROUNDS, self.pace.rounds):
             error = f"only {rounds} rounds: the time of this part was over"
-        return {
-            **asdict(self._case),
-            "numel": PRESETS[self._case.params].numel,
-            "worlds": "resident" if self._is_resident else "fresh",
-            "backend": self._backend or ("nccl" if self._case.device == "cuda" else "gloo"),
-            "contenders": {
-                n: self._turns[n][:rounds] for n in self._names if n not in self._errors
-            },
-            "errors": self._errors,
-            "error": error,
-        }
-
-    def _try(self, name: str, open_worlds: ExitStack) -> None:
-        """Let a contender take its turn; one that fails takes no other."""
-        try:
-            world, warmup = self._worlds.get(name), 0
-            if world is None:
-                world, warmup = open_worlds.enter_context(self._start(name)), self._pace.warmup
-                if self._is_resident:
-                    self._worlds[name] = world
-            self._turns[name].append(self._turn(world, warmup))
-            if not self._is_resident:
-                world.close()
-        except WorldError as error:
-            self._errors[name] = shortened(str(error))
-
-    def _start(self, name: str) -> World:
-        return World(
-            *(name, self._case.ranks, GpuWorker, name, self._case),
-            device=self._case.device,
-            backend=self._backend,
-            timeout=120,
-        )
-
-    def _turn(self, world: World, warmup: int) -> dict[str, Any]:
-        warm = world.call("steps", warmup)
-        world.call("memory")  # forget the peak of warming up
-        steps = world.call("steps", self._pace.steps)
-        return {
-            "warmup": transposed(warm),
-            "steps": transposed(steps),
-            "memory": world.call("memory"),
-            "foreign_cpu_seconds": 0.0,
-        }
+        backend = self.backend or ("nccl" if self.case.device == "cuda" else "gloo")
+        return {**found, "backend": backend, "errors": self._errors, "error": error}

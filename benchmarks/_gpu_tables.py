@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 from _contenders import CONTENDERS, Case
-from _overhead_tables import overhead_tables, overheads
+from _measured import beside, losses, overheads, quartiles, step_seconds
 from _report import Table
-from _step_tables import disagreement, losses, ratio, step_seconds
+from _tables import overhead_tables, verdict
 
 STEP_COLUMNS = [
     "contender",
@@ -49,9 +49,9 @@ def _overview(content: Content) -> Table:
         count = f"{good} of {len(cases)}"
         table.rows.append([part["part"], part["status"], f"{part['seconds']:.0f}", count])
         if part["error"]:
-            table.notes.append(f"{part['part']}: {_last_line(part['error'])}")
+            table.notes.append(f"{part['part']}: {last_line(part['error'])}")
         table.notes += [
-            f"{part['part']}, {case['key']}: {_last_line(case['error'])}"
+            f"{part['part']}, {case['key']}: {last_line(case['error'])}"
             for case in cases
             if case["error"] is not None
         ]
@@ -130,7 +130,7 @@ def _test_tables(cases: list[Content]) -> list[Table]:
         failures = case["failures"]
         counts = (case["passed"], len(failures), case["skipped"])
         table.rows.append([case["key"], *map(str, counts)])
-        table.notes += [f"{name}: {_last_line(text)}" for name, text in failures.items()]
+        table.notes += [f"{name}: {last_line(text)}" for name, text in failures.items()]
     return [table]
 
 
@@ -141,12 +141,11 @@ def _step_tables(cases: list[Content]) -> list[Table]:
 def _of_steps(case: Content) -> Table:
     names = list(case["contenders"])
     rounds = len(case["contenders"][names[0]])
-    wrong = disagreement(case)
     notes = [
-        f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'}",
+        verdict(case),
         f"{rounds} rounds; {case['worlds']} processes; {case['backend']}",
     ]
-    notes += [f"{CONTENDERS[n].title}: {_last_line(text)}" for n, text in case["errors"].items()]
+    notes += [f"{CONTENDERS[n].title}: {last_line(text)}" for n, text in case["errors"].items()]
     return Table(
         title=f"{Case.stored(case).label()} ({case['numel'] / 1e6:.0f} M)",
         columns=STEP_COLUMNS,
@@ -157,16 +156,14 @@ def _of_steps(case: Content) -> Table:
 
 def _step_row(case: Content, name: str) -> list[str]:
     milliseconds = [1e3 * seconds for seconds in step_seconds(case, name)]
-    alone = len(milliseconds) == 1
-    low, _, high = milliseconds * 3 if alone else quantiles(milliseconds, n=4, method="inclusive")
     turns = case["contenders"][name]
     host = median(max(rank["host"] for rank in step) for turn in turns for step in turn["steps"])
     return [
         CONTENDERS[name].title,
         f"{median(milliseconds):.1f}",
-        f"{low:.1f} to {high:.1f}",
-        ratio(case, name, "fsdp2"),
-        ratio(case, name, "ddp"),
+        quartiles(milliseconds, 1),
+        beside(case, name, "fsdp2", step_seconds),
+        beside(case, name, "ddp", step_seconds),
         f"{1e3 * host:.1f}",
         *(_mebibytes(turns, what) for what in (_PEAK, "peak_reserved", "at_rest")),
         f"{losses(case, name)[-1]:.4f}",
@@ -220,7 +217,8 @@ def _graph_tables(cases: list[Content]) -> list[Table]:
     return [table]
 
 
-def _last_line(error: str | None) -> str:
+def last_line(error: str | None) -> str:
+    """Return what an error says at its end; nothing where there is none."""
     lines = (error or "").strip().splitlines()
     return lines[-1] if lines else ""
 

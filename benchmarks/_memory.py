@@ -3,9 +3,8 @@
 - **RSS** is what the kernel counts, and it keeps the peak itself (``VmHWM``), so that no sample is
   missed. It includes pages that an allocator keeps after a free, hence :data:`PROMPT_MALLOC`.
 - **PSS** is sampled from outside; a page that k processes share counts 1/k in each.
-- :class:`Trace` counts the bytes of live tensors exactly, with torch's memory profiler, in a
-  process that computes on one thread. It does not see what other threads free, gloo's for one, so
-  that it would count too much where there is communication.
+- :class:`Trace` counts the bytes of live tensors exactly, from one operator to the next, in a
+  process that computes on one thread.
 """
 
 from __future__ import annotations
@@ -13,23 +12,20 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
 import math
-import os
-import sys
-import tempfile
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 PROMPT_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
@@ -101,116 +97,60 @@ def formula(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Block:
-    """A piece of memory in a trace: where, how many bytes, from when to when (or for ever)."""
+    """A piece of memory: its bytes, and the numbers of the operators that made and freed it."""
 
-    address: int
     size: int
-    start: float
-    end: float
+    start: int
+    end: float = math.inf
 
 
-class Trace:
-    """Every tensor that this thread allocates while the context is open, and when it is freed.
+class Trace(TorchDispatchMode):
+    """Every tensor that operators of this thread allocate while the context is open.
 
-    Open it before there are any tensors; let no other thread free one.
-
-    Args:
-        device: whose memory: ``"cpu"`` or ``"cuda"``.
+    Open it before there are any tensors. What an operator allocates for itself does not count.
     """
 
-    def __init__(self, device: str) -> None:
-        self._device_type = {"cpu": 0, "cuda": 1}[device]
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
         self.blocks: list[Block] = []
-        self._phases: dict[str, tuple[float, float]] = {}
+        self._live: dict[int, Block] = {}
 
-    def __enter__(self) -> Self:
-        with _silent_stderr():
-            self._profile.start()
-        return self
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and take note of the storages that it returns."""
+        found = func(*args, **(kwargs or {}))
+        self.now += 1
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in self._live:
+                storage = tensor.untyped_storage()
+                block = self._live[id(storage)] = Block(storage.nbytes(), self.now)
+                self.blocks.append(block)
+                weakref.finalize(storage, self._free, id(storage))
+        return found
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        with _silent_stderr():
-            self._profile.stop()
-        if error is None:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, "trace.json")
-                self._profile.export_chrome_trace(str(path))
-                self._read(json.loads(path.read_text())["traceEvents"])
+    def at(self, tensors: Iterable[torch.Tensor]) -> list[Block]:
+        """Find the blocks of some tensors."""
+        return [self._live[id(each.untyped_storage())] for each in tensors]
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Name what happens meanwhile."""
-        with record_function(f"phase:{name}"):
-            yield
-
-    def peak(self, phase: str, without: Sequence[Block] = ()) -> int:
-        """Return the most bytes that were live at one moment of a phase.
+    def peak(self, since: int, without: Sequence[Block] = ()) -> int:
+        """Return the most bytes that were live at one moment.
 
         Args:
-            phase: its name; the last of that name counts.
+            since: the number of the operator behind which moments count.
             without: blocks to leave out.
         """
-        start, end = self._phases[phase]
         left_out = set(map(id, without))
-        changes = []
+        changes: list[tuple[float, int]] = []
         for block in self.blocks:
-            if block.end >= start and block.start <= end and id(block) not in left_out:
-                changes += [(block.start, block.size), (block.end, -block.size)]
-        live = peak = 0
-        for _, change in sorted(c for c in changes if c[0] <= end):
-            live += change
-            peak = max(peak, live)
-        return peak
+            if block.end > since and id(block) not in left_out:
+                changes += [(max(block.start, since), block.size), (block.end, -block.size)]
+        changes.sort()
+        return max(itertools.accumulate(change for _, change in changes), default=0)
 
-    def live_at_end(self, phase: str, addresses: set[int]) -> list[Block]:
-        """Find the blocks at some addresses when a phase ended."""
-        end = self._phases[phase][1]
-        return [b for b in self.blocks if b.address in addresses and b.start <= end < b.end]
-
-    def _read(self, events: list[dict[str, Any]]) -> None:
-        begun: dict[int, tuple[float, int]] = {}
-        for event in sorted(
-            (e for e in events if e.get("name") == "[memory]"), key=lambda e: float(e["ts"])
-        ):
-            facts, now = event["args"], float(event["ts"])
-            address, size = facts["Addr"], facts["Bytes"]
-            if facts["Device Type"] != self._device_type:
-                continue
-            if size > 0:
-                begun[address] = (now, size)
-            elif address in begun:
-                start, size = begun.pop(address)
-                self.blocks.append(Block(address, size, start, now))
-        for address, (start, size) in begun.items():
-            self.blocks.append(Block(address, size, start, math.inf))
-        for event in events:
-            name = str(event.get("name"))
-            if name.startswith("phase:") and event.get("ph") == "X":
-                start = float(event["ts"])
-                self._phases[name.removeprefix("phase:")] = (start, start + float(event["dur"]))
-
-
-@contextmanager
-def _silent_stderr() -> Iterator[None]:
-    """Keep the profiler's own log lines, which no setting turns off, from the terminal."""
-    sys.stderr.flush()
-    before = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(nowhere)
-        os.close(before)
+    def _free(self, key: int) -> None:
+        self._live.pop(key).end = self.now + 0.5  # after the last operator, before the next one
 
 
 def malloc_promptly() -> None:

@@ -52,8 +52,6 @@ PRESETS = {
     "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M
     "215m": Preset(hidden=896, intermediate=2464, layers=16, heads=14, vocab=32000),  # 214.7 M
     "400m": Preset(hidden=1152, intermediate=3200, layers=20, heads=18, vocab=32000),  # 401.1 M
-    # 398 M, with a small vocabulary: no parameter is much larger than others.
-    "400m-deep": Preset(hidden=1152, intermediate=3200, layers=24, heads=18, vocab=2048),
     # For GPUs, the largest that fits.
     "1b": Preset(hidden=2048, intermediate=5632, layers=18, heads=16, vocab=32000),  # 1.06 B
     "3b": Preset(hidden=3072, intermediate=8192, layers=24, heads=24, vocab=32000),  # 2.9 B

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from _optimizers_tables import TITLES, split
+from _tables import OPTIMIZER_TITLES as TITLES
 from shardwise.app.recipes.core.build import make_optimizer
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 from shardwise.optim import muon_groups
@@ -29,7 +29,7 @@ def settings_of(name: str, lr: float) -> OptimizerConfig:
         name: the contender.
         lr: the learning rate of AdamW; that of others follows from it.
     """
-    kind = OptimizerName(split(name)[1])
+    kind = OptimizerName(name.partition("-")[2])
     return replace(OptimizerConfig(lr=lr).usual_for(kind), algorithm=kind)
 
 

@@ -16,7 +16,6 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,44 +136,3 @@ def announce() -> Console:
     console = wide_console()
     console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
     return console
-
-
-def publish(
-    console: Console, content: dict[str, Any], tables: Sequence[Table], path: Path | None
-) -> None:
-    """Show the tables of a document and its command, and store the document if there is a path."""
-    for table in tables:
-        table.show(console)
-    console.print(content["command"], highlight=False, soft_wrap=True)
-    if path:
-        save(path, content)
-
-
-def publish_each(
-    console: Console,
-    script: str,
-    cases: Iterable[dict[str, Any]],
-    tables: Callable[[dict[str, Any]], Sequence[Table]],
-    path: Path | None,
-) -> list[dict[str, Any]]:
-    """Show each case of a script as soon as it was measured, and store all so far.
-
-    Args:
-        console: where to show it.
-        script: the script.
-        cases: measures them, one after the other.
-        tables: makes the tables of a document.
-        path: of the document, if it is to be stored.
-
-    Returns:
-        The cases.
-    """
-    measured = []
-    for case in cases:
-        measured.append(case)
-        for table in tables(document(script, [case])):
-            table.show(console)
-        if path:
-            save(path, document(script, measured))
-    console.print(command(), highlight=False, soft_wrap=True)
-    return measured

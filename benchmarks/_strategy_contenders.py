@@ -13,6 +13,8 @@ from shardwise.diloco import DiLoCo, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, ShardingPlan, Strategy, resolve
 
 HOSTS = 2
+#: Whose steps are also measured with accumulation.
+ACCUMULATED = ("hybrid", "fsdp2-hybrid")
 #: By how much losses may differ in the first steps if values are encoded.
 NEAR = 0.05
 _BF16 = Wire(gather="bf16", reduce="bf16")

@@ -13,31 +13,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from _memory_tables import peak
-from _overhead_tables import overheads
-from _pictures import OURS, PEER, RULE, looks, write
-from _step_tables import step_seconds
-from _strategies_tables import seconds_by_round
+from _charts import OURS, Panel, draw
+from _measured import overheads, peak, ratio, ratio_of, seconds_by_round, step_seconds
 
 Case = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Beside:
-    """One measurement of both, paired by round.
-
-    Attributes:
-        mine: ours, one value per round.
-        theirs: torch's, in the same rounds.
-    """
-
-    mine: Sequence[float]
-    theirs: Sequence[float]
-
-    @property
-    def ratio(self) -> float:
-        """The median over rounds of ours over torch's; below 1, ours is faster or smaller."""
-        return median(mine / theirs for mine, theirs in zip(self.mine, self.theirs, strict=True))
+#: Ours and torch's of the same rounds, one value for each.
+Beside = tuple[Sequence[float], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -74,30 +55,30 @@ class Measurement:
 
 
 def _step(case: Case) -> Beside:
-    return Beside(step_seconds(case, "ours"), step_seconds(case, "fsdp2"))
+    return step_seconds(case, "ours"), step_seconds(case, "fsdp2")
 
 
 def _strategy(mine: str, theirs: str) -> Callable[[Case], Beside]:
     def read(case: Case) -> Beside:
-        return Beside(seconds_by_round(case, mine), seconds_by_round(case, theirs))
+        return seconds_by_round(case, mine), seconds_by_round(case, theirs)
 
     return read
 
 
 def _overhead(case: Case) -> Beside:
-    return Beside(overheads(case, "ours"), overheads(case, "fsdp2"))
+    return overheads(case, "ours"), overheads(case, "fsdp2")
 
 
 def _memory(case: Case) -> Beside:
     found = [peak(case, name) for name in ("ours", "fsdp2")]
     mine, theirs = (size / 2**20 for size in found if size)
-    return Beside([mine], [theirs])
+    return [mine], [theirs]
 
 
 def _checkpoint(what: str) -> Callable[[Case], Beside]:
     def read(case: Case) -> Beside:
         mine, theirs = ([max(turn[what]) for turn in case["turns"][n]] for n in ("ours", "dcp"))
-        return Beside(mine, theirs)
+        return mine, theirs
 
     return read
 
@@ -176,35 +157,18 @@ def table(results: Path) -> str:
     rows = ["| | Shardwise | torch | ratio |", "| --- | ---: | ---: | ---: |"]
     for each in MEASUREMENTS:
         found = each.measured(results)
-        mine, theirs = (
-            f"{median(values):.{each.decimals}f} {each.unit}"
-            for values in (found.mine, found.theirs)
-        )
+        mine, theirs = (f"{median(values):.{each.decimals}f} {each.unit}" for values in found)
         link = f"[{each.what}](../benchmarks/results/{each.result})"
-        rows.append(f"| {link} | {mine} | {theirs} | {found.ratio:.2f} |")
+        rows.append(f"| {link} | {mine} | {theirs} | {ratio(*found)} |")
     return "\n".join(rows)
 
 
-def draw(results: Path, path: Path) -> None:
+def draw_summary(results: Path, path: Path) -> None:
     """Draw the ratios of the summary as bars, beside a line at torch's 1.
 
     Args:
         results: folder of the documents.
         path: a file that ends in ``.svg`` or ``.png``; replaced only when it is complete.
     """
-    from matplotlib.figure import Figure  # no pyplot: no global state and no display
-
-    ratios = [each.measured(results).ratio for each in MEASUREMENTS]
-    with looks("summary"):
-        figure = Figure(figsize=(9.6, 0.42 * len(ratios) + 1.1), layout="constrained")
-        panel = figure.subplots()
-        bars = panel.barh([each.what for each in MEASUREMENTS], ratios, color=OURS, height=0.66)
-        panel.bar_label(bars, [f"{ratio:.2f}" for ratio in ratios], padding=-30, color="white")
-        panel.axvline(1, color=PEER, ls="--", lw=1.4)
-        panel.set_xlim(0, 1.12)
-        panel.invert_yaxis()
-        panel.set_title("Shardwise, as a fraction of torch (dashed)", loc="left", fontsize=11)
-        panel.grid(visible=True, axis="x", color=RULE, alpha=0.25, linewidth=0.8)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.set_axisbelow(True)
-        write(figure, path)
+    bars = {each.what: (ratio_of(*each.measured(results)), OURS) for each in MEASUREMENTS}
+    draw(path, "Shardwise, as a fraction of torch (dashed)", [Panel("", bars=bars, mark=1)])

@@ -23,6 +23,7 @@ from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -43,7 +44,8 @@ _ONE_THREAD = {
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 
-
+#: Of the processor time that the kernel counts, in a second.
+TICKS = os.sysconf("SC_CLK_TCK")
 _PRELOAD = [
     "torch._dynamo",  # which a process's first optimizer imports
     "torch.distributed.fsdp",
@@ -149,10 +151,9 @@ class World:
 
     def cpu_seconds(self) -> float:
         """Return the processor time that all ranks have taken so far."""
-        import psutil
-
-        times = [psutil.Process(pid).cpu_times() for pid in self.pids]
-        return float(sum(t.user + t.system for t in times))
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2] for pid in self.pids]
+        times = [stat.split()[11:13] for stat in stats]
+        return sum(int(user) + int(system) for user, system in times) / TICKS
 
     def close(self) -> None:
         """End the processes and wait for them. Closing twice does nothing.

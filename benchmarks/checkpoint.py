@@ -16,10 +16,11 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,14 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 import shardwise.checkpoint
-from _checkpoint_tables import CONTENDERS, checkpoint_tables
+from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
-from _models import PRESETS, build, groups
-from _options import one_of, positive_int, positive_ints
-from _report import announce, document, publish
-from _worlds import World, stop_server
+from _options import end, parser, run
+from _tables import CHECKPOINT_TITLES
+from _turns import in_turns
+from _worlds import World
+
+_CONTENDERS = tuple(CHECKPOINT_TITLES)
 
 
 class CheckpointWorker:
@@ -43,16 +46,11 @@ class CheckpointWorker:
 
     def __init__(self, name: str, params: str, seed: int) -> None:
         self._name = name
-        self._model = build(params, seed)
-        for group in groups(self._model):
-            for module in group:
-                shardwise.fully_shard(module)
-        shardwise.fully_shard(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), fused=True)
+        trained = Ours(Case(dist.get_world_size(), params, seed=seed))
+        self._model, self._optimizer = trained.model, trained.optimizer
         for parameter in self._model.parameters():
             parameter.grad = parameter.detach().clone()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        trained.update()
 
     def nbytes(self) -> int:
         """Return the bytes of this rank's shards and their optimizer state."""
@@ -154,21 +152,19 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
     Raises:
         ValueError: a contender did not load what it had saved.
     """
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in CONTENDERS}
-    worlds: dict[str, World] = {}
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
-        try:
-            for name in CONTENDERS:
-                worlds[name] = World(name, ranks, CheckpointWorker, name, params, options.seed)
-                _turn(worlds[name], Path(root, name), options.cold)  # to warm up
-            for index in range(options.rounds):
-                shift = index % len(CONTENDERS)
-                for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
-                    turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
-            nbytes = sum(worlds["ours"].call("nbytes"))
-        finally:
-            for world in worlds.values():
-                world.close()
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTENDERS}
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root,
+        ExitStack() as stack,
+    ):
+        worlds: dict[str, World] = {}
+        for name in _CONTENDERS:
+            world = World(name, ranks, CheckpointWorker, name, params, options.seed)
+            worlds[name] = stack.enter_context(world)
+            _turn(world, Path(root, name), options.cold)  # to warm up
+        for _, name in in_turns(_CONTENDERS, options.rounds):
+            turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
+        nbytes = sum(worlds["ours"].call("nbytes"))
     return {
         "ranks": ranks,
         "params": params,
@@ -200,30 +196,14 @@ def _both(saved: list[Any], loaded: list[Any]) -> list[tuple[str, list[Any]]]:
     return [("save", saved), ("load", loaded)]
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    add("--ranks", type=positive_ints, default=[2], help="world sizes, e.g. 2 or 2,4")
-    add("--params", type=one_of(*PRESETS), default=["150m"], help=f"models: {', '.join(PRESETS)}")
-    add("--rounds", type=positive_int, default=7, help="turns of a contender (7)")
-    add("--cold", action="store_true", help="drop files from the page cache before they are loaded")
-    add("--folder", type=Path, help="on the disk to be measured (the one of temporary files)")
-    add("--seed", type=int, default=0, help="of weights (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    console = announce()
-    cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
-    content = document("checkpoint", cases)
-    publish(console, content, checkpoint_tables(content), options.json)
-    return 0
+    made = parser(__doc__, ranks="2", params="150m", rounds=7, folder=None, seed=0)
+    cold = "drop files from the page cache before they are loaded"
+    made.add_argument("--cold", action="store_true", help=cold)
+    options = made.parse_args()
+    each = product(options.params, options.ranks)
+    return run("checkpoint", options, lambda say: (play(r, p, options) for p, r in each))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

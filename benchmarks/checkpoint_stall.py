@@ -13,26 +13,27 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
-from _checkpoint_stall_tables import WAYS, stall_tables
+from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss
-from _models import PRESETS, batches, build, groups
-from _options import one_of, positive_int, positive_ints
-from _report import announce, document, publish
-from _worlds import World, stop_server
+from _models import PRESETS, batches
+from _options import end, parser, run
+from _tables import STALL_TITLES
+from _turns import in_turns
+from _worlds import World
 
+WAYS = tuple(STALL_TITLES)
 Wait = Callable[[], object]
 
 
@@ -40,12 +41,8 @@ class StallWorker:
     """One rank of a training that saves."""
 
     def __init__(self, params: str, tokens: int, seed: int) -> None:
-        self._model = build(params, seed)
-        for group in groups(self._model):
-            for module in group:
-                shardwise.fully_shard(module)
-        shardwise.fully_shard(self._model)
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._trained = Ours(Case(dist.get_world_size(), params, seed=seed))
+        self._model, self._optimizer = self._trained.model, self._trained.optimizer
         self._batches = batches(params, tokens, dist.get_rank(), seed)
         self._others = dist.new_group(backend="gloo")  # DCP's thread must not use training's
         self._step(0)
@@ -78,10 +75,9 @@ class StallWorker:
         return {"stall": stall, "seconds": seconds, "peak": peak_rss()}
 
     def _step(self, index: int) -> None:
-        tokens = self._batches[index % len(self._batches)]
-        self._model(input_ids=tokens, labels=tokens).loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        loss = self._trained.forward(self._batches[index % len(self._batches)])
+        self._trained.backward(loss)
+        self._trained.update()
 
     def _save(self, folder: Path) -> Wait:
         shardwise.checkpoint.save(folder, self._model, self._optimizer)
@@ -99,17 +95,14 @@ class StallWorker:
 def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let all ways take turns; return the raw numbers."""
     turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
-    with tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root:
-        world = World("shardwise", ranks, StallWorker, params, options.tokens, options.seed)
-        try:
-            for way in WAYS:  # to warm up
-                _turn(world, way, options.steps, Path(root, way))
-            for index in range(options.rounds):
-                shift = index % len(WAYS)
-                for way in WAYS[shift:] + WAYS[:shift]:
-                    turns[way].append(_turn(world, way, options.steps, Path(root, way)))
-        finally:
-            world.close()
+    with (
+        tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root,
+        World("shardwise", ranks, StallWorker, params, options.tokens, options.seed) as world,
+    ):
+        for way in WAYS:  # to warm up
+            _turn(world, way, options.steps, Path(root, way))
+        for _, way in in_turns(WAYS, options.rounds):
+            turns[way].append(_turn(world, way, options.steps, Path(root, way)))
     return {
         "ranks": ranks,
         "params": params,
@@ -134,31 +127,21 @@ def _turn(world: World, way: str, steps: int, folder: Path) -> list[dict[str, fl
     return by_rank
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    add("--ranks", type=positive_ints, default=[2], help="world sizes, e.g. 2 or 2,4")
-    add("--params", type=one_of(*PRESETS), default=["34m"], help=f"models: {', '.join(PRESETS)}")
-    add("--tokens", type=positive_int, default=256, help="of a rank and step (256)")
-    add("--steps", type=positive_int, default=6, help="of a turn (6)")
-    add("--rounds", type=positive_int, default=7, help="turns of each (7)")
-    add("--folder", type=Path, help="on the disk to be measured (the one of temporary files)")
-    add("--seed", type=int, default=0, help="of weights and tokens (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    console = announce()
-    cases = [play(ranks, params, options) for params in options.params for ranks in options.ranks]
-    content = document("checkpoint_stall", cases)
-    publish(console, content, stall_tables(content), options.json)
-    return 0
+    made = parser(
+        *(__doc__,),
+        ranks="2",
+        params="34m",
+        tokens=256,
+        steps=6,
+        rounds=7,
+        folder=None,
+        seed=0,
+    )
+    options = made.parse_args()
+    each = product(options.params, options.ranks)
+    return run("checkpoint_stall", options, lambda say: (play(r, p, options) for p, r in each))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -13,22 +13,20 @@ where DiLoCo's loss is more than 2 % above, or bytes fall by less than ``LEAST_R
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from _diloco_tables import SYNCHRONOUS, bytes_ratio, diloco_tables, loss_ratio
-from _options import positive_int
-from _report import announce, document, save
+from _goodput_judge import summed_loss
+from _measured import bytes_ratio, loss_ratio
+from _options import end, natural, parser, plain, positive_int, run
 from _wire import metered
-from _worlds import World, stop_server
+from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
 from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
 from shardwise.app.recipes.core.model import build, decoder_layers, initialize, next_token_loss
@@ -43,6 +41,7 @@ from shardwise.insight.planning.presets import LLAMAS
 from shardwise.insight.schema.sharding import ShardingConfig, TransportName
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 
+SYNCHRONOUS = "synchronous"
 #: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
 CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {
     "fp32": (WireFormat.FP32, Streaming()),
@@ -66,41 +65,6 @@ LEAST_RATIOS = {
 JUDGED = 512  # sequences
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all contenders have in common.
-
-    Attributes:
-        model: a preset of the recipes.
-        ranks: processes, spread evenly over the replicas.
-        replicas: copies that meet.
-        start: synchronous steps that all go on from.
-        steps: of each replica since then.
-        every: inner steps of a round.
-        batch: sequences of a rank and step.
-        length: tokens of a sequence.
-        optimizer: the inner one, ``adamw`` or ``muon``.
-        lr: its peak learning rate.
-        outer_lr: learning rate of the outer steps.
-        outer_warmup: rounds over which their momentum rises.
-        seed: of weights and order of text.
-    """
-
-    model: str
-    ranks: int
-    replicas: int
-    start: int
-    steps: int
-    every: int
-    batch: int
-    length: int
-    optimizer: str
-    lr: float
-    outer_lr: float
-    outer_warmup: int
-    seed: int
-
-
 class DilocoWorker:
     """One rank of a contender.
 
@@ -110,7 +74,7 @@ class DilocoWorker:
         start: the checkpoint to go on from.
     """
 
-    def __init__(self, name: str, settings: Settings, start: Path | None) -> None:
+    def __init__(self, name: str, settings: argparse.Namespace, start: Path | None) -> None:
         self._settings = settings
         strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
         plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
@@ -186,24 +150,18 @@ class DilocoWorker:
         """Save what all contenders go on from."""
         checkpoint.save(path, self._model, self._optimizer)
 
-    @torch.no_grad()
     def _judge(self) -> float:
         """The mean loss of all ranks on text that was held back."""
-        settings = self._settings
-        self._model.eval()
-        room = len(self._held_back) - settings.length - 1
-        mine = range(dist.get_rank(), JUDGED, settings.ranks)
-        total = torch.zeros(1, dtype=torch.float64)
-        for i in range(0, len(mine), 16):
-            starts = [room * each // (JUDGED - 1) for each in mine[i : i + 16]]
-            rows = [self._held_back.read(start, settings.length + 1) for start in starts]
-            batch = torch.stack([torch.from_numpy(row) for row in rows])
-            total += next_token_loss(self._model, batch).double() * len(rows)
+        mine = range(dist.get_rank(), JUDGED, self._settings.ranks)
+        length = self._settings.length
+        total = torch.tensor(
+            summed_loss(self._model, self._held_back, length, mine, JUDGED), dtype=torch.float64
+        )
         dist.all_reduce(total)
         return total.item() / JUDGED
 
 
-def make_start(settings: Settings, path: Path) -> Path | None:
+def make_start(settings: argparse.Namespace, path: Path) -> Path | None:
     """Train synchronously what all contenders go on from, if they are to go on from anything."""
     if not settings.start:
         return None
@@ -213,7 +171,7 @@ def make_start(settings: Settings, path: Path) -> Path | None:
     return path
 
 
-def play(name: str, settings: Settings, start: Path | None) -> dict[str, Any]:
+def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[str, Any]:
     """Train a contender; return its figures."""
     with World(name, settings.ranks, DilocoWorker, name, settings, start) as world:
         by_rank = world.call("train", settings.start, settings.start + settings.steps)
@@ -245,12 +203,6 @@ def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
     return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
 
 
-def _natural(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
-    return int(text)
-
-
 def _contenders(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
@@ -261,13 +213,24 @@ def _contenders(text: str) -> list[str]:
     return names
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def measure(settings: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Train all contenders from one start; return the case."""
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
+        start = make_start(settings, Path(folder, "start"))
+        for name in (SYNCHRONOUS, *settings.contenders):
+            say(name)
+            found[name] = play(name, settings, start)
+    yield {"settings": plain(settings), "contenders": found}
+
+
+def main() -> int:
+    made = parser(__doc__)
     add = made.add_argument
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
-    add("--start", type=_natural, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--start", type=natural, default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
@@ -275,36 +238,16 @@ def _options() -> argparse.Namespace:
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="inner one (adamw)")
     add("--lr", type=float, default=2e-3, help="its peak learning rate (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
-    add("--outer-warmup", type=_natural, default=0, help="rounds in which momentum rises (0)")
+    add("--outer-warmup", type=natural, default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    fields = [field.name for field in dataclasses.fields(Settings)]
-    settings = Settings(**{name: getattr(options, name) for name in fields})
-    case: dict[str, Any] = {"settings": dataclasses.asdict(settings), "contenders": {}}
-    with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        start = make_start(settings, Path(folder, "start"))
-        for name in (SYNCHRONOUS, *options.contenders):
-            case["contenders"][name] = play(name, settings, start)
-    content = document("diloco", [case])
-    for table in diloco_tables(content):
-        table.show(console)
-    console.print(content["command"], highlight=False, soft_wrap=True)
-    if options.json:
-        save(options.json, content)
-    return 0 if keeps_promises(case) else 1
+    options = made.parse_args()
+    return run(
+        *("diloco", options, lambda say: measure(options, say)),
+        lambda case: not keeps_promises(case),
+    )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        with contextlib.suppress(OSError):
-            stop_server()
+    end(main)

@@ -1,4 +1,4 @@
-"""Useful tokens per second of trainings whose processes are killed or paused at random.
+"""Useful tokens per second of trainings whose processes are killed at random.
 
     python benchmarks/goodput.py --rates 0,1,2,3 --json goodput.json --picture goodput.svg
 
@@ -8,7 +8,7 @@ All train the same model with the same number of processes, started as a user st
     diloco:H    shardwise train lm --max-restarts N --strategy diloco --local-steps H
                     --diloco-deadline S, each process a replica and a world of its own
 
-Faults hit a process each, at random times, as many as the rate says. Useful are tokens
+Processes are killed at random times, as many as the rate says. Useful are tokens
 whose steps are in the history at the end (steps that a restart repeats count once), or whose inner
 steps went into an outer step. Goodput is their number per second, divided by that of the same
 contender without faults. Steps are stretched to a fixed duration, see
@@ -22,73 +22,24 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import math
 import subprocess
-import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from _goodput_counts import restarts, schedule, speed, useful
 from _goodput_judge import judge, rounds_of
-from _goodput_picture import draw
-from _goodput_run import (
-    GoodputError,
-    Hit,
-    RoundsWatched,
-    StepsWatched,
-    Training,
-    disturb,
-    kill,
-    pausing,
-)
-from _goodput_tables import DILOCO, SYNCHRONOUS, goodput_tables, is_diloco, keeps_promise
-from _options import one_of, positive_int
-from _report import announce, document, publish
-from _worlds import stop_server
+from _goodput_run import GoodputError, RoundsWatched, StepsWatched, Training, disturb
+from _goodput_tables import DILOCO, SYNCHRONOUS, is_diloco, keeps_promise
+from _options import end, number, parser, plain, positive_int, run
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
 _POINTS = 8  # checkpoints of a curve of losses
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What all runs have in common.
-
-    Attributes:
-        contenders: such as ``sync:20`` and ``diloco:10``.
-        rates: faults a minute, of all processes together.
-        model: a preset of the recipes.
-        ranks: processes of a training.
-        batch: sequences of a process and step.
-        length: tokens of a sequence.
-        step: seconds that forward and backward of a step last.
-        seconds: that a training is watched.
-        pause: seconds that a paused process waits.
-        deadline: seconds that a round of DiLoCo waits for a replica.
-        at_once: trainings that run at the same time.
-        seed: of the faults.
-    """
-
-    contenders: list[str]
-    rates: list[float]
-    model: str
-    ranks: int
-    batch: int
-    length: int
-    step: float
-    seconds: float
-    pause: float
-    deadline: float
-    at_once: int
-    seed: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,16 +48,14 @@ class Run:
 
     Attributes:
         contender: such as ``sync:20``.
-        per_minute: faults.
-        fault: ``kill`` or ``pause``.
-        settings: of all.
+        per_minute: kills.
+        settings: of all: the options of the command line.
         folder: for its files.
     """
 
     contender: str
     per_minute: float
-    fault: str
-    settings: Settings
+    settings: argparse.Namespace
     folder: Path
 
     @property
@@ -130,21 +79,20 @@ class Run:
         # Of its own, so that trainings that run at once do not start processes at the same moments.
         seed = f"{settings.seed} {self.contender} {self.per_minute}"
         faults = schedule(self.per_minute, settings.seconds, settings.ranks, seed)
-        hit: Hit = kill if self.fault == "kill" else pausing(settings.pause)
         rounds = RoundsWatched(self.out) if is_diloco(self.contender) else None
         watched = rounds or StepsWatched(self.out, per_step)
         # At first an exchange each, which is slower than those that follow.
         warm = 2 * self.every * per_step if rounds else 4 * per_step
-        before = psutil.cpu_times()
+        psutil.cpu_percent()  # from here on
         with Training(self._arguments(), self.folder / "told", settings.step) as training:
-            seen = disturb(training, watched, faults, hit, settings.seconds, warm)
-            busy = _busy(before, psutil.cpu_times())
+            seen = disturb(training, watched, faults, settings.seconds, warm)
+            busy = psutil.cpu_percent() / 100
             training.stop()
             phases = training.phases()
         measured = useful(seen.progress, settings.seconds)
         assert measured is not None
         first, last = measured
-        killed = [seen.begin + fault.at for fault in seen.faults] if self.fault == "kill" else []
+        killed = [seen.begin + fault.at for fault in seen.faults]
         everyone = range(settings.ranks)
         affected = [[fault.victim] if rounds else everyone for fault in seen.faults]
         told = rounds.named(phases) if rounds else phases
@@ -156,7 +104,7 @@ class Run:
             "busy": busy,
             "faults": [[fault.at, fault.victim] for fault in seen.faults],
             "progress": [[each.at, each.tokens] for each in seen.progress],
-            "restarts": restarts(killed, affected[: len(killed)], told),
+            "restarts": restarts(killed, affected, told),
             "rounds": rounds.events if rounds else [],
         }
 
@@ -208,15 +156,6 @@ class Run:
         return ["train", "lm", *words, "--async-checkpoint"]
 
 
-def _busy(before: Any, after: Any) -> float:
-    """The share of the time of all processors between two looks in which they were not idle."""
-    passed = [now - then for now, then in zip(after, before, strict=True)]
-    names = before._fields
-    idle = sum(passed[names.index(name)] for name in ("idle", "iowait"))
-    counted = sum(p for n, p in zip(names, passed, strict=True) if not n.startswith("guest"))
-    return 1 - idle / counted if counted else 0.0
-
-
 def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
     """Return all runs so that few of those that follow each other start many processes."""
     return [
@@ -225,11 +164,10 @@ def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
     ]
 
 
-def measure(settings: Settings, fault: str, folder: Path, console: Console) -> dict[str, Any]:
+def measure(settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all contenders at all rates; return the raw numbers of the case."""
-    shown = threading.Lock()
     runs = [
-        Run(name, rate, fault, settings, folder / f"{fault}-{name.replace(':', '-')}-{rate:g}")
+        Run(name, rate, settings, folder / f"{name.replace(':', '-')}-{rate:g}")
         for name, rate in order(settings.contenders, settings.rates)
     ]
 
@@ -238,30 +176,23 @@ def measure(settings: Settings, fault: str, folder: Path, console: Console) -> d
             found = run.measure()
             said = f"{speed(found):,.0f} tokens/s"
         except (GoodputError, subprocess.TimeoutExpired) as error:
-            names = {"contender": run.contender, "per_minute": run.per_minute}
-            found = {**names, "ended": str(error)}
+            found = {"contender": run.contender, "per_minute": run.per_minute, "ended": str(error)}
             said = str(error)
-        with shown:
-            console.print(
-                f"  {run.contender}, {run.per_minute:g} {fault}s a minute: {said}", highlight=False
-            )
+        print(f"  {run.contender}, {run.per_minute:g} kills a minute: {said}", flush=True)
         return found
 
     with ThreadPoolExecutor(settings.at_once) as pool:
         found = list(pool.map(play, runs))
     points = [(run, *point) for run in runs for point in run.checkpoints()]
-    losses = judge(
-        settings.model,
-        settings.length,
-        [(path, is_diloco(run.contender)) for run, _, path in points],
-    )
-    for run, each in zip(runs, found, strict=True):
+    judged = [(path, is_diloco(run.contender)) for run, _, path in points]
+    losses = judge(settings.model, settings.length, judged)
+    for one, each in zip(runs, found, strict=True):
         each["losses"] = [
             [tokens, loss]
             for (other, tokens, _), loss in zip(points, losses, strict=True)
-            if other is run
+            if other is one
         ]
-    return {"fault": fault, "settings": dataclasses.asdict(settings), "runs": found}
+    return {"settings": plain(settings), "runs": found}
 
 
 def _contenders(text: str) -> list[str]:
@@ -283,72 +214,33 @@ def _rates(text: str) -> list[float]:
     return sorted({0.0, *rates})
 
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= 86400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
-def _files(text: str) -> list[Path]:
-    paths = [Path(word) for word in text.split(",")]
-    for path in paths:
-        if not path.is_file():
-            raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
-    return paths
-
-
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    made = parser(__doc__)
     add = made.add_argument
     contenders = ["sync:20", "diloco:10"]
     names = f"sync:STEPS, diloco:STEPS ({','.join(contenders)})"
+    seconds = number(1e-3, 86400, "a number of seconds")
     add("--contenders", type=_contenders, default=contenders, help=names)
-    add("--faults", type=one_of("kill", "pause"), default=["kill"], help="kill, pause (kill)")
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]
-    add("--rates", type=_rates, default=rates, help="faults a minute (0,0.5,1,2,3)")
+    add("--rates", type=_rates, default=rates, help="kills a minute (0,0.5,1,2,3)")
     add("--model", default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=4, help="processes of a training (4)")
     add("--batch", type=positive_int, default=2, help="sequences of a process and step (2)")
     add("--length", type=positive_int, default=64, help="tokens of a sequence (64)")
-    add("--step", type=_seconds, default=0.5, help="seconds of forward and backward (0.5)")
-    add("--seconds", type=_seconds, default=180.0, help="that a training is watched (180)")
-    add("--pause", type=_seconds, default=15.0, help="seconds of a pause (15)")
-    add("--deadline", type=_seconds, default=2.0, help="of a round of DiLoCo, in seconds (2)")
+    add("--step", type=seconds, default=0.5, help="seconds of forward and backward (0.5)")
+    add("--seconds", type=seconds, default=180.0, help="that a training is watched (180)")
+    add("--deadline", type=seconds, default=2.0, help="of a round of DiLoCo, in seconds (2)")
     add("--at-once", type=positive_int, default=2, help="trainings at the same time (2)")
     add("--seed", type=int, default=0, help="of the faults (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    add("--picture", type=Path, metavar="FILE", help="draw the picture here, as SVG or PNG")
-    add(
-        "--stored", type=_files, metavar="FILES", help="measure nothing: show these (a.json,b.json)"
-    )
-    return made.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    if options.stored:
-        loaded = [json.loads(path.read_text()) for path in options.stored]
-        content = {**loaded[0], "cases": [case for each in loaded for case in each["cases"]]}
-    else:
-        fields = [field.name for field in dataclasses.fields(Settings)]
-        settings = Settings(**{name: getattr(options, name) for name in fields})
-        with tempfile.TemporaryDirectory(prefix="goodput-") as name:
-            folder = Path(name)
-            cases = [measure(settings, fault, folder, console) for fault in options.faults]
-        content = document("goodput", cases)
-    publish(console, content, goodput_tables(content), options.json)
-    if options.picture:
-        draw(content, options.picture)
-    return 0 if all(map(keeps_promise, content["cases"])) else 1
+    options = made.parse_args()
+    with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
+        return run(
+            "goodput",
+            options,
+            lambda say: [measure(options, Path(folder))],
+            lambda case: not keeps_promise(case),
+        )
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

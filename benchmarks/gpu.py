@@ -28,7 +28,7 @@ import torch
 
 from _gpu_journal import Journal, end_badly, read
 from _gpu_parts import PARTS, Part, Setup, environment
-from _gpu_tables import gpu_tables
+from _gpu_tables import gpu_tables, last_line
 from _options import one_of, positive_int
 from _report import ROOT, document, save, wide_console
 from _worlds import stop_server
@@ -118,7 +118,7 @@ def run_all(
         content = read(path) or {}
         complete &= status == "done"
         took = content.get("seconds", 0.0)
-        said = "" if status == "done" else f": {_last_line(content.get('error'))}"
+        said = "" if status == "done" else f": {last_line(content.get('error'))}"
         say(f"{part.name:12} {status}, {took:.0f} s{said}")
     return complete
 
@@ -156,11 +156,6 @@ def _file(out: Path, name: str) -> Path:
 def _status(path: Path) -> str:
     content = read(path)
     return "missing" if content is None else str(content["status"])
-
-
-def _last_line(error: str | None) -> str:
-    lines = (error or "").strip().splitlines()
-    return lines[-1] if lines else ""
 
 
 def _options() -> argparse.Namespace:

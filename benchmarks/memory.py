@@ -12,7 +12,6 @@ or FSDP2.
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case, narrow
+from _measured import too_high
 from _memory import (
     PROMPT_MALLOC,
     Formula,
@@ -33,14 +33,11 @@ from _memory import (
     reset_peak_rss,
     rss,
 )
-from _memory_tables import memory_tables, too_high
 from _models import batches, build, groups
-from _options import cases, contender_env, parser
-from _report import announce, publish_each
-from _worlds import World, stop_server
+from _options import contender_env, end, one_of, parser, run, step_cases
+from _worlds import World
 
 WARMUP = 2  # steps: the first makes the optimizer's state
-QUIET = {"KINETO_LOG_LEVEL": "5"}
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
@@ -134,20 +131,18 @@ class ActivationsWorker:
 
     def measure(self) -> tuple[int, list[list[torch.Size]]]:
         """Return the peak of activations in bytes, and the shapes of each group's parameters."""
-        with Trace(self._case.device) as trace:
+        with Trace() as trace:
             model = build(self._case.params, self._case.seed, self._case.device)
             parameters = list(model.parameters())
             if self._case.dtype == "bf16":
                 narrow(parameters)
             batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
             batch = batch.to(self._case.device)
-            with trace.phase("start"):
-                pass
-            with trace.phase("step"):
-                model(input_ids=batch, labels=batch).loss.backward()
-        gradients = {p.grad.data_ptr() for p in parameters if p.grad is not None}
-        blocks = trace.live_at_end("step", gradients)
-        activations = trace.peak("step", without=blocks) - trace.peak("start")
+            begin = trace.now
+            model(input_ids=batch, labels=batch).loss.backward()
+            gradients = trace.at(p.grad for p in parameters if p.grad is not None)
+        before = sum(block.size for block in trace.blocks if block.start <= begin < block.end)
+        activations = trace.peak(begin, without=gradients) - before
         shapes = [
             [p.shape for module in group for p in module.parameters()] for group in groups(model)
         ]
@@ -156,7 +151,7 @@ class ActivationsWorker:
 
 def predict(case: Case) -> Formula:
     """Apply the formula to a case, its activations measured."""
-    with World("unsharded", 1, ActivationsWorker, case, device=case.device, env=QUIET) as world:
+    with World("unsharded", 1, ActivationsWorker, case, device=case.device) as world:
         activations, shapes = world.call("measure")[0]
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
@@ -190,18 +185,28 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
-    return World(
-        name, case.ranks, worker, *args, device=case.device, env=QUIET | env, exec_each=True
-    )
+    return World(name, case.ranks, worker, *args, device=case.device, env=env, exec_each=True)
 
 
 def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:
     return {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
 
 
-def _options() -> argparse.Namespace:
-    made = parser(__doc__.splitlines()[0], "ours,fsdp2")
-    made.add_argument(
+def main() -> int:
+    made = parser(
+        __doc__,
+        ranks="2",
+        params="34m",
+        zero="3",
+        tokens=256,
+        seed=0,
+        contenders="ours,fsdp2",
+        transport="auto",
+        device="cpu",
+    )
+    add = made.add_argument
+    add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
+    add(
         "--malloc",
         choices=("prompt", "default"),
         default="prompt",
@@ -211,19 +216,9 @@ def _options() -> argparse.Namespace:
     options = made.parse_args()
     if options.device == "cpu" and not Path("/proc/self/clear_refs").exists():
         made.error("on the CPU this needs Linux, whose kernel keeps the peak of resident memory")
-    return options
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    found = (measure_all(case, options) for case in cases(options))
-    measured = publish_each(console, "memory", found, memory_tables, options.json)
-    return 1 if any(too_high(case) for case in measured) else 0
+    found = (measure_all(case, options) for case in step_cases(options))
+    return run("memory", options, lambda say: found, too_high)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,28 +29,54 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _adamw8bit_curves import LENGTH, batch, set_lr, text
 from _contenders import CONTENDERS, Case
+from _measured import optimizer_differences as differences
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
 from _models import PRESETS
 from _optimizer_contenders import installed, make, settings_of
-from _optimizers_tables import TITLES, differences, optimizers_tables, split
-from _options import one_of, positive_int
-from _report import announce, publish_each
-from _worlds import World, stop_server
+from _options import end, one_of, parser, positive_int, run
+from _tables import OPTIMIZER_TITLES as TITLES
+from _turns import in_turns
+from _worlds import World
 from shardwise.app.recipes.core.build import learning_rate
 
 PARTS = ("steps", "loss")
 WARMUP = 2  # steps: the first makes states, and may compile
 GRADIENT = 1e-2  # root of the mean square of an element
+LENGTH = 256  # tokens of a sequence
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pools of processes beside the ranks
+
+
+def text() -> torch.Tensor:
+    """The source code of the standard library as bytes; int64."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    files = sorted(each for each in folder.glob("*.py") if each.is_file())
+    return torch.frombuffer(
+        bytearray(b"\n".join(each.read_bytes() for each in files)), dtype=torch.uint8
+    ).long()
+
+
+def batch(data: torch.Tensor, tokens: int, seed: int, step: int) -> torch.Tensor:
+    """Draw the sequences of a step; int64 of shape ``(tokens // LENGTH, LENGTH)``."""
+    generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+    at = torch.randint(len(data) - LENGTH, (tokens // LENGTH,), generator=generator)
+    return torch.stack([data[start : start + LENGTH] for start in at.tolist()])
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of all groups, which torchao keeps in tensors."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
 
 
 class Worker:
     """One rank of a contender."""
 
     def __init__(self, name: str, params: str, ranks: int, lr: float, seed: int) -> None:
-        sharded_by, _ = split(name)
+        sharded_by, _ = name.split("-", 1)
         self._trained = CONTENDERS[sharded_by](Case(ranks, params, seed=seed))
         self._settings = settings_of(name, lr)
         self._optimizer = make(name, self._trained.model, self._settings)
@@ -120,12 +146,10 @@ def play_steps(preset: str, options: argparse.Namespace) -> dict[str, Any]:
             name: stack.enter_context(World(name, ranks, Worker, name, *settings, env=ENV))
             for name in names
         }
-        for index in range(WARMUP + options.rounds):
-            shift = index % len(names)
-            for name in names[shift:] + names[:shift]:
-                took = max(worlds[name].call("step"))
-                if index >= WARMUP:
-                    seconds[name].append(took)
+        for index, name in in_turns(names, WARMUP + options.rounds):
+            took = max(worlds[name].call("step"))
+            if index >= WARMUP:
+                seconds[name].append(took)
         held = {name: world.call("state_bytes") for name, world in worlds.items()}
         own = {name: world.call("shard_numel") for name, world in worlds.items()}
         taken = {name: world.call("step_bytes") for name, world in worlds.items()}
@@ -164,26 +188,6 @@ def play_loss(preset: str, seed: int, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    add("--only", choices=PARTS, help="steps, with memory, or loss (both)")
-    add("--contenders", type=one_of(*TITLES), help="some of " + ", ".join(TITLES))
-    add("--params", type=one_of(*PRESETS), default=["5m"], help="sizes of the model (5m)")
-    add("--ranks", type=positive_int, default=2, help="world size (2)")
-    add("--rounds", type=positive_int, default=9, help="turns of an optimizer (9)")
-    add("--steps", type=positive_int, default=500, help="steps of training (500)")
-    add("--tokens", type=positive_int, default=512, help="tokens of a step of training (512)")
-    add("--lr", type=float, default=2e-3, help="AdamW's, from which others follow (0.002)")
-    add("--seeds", type=positive_int, default=1, help="trainings with each optimizer (1)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    options = made.parse_args()
-    if options.tokens % (LENGTH * options.ranks):
-        made.error(f"--tokens: expected a multiple of {LENGTH * options.ranks}, {LENGTH} a rank")
-    options.contenders = options.contenders or installed()
-    return options
-
-
 def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for preset in options.params:
         if options.only != "loss":
@@ -193,14 +197,21 @@ def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    options = _options()
-    console = announce()
-    cases = publish_each(console, "optimizers", _cases(options), optimizers_tables, options.json)
-    return 1 if any(map(differences, cases)) else 0
+    made = parser(__doc__, params="5m", rounds=9)
+    add = made.add_argument
+    add("--only", choices=PARTS, help="steps, with memory, or loss (both)")
+    add("--contenders", type=one_of(*TITLES), help="some of " + ", ".join(TITLES))
+    add("--ranks", type=positive_int, default=2, help="world size (2)")
+    add("--steps", type=positive_int, default=500, help="steps of training (500)")
+    add("--tokens", type=positive_int, default=512, help="tokens of a step of training (512)")
+    add("--lr", type=float, default=2e-3, help="AdamW's, from which others follow (0.002)")
+    add("--seeds", type=positive_int, default=1, help="trainings with each optimizer (1)")
+    options = made.parse_args()
+    if options.tokens % (LENGTH * options.ranks):
+        made.error(f"--tokens: expected a multiple of {LENGTH * options.ranks}, {LENGTH} a rank")
+    options.contenders = options.contenders or installed()
+    return run("optimizers", options, lambda say: _cases(options), differences)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -13,19 +13,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import sys
 import time
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from _options import TRANSPORTS, contender_env, positive_int, positive_ints
-from _overhead_tables import overhead_tables
-from _report import announce, document, publish
-from _worlds import World, stop_server
+from _options import contender_env, end, parser, positive_int, run
+from _turns import in_turns
+from _worlds import World
 
 CONTENDERS = ("ours", "fsdp2", "floor")
 WIDTH = 8
@@ -87,27 +85,19 @@ def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[s
     """Let all contenders of one world size take turns; return the raw numbers."""
     turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     builds: dict[str, list[float]] = {name: [] for name in CONTENDERS[:2]}
-    worlds: dict[str, World] = {}
-    try:
+    with ExitStack() as stack:
+        worlds: dict[str, World] = {}
         for name in CONTENDERS:
             env = contender_env(name, options.transport)
-            worlds[name] = World(
-                *(name, ranks, OverheadWorker, name, options.groups, device),
-                device=device,
-                env=env,
-            )
+            arguments = (name, ranks, OverheadWorker, name, options.groups, device)
+            worlds[name] = stack.enter_context(World(*arguments, device=device, env=env))
             worlds[name].call("steps", 5)
-        for index in range(options.rounds):
-            shift = index % len(CONTENDERS)
-            for name in CONTENDERS[shift:] + CONTENDERS[:shift]:
-                by_rank = worlds[name].call("steps", options.steps)
-                turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+        for _, name in in_turns(CONTENDERS, options.rounds):
+            by_rank = worlds[name].call("steps", options.steps)
+            turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
         for _ in range(options.rounds):  # last, since what they leave slows steps down
             for name in builds:
                 builds[name].append(max(worlds[name].call("build", options.build)))
-    finally:
-        for world in worlds.values():
-            world.close()
     return {
         "ranks": ranks,
         "groups": options.groups,
@@ -116,29 +106,14 @@ def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[s
     }
 
 
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    made = parser(__doc__, ranks="1,2", rounds=7, steps=20, transport="auto")
     add = made.add_argument
-    add("--ranks", type=positive_ints, default=[1, 2], help="world sizes (1,2)")
     add("--groups", type=positive_int, default=64, help="tiny groups in the model (64)")
     add("--build", type=positive_int, default=1000, help="groups of the model to shard (1000)")
-    add("--rounds", type=positive_int, default=7, help="turns of a contender (7)")
-    add("--steps", type=positive_int, default=20, help="steps in a turn (20)")
-    add("--transport", choices=TRANSPORTS, default="auto", help="of ours (auto)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    return made.parse_args()
-
-
-def main() -> int:
-    options = _options()
-    console = announce()
-    content = document("overhead", [play(ranks, options) for ranks in options.ranks])
-    publish(console, content, overhead_tables(content), options.json)
-    return 0
+    options = made.parse_args()
+    return run("overhead", options, lambda say: (play(ranks, options) for ranks in options.ranks))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -11,18 +11,16 @@ the heap of the same training differs from run to run, and the median of a rank 
 
 What a rank takes above what it held before it had the model, after steps of a tiny one, is held
 against its planned tensors: how many times as much in the median is the factor of plans (see
-``_plan_memory_tables.py``). The plan is made in a process of its own.
+``_measured.py``). The plan is made in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
 import itertools
 import mmap
 import multiprocessing
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
@@ -32,24 +30,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _memory import PssSampler, pss, pss_shared
-from _models import PRESETS, build
-from _plan_memory_tables import Case, plan_memory_tables
-from _report import announce, document, save
-from _worlds import World, stop_server
+from _options import end, parser, positive_int, positive_ints, run
+from _plan_cases import Case
+from _worlds import World
 from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
 from shardwise.frontends.activation import checkpoint_module, keep_products
-from shardwise.frontends.blocks import shard_blocks
-from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.memory import memory
-from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import Checkpointing
 from shardwise.optim.norms import clip_grad_norm_
 
@@ -78,51 +68,16 @@ CASES = (
 )
 
 
-def settings_of(case: Case) -> Settings:
-    """Return what to plan for."""
-    text = case.model in PRESETS
-    return Settings(
-        mesh=WantedMesh.parse(case.mesh),
-        strategy=Strategy(case.strategy),
-        batch_size=1 if text else case.size,
-        seq_length=case.size if text else None,
-        param_dtype=None if case.dtype == "fp32" else case.dtype,
-        transport=case.transport,
-        activation_checkpointing=Checkpointing(case.checkpointing),
-        accumulate=case.accumulate,
-    )
-
-
-def blueprint_of(case: Case) -> Blueprint:
-    """Return the model, on the meta device, and how it is sharded."""
-    if case.model in PRESETS:
-        return of_module(build(case.model, 0, "meta"))
-    return find_model(case.model)
-
-
 class Training:
     """A training on this rank."""
 
     def __init__(self, case: Case) -> None:
-        settings, blueprint = settings_of(case), blueprint_of(case)
+        settings, blueprint = case.settings, case.blueprint()
         if settings.activation_checkpointing is not Checkpointing.NONE:
             selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
             for block in blueprint.blocks:
                 checkpoint_module(block, context_fn=keep_products if selective else None)
-        plan = settings.sharding
-        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
-        shard_blocks(
-            blueprint.model,
-            blueprint.blocks,
-            mesh=plan.sharding_mesh(mesh),
-            reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(
-                param_dtype=None if case.dtype == "fp32" else torch.bfloat16,
-                reduce_dtype=torch.float32,
-            ),
-            placement=blueprint.placement,
-            transport=case.transport,
-        )
+        case.shard(blueprint.model, blueprint)
         self._model: Any = materialize(blueprint.model.train())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._batches = [self._batch(case) for _ in range(case.accumulate)]
@@ -141,7 +96,7 @@ class Training:
 
     def _batch(self, case: Case) -> dict[str, torch.Tensor]:
         config = self._model.config
-        if case.model in PRESETS:
+        if case.is_text:
             tokens = torch.randint(config.vocab_size, (1, case.size))
             return {"input_ids": tokens, "labels": tokens}
         pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
@@ -154,7 +109,7 @@ class Worker:
     def __init__(self, case: Case) -> None:
         keep_freed_memory()
         torch.manual_seed(dist.get_rank())
-        tiny = "tiny" if case.model in PRESETS else "vit-tiny"
+        tiny = "tiny" if case.is_text else "vit-tiny"
         small = Training(replace(case, model=tiny, size=32 if tiny == "tiny" else 1))
         for _ in range(2):
             small.step()
@@ -210,7 +165,7 @@ def _runs(entries: bytes) -> Iterator[range]:
 
 def measure(case: Case) -> list[dict[str, int]]:
     """Train; return each rank's bytes: PSS before it has a model, at the peak, and unmapped."""
-    with World(str(case), settings_of(case).mesh.size, Worker, case) as world:
+    with World(str(case), case.settings.mesh.size, Worker, case) as world:
         base = world.call("base")
         with PssSampler(world.pids) as sampler:
             world.call("steps", STEPS)
@@ -235,12 +190,12 @@ def unmapped(pids: Sequence[int]) -> int:
 
 def predict(case: Case) -> dict[str, Any]:
     """Plan a case; return the bytes of a rank at the peak of a step by kind."""
-    log = rehearse(blueprint_of(case), settings_of(case))
+    log = rehearse(case.blueprint(), case.settings)
     values = asdict(memory(log))
     return {name: each for name, each in values.items() if isinstance(each, int | str)}
 
 
-def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
+def compared(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
     """Plan the cases, and measure each of them some times."""
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, context) as planner:
@@ -250,34 +205,22 @@ def run(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
-    parser.add_argument("--model", help="a case of your own: a preset")
-    parser.add_argument("--size", type=int, default=256, help="its tokens, or images")
-    parser.add_argument("--mesh", default="dp=2", help="its ranks")
-    parser.add_argument("--transport", default="shm", help="its transport")
-    parser.add_argument("--runs", type=int, default=RUNS, help="how often each case is trained")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    add = made.add_argument
+    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add("--model", help="a case of your own: a preset")
+    add("--size", type=positive_int, default=256, help="its tokens, or images")
+    add("--mesh", default="dp=2", help="its ranks")
+    add("--transport", default="shm", help="its transport")
+    add("--runs", type=positive_int, default=RUNS, help="how often each case is trained")
+    options = made.parse_args()
     if not Path("/proc/self/smaps_rollup").exists():
-        parser.error("this needs Linux, whose kernel counts proportional set sizes")
-    console = announce()
-    names = [int(each) - 1 for each in (options.cases or "").split(",") if each]
-    cases = [CASES[at] for at in names] or list(CASES)
+        made.error("this needs Linux, whose kernel counts proportional set sizes")
+    cases = [CASES[at - 1] for at in options.cases] or list(CASES)
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
-    found: list[dict[str, Any]] = []
-    for each in run(cases, options.runs):
-        found.append(each)
-        content = document("plan_memory", found)
-        if options.json is not None:
-            save(options.json, content)
-    plan_memory_tables(content)[0].show(console)
-    return 0
+    return run("plan_memory", options, lambda say: compared(cases, options.runs))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -6,8 +6,7 @@
 The figures are torchtitan's (``docs/performance.md`` and
 ``benchmarks/llama3_h100_202412_torchtitan.md`` of its repository): PyTorch's FSDP2, compute in
 bf16, shards, reduction and AdamW in fp32. Two constants are fitted, ``matmul_efficiency`` of either
-device, each on the one row that says so; everything else is predicted. Its rows with selective
-checkpointing are rehearsed with torchtitan's own choice of what to keep, not with ours.
+device, each on the one row that says so; everything else is predicted.
 
 The script needs no GPU, and takes a minute or two.
 """
@@ -15,20 +14,12 @@ The script needs no GPU, and takes a minute or two.
 from __future__ import annotations
 
 import argparse
-import enum
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from rich.console import Console
-from rich.table import Table
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
-
-from shardwise.frontends.activation import checkpoint_module
+from _report import Table, wide_console
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.machine import Machine
@@ -41,15 +32,6 @@ H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)
 
 
-class Kept(enum.Enum):
-    """What torchtitan keeps for backward."""
-
-    ALL = "none"
-    BY_LAYER = "by layer"  # every second block recomputes everything
-    BY_OPERATOR = "by operator"  # attention, and every second matrix product
-    NOTHING = "full"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One row of a table.
@@ -60,7 +42,8 @@ class Row:
         model: a preset.
         batch: sequences of a GPU.
         length: tokens of a sequence.
-        kept: for backward.
+        recomputed: in backward.
+        every: of the blocks, every N-th is.
         compiled: what was compiled.
         products: their dtype.
         speed: tokens a second of a GPU, as measured.
@@ -73,7 +56,8 @@ class Row:
     model: str
     batch: int
     length: int
-    kept: Kept
+    recomputed: Checkpointing
+    every: int = 1
     compiled: Compiled = Compiled.NOTHING
     products: Products = Products.AS_STORED
     speed: float
@@ -81,7 +65,11 @@ class Row:
     fitted: bool = False
 
     def __str__(self) -> str:
-        words = [self.model, f"batch {self.batch}", f"recomputes {_WORDS[self.kept]}"]
+        words = [
+            self.model,
+            f"batch {self.batch}",
+            f"recomputes {_WORDS[self.recomputed, self.every]}",
+        ]
         if self.compiled is not Compiled.NOTHING:
             words.append("compiled")
         if self.products is Products.FLOAT8:
@@ -90,25 +78,42 @@ class Row:
 
 
 _WORDS = {
-    Kept.ALL: "nothing",
-    Kept.BY_LAYER: "every second layer",
-    Kept.BY_OPERATOR: "by operator",
-    Kept.NOTHING: "everything",
+    (Checkpointing.NONE, 1): "nothing",
+    (Checkpointing.FULL, 2): "every second layer",
+    (Checkpointing.OPERATOR, 1): "by operator",
+    (Checkpointing.FULL, 1): "everything",
 }
 
 _H100 = functools.partial(
-    Row, machine=H100, ranks=8, model="llama-8b", batch=2, length=8192, kept=Kept.BY_OPERATOR
+    Row,
+    machine=H100,
+    ranks=8,
+    model="llama-8b",
+    batch=2,
+    length=8192,
+    recomputed=Checkpointing.OPERATOR,
 )
 _A100 = functools.partial(Row, machine=A100, ranks=64)
 ROWS = (
     _H100(speed=5762, gib=82.4, fitted=True),
     _H100(compiled=Compiled.BLOCKS, speed=6667, gib=77.0),
     _H100(compiled=Compiled.BLOCKS, products=Products.FLOAT8, speed=8532, gib=76.8),
-    _A100(model="llama-8b", batch=1, length=8192, kept=Kept.BY_LAYER, speed=2904),
-    _A100(model="llama-8b", batch=1, length=8192, kept=Kept.BY_OPERATOR, speed=2973, fitted=True),
-    _A100(model="llama-70b", batch=1, length=8192, kept=Kept.NOTHING, speed=331),
-    _A100(model="llama2-13b", batch=2, length=4096, kept=Kept.ALL, speed=2162),
-    _A100(model="llama2-13b", batch=2, length=4096, kept=Kept.BY_LAYER, speed=1914),
+    _A100(
+        model="llama-8b", batch=1, length=8192, recomputed=Checkpointing.FULL, every=2, speed=2904
+    ),
+    _A100(
+        model="llama-8b",
+        batch=1,
+        length=8192,
+        recomputed=Checkpointing.OPERATOR,
+        speed=2973,
+        fitted=True,
+    ),
+    _A100(model="llama-70b", batch=1, length=8192, recomputed=Checkpointing.FULL, speed=331),
+    _A100(model="llama2-13b", batch=2, length=4096, recomputed=Checkpointing.NONE, speed=2162),
+    _A100(
+        model="llama2-13b", batch=2, length=4096, recomputed=Checkpointing.FULL, every=2, speed=1914
+    ),
 )
 
 
@@ -129,49 +134,29 @@ class Prediction:
 
 def predict(row: Row) -> Prediction:
     """Rehearse a row, and time it."""
-    log, settings = _rehearsed(row.model, row.ranks, row.batch, row.length, row.kept)
+    log, settings = _rehearsed(
+        row.model, row.ranks, row.batch, row.length, row.recomputed, row.every
+    )
     step = step_time(log, row.machine, settings, compiled=row.compiled, products=row.products)
     return Prediction(step, step.tokens_per_second / row.ranks, reserved(log) / 2**30)
 
 
 @functools.cache
-def _rehearsed(model: str, ranks: int, batch: int, length: int, kept: Kept) -> Any:
+def _rehearsed(
+    model: str, ranks: int, batch: int, length: int, recomputed: Checkpointing, every: int
+) -> Any:
     settings = Settings(
         mesh=WantedMesh.parse(f"dp={ranks}"),
         batch_size=batch,
         seq_length=length,
         param_dtype="bf16",
         reduce_dtype="fp32",
-        activation_checkpointing=Checkpointing.FULL if kept is Kept.NOTHING else Checkpointing.NONE,
+        activation_checkpointing=recomputed,
+        recompute_every=every,
         device_type="cuda",
         backend="nccl",
     )
-    return rehearse(_checkpointed(find_model(model), kept), settings), settings
-
-
-def _checkpointed(blueprint: Blueprint, kept: Kept) -> Blueprint:
-    blocks = list(blueprint.blocks)
-    if kept is Kept.BY_LAYER:
-        for block in blocks[1::2]:
-            checkpoint_module(block)
-    if kept is Kept.BY_OPERATOR:
-        for block in blocks:
-            checkpoint_module(block, context_fn=_keep_every_second_product)
-    return blueprint
-
-
-def _keep_every_second_product() -> Any:
-    counts: dict[bool, int] = {}
-
-    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        kept = "_dot_product_" in str(operator)
-        if operator is torch.ops.aten.mm.default:
-            again = context.is_recompute
-            counts[again] = counts.get(again, 0) + 1
-            kept = counts[again] % 2 == 1
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return rehearse(find_model(model), settings), settings
 
 
 def _error(found: float, measured: float) -> str:
@@ -194,29 +179,18 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
-_HEADINGS = ("GPUs", "row", "tokens/s", "predicted", "error", "GiB", "predicted", "error")
-
-
-def _print_markdown(rows: list[list[str]]) -> None:
-    for cells in (_HEADINGS, ("---",) * len(_HEADINGS), *rows):
-        print("| " + " | ".join(cells) + " |")
-
-
-def _print_table(rows: list[list[str]]) -> None:
-    table = Table(box=None, header_style="bold")
-    for at, heading in enumerate(_HEADINGS):
-        table.add_column(heading, justify="left" if at < 2 else "right")
-    for cells in rows:
-        table.add_row(*cells)
-    Console(width=140).print(table)
+_HEADINGS = ["GPUs", "row", "tokens/s", "predicted", "error", "GiB", "predicted", "error"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--markdown", action="store_true", help="print a table in Markdown")
-    show: Callable[[list[list[str]]], None]
-    show = _print_markdown if parser.parse_args().markdown else _print_table
-    show([_cells(row) for row in ROWS])
+    options = parser.parse_args()
+    table = Table("Plans and published figures", _HEADINGS, [_cells(row) for row in ROWS])
+    if options.markdown:
+        print(table.markdown())
+    else:
+        table.show(wide_console())
 
 
 if __name__ == "__main__":

@@ -18,29 +18,23 @@ two hosts, which wait for bytes, are left out.
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _hosts import HostsError, two_hosts
 from _models import build
-from _plan_time_tables import Case, plan_time_tables
-from _report import announce, document, publish
-from _worlds import World, stop_server
+from _options import end, parser, positive_ints, run
+from _plan_cases import Case
+from _worlds import World
 from shardwise.base.devices import keep_freed_memory
 from shardwise.elastic.world import usable_cores
-from shardwise.frontends.blocks import shard_blocks
 from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
@@ -55,21 +49,21 @@ _Found = dict[str, Any]
 
 
 CASES = (
-    Case("5m", 512, "dp=1"),
-    Case("34m", 256, "dp=1"),
-    Case("34m", 256, "dp=1", dtype="bf16"),
-    Case("5m", 512, "dp=2"),
-    Case("34m", 256, "dp=2"),
-    Case("34m", 512, "dp=2", dtype="bf16"),
-    Case("34m", 256, "dp=2", "grad-op"),
-    Case("34m", 256, "dp=2", "no-shard", dtype="bf16"),
+    Case("5m", 512, "dp=1", transport="auto"),
+    Case("34m", 256, "dp=1", transport="auto"),
+    Case("34m", 256, "dp=1", dtype="bf16", transport="auto"),
+    Case("5m", 512, "dp=2", transport="auto"),
+    Case("34m", 256, "dp=2", transport="auto"),
+    Case("34m", 512, "dp=2", dtype="bf16", transport="auto"),
+    Case("34m", 256, "dp=2", "grad-op", transport="auto"),
+    Case("34m", 256, "dp=2", "no-shard", dtype="bf16", transport="auto"),
     Case("34m", 256, "dp=2", transport="c10d"),
     Case("34m", 512, "dp=2", dtype="bf16", transport="c10d"),
-    Case("10m", 256, "dp=4"),
-    Case("10m", 256, "dp_replicate=2,dp_shard=2", "hybrid", dtype="bf16"),
-    Case("34m", 256, "dp=2", gbit=10),
-    Case("34m", 512, "dp=2", dtype="bf16", gbit=1),
-    Case("10m", 512, "dp=2", "no-shard", gbit=1),
+    Case("10m", 256, "dp=4", transport="auto"),
+    Case("10m", 256, "dp_replicate=2,dp_shard=2", "hybrid", dtype="bf16", transport="auto"),
+    Case("34m", 256, "dp=2", gbit=10, transport="auto"),
+    Case("34m", 512, "dp=2", dtype="bf16", gbit=1, transport="auto"),
+    Case("10m", 512, "dp=2", "no-shard", gbit=1, transport="auto"),
 )
 
 
@@ -83,21 +77,11 @@ class Worker:
         torch.set_num_threads(1 if clock == PROCESSOR else max(1, threads))
         self._now = time.process_time if clock == PROCESSOR else time.perf_counter
         model = build(case.model, seed=0)
-        plan = settings.sharding
-        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
-        dtype = None if case.dtype == "fp32" else torch.bfloat16
-        shard_blocks(
-            model,
-            list(model.model.layers),
-            mesh=plan.sharding_mesh(mesh),
-            reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-            transport=case.transport,
-        )
+        case.shard(model, of_module(model))
         self._model = model
         self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(dist.get_rank())
-        self._tokens = torch.randint(model.config.vocab_size, (1, case.tokens), generator=generator)
+        self._tokens = torch.randint(model.config.vocab_size, (1, case.size), generator=generator)
 
     def steps(self, seconds: float) -> list[float]:
         """Take at least five timed steps, and as many as fit into so many seconds."""
@@ -146,17 +130,16 @@ def predict(case: Case, log: Log, calibration: Calibration, clock: str) -> StepT
     return replace(found, seconds=found.seconds - found.exposed) if clock == PROCESSOR else found
 
 
-def run(
-    seconds: float, rounds: int, cases: Sequence[Case], console: Console, clock: str = "wall"
+def compared(
+    seconds: float, rounds: int, cases: Sequence[Case], say: Callable[[str], None], clock: str
 ) -> list[_Found]:
     """Calibrate, take the steps of all cases and predict them, in rounds."""
     cases = [case for case in cases if clock != PROCESSOR or not case.gbit]
-    logs = [rehearse(of_module(build(case.model, 0, "meta")), case.settings) for case in cases]
+    logs = [rehearse(case.blueprint(), case.settings) for case in cases]
     found: list[_Found] = [{"case": asdict(case), "rounds": []} for case in cases]
     impossible: set[Case] = set()
     for at in range(rounds):
-        if console.is_terminal:
-            console.print(f"  round {at + 1} of {rounds}", end="\r")
+        say(f"round {at + 1} of {rounds}")
         calibration = measure_machine()
         for number, (case, log) in enumerate(zip(cases, logs, strict=True)):
             if case in impossible:
@@ -164,33 +147,28 @@ def run(
             try:
                 steps = measure(case, seconds, _PORT + number, clock)
             except HostsError as error:
-                console.print(f"left out: {case}: {error}", highlight=False)
+                print(f"left out: {case}: {error}")
                 impossible.add(case)
                 continue
             predicted = vars(predict(case, log, calibration, clock))
             values = {name: each for name, each in predicted.items() if name != "spans"}
             found[number]["rounds"].append({"steps": steps, "predicted": values})
-    stop_server()
     return [each for each in found if each["rounds"]]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of steps in each case")
-    parser.add_argument("--rounds", type=int, default=5, help="of calibration and steps")
-    parser.add_argument("--cases", help="numbers of cases from 1, with commas; default: all")
-    parser.add_argument("--clock", choices=("wall", PROCESSOR), default="wall")
-    parser.add_argument("--json", type=Path, help="write what was found to this file")
-    options = parser.parse_args()
-    console = announce()
-    names = [int(each) for each in (options.cases or "").split(",") if each]
-    cases = [CASES[name - 1] for name in names] or CASES
+def main() -> int:
+    made = parser(__doc__, rounds=5)
+    add = made.add_argument
+    add("--seconds", type=float, default=2.0, help="of steps in each case (2)")
+    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add("--clock", choices=("wall", PROCESSOR), default="wall")
+    options = made.parse_args()
+    cases = [CASES[at - 1] for at in options.cases] or CASES
     if options.clock == PROCESSOR:
         os.environ["OMP_NUM_THREADS"] = "1"  # of calibrations, too
-    measured = run(options.seconds, options.rounds, cases, console, options.clock)
-    found = document("plan_time", measured)
-    publish(console, found, plan_time_tables(found), options.json)
+    settings = (options.seconds, options.rounds, cases)
+    return run("plan_time", options, lambda say: compared(*settings, say, options.clock))
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

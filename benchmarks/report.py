@@ -1,6 +1,6 @@
 """Put the tables and the summary of stored results into the documentation.
 
-    python benchmarks/report.py            # rewrite those in docs/benchmarks.md and others
+    python benchmarks/report.py            # rewrite those in benchmarks/measurements.md and others
     python benchmarks/report.py --check    # exit code 1 if they do not show the stored results
 
 The tables of a document go between two markers that name it under ``benchmarks/results/``:
@@ -17,65 +17,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _adamw8bit_tables import adamw8bit_tables
-from _checkpoint_stall_tables import stall_tables
-from _checkpoint_tables import checkpoint_tables
-from _diloco_tables import diloco_tables, sweep_tables
-from _frontier_tables import frontier_tables
 from _goodput_tables import goodput_tables
 from _gpu_tables import gpu_tables
-from _in_backward_tables import in_backward_tables
-from _loading_tables import loading_tables
-from _memory_tables import memory_tables
-from _muon_tables import muon_tables
-from _offload_tables import offload_tables
-from _optimizers_tables import optimizers_tables
-from _overhead_tables import overhead_tables
-from _plan_memory_tables import plan_memory_tables
-from _plan_time_tables import plan_time_tables
-from _report import ROOT, Table, machine_line
-from _scaling_tables import scaling_tables
-from _step_tables import step_tables
-from _strategies_tables import strategies_tables
-from _summary import draw, table
-from _timeline_tables import timeline_tables
-from _transport_tables import transport_tables
-from _vit_build_tables import vit_build_tables
+from _report import ROOT, machine_line
+from _summary import draw_summary, table
+from _tables import TABLES
 
 RESULTS = ROOT / "benchmarks" / "results"
-DOCUMENTS = [ROOT / "docs" / name for name in ("benchmarks.md", "measurements.md", "gpu.md")]
+DOCUMENTS = [
+    ROOT / "docs" / "benchmarks.md",
+    ROOT / "docs" / "gpu.md",
+    ROOT / "benchmarks" / "measurements.md",
+]
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
-TABLES: dict[str, Callable[[dict[str, Any]], list[Table]]] = {
-    "step_time": step_tables,
-    "memory": memory_tables,
-    "transport": transport_tables,
-    "overhead": overhead_tables,
-    "checkpoint": checkpoint_tables,
-    "checkpoint_stall": stall_tables,
-    "loading": loading_tables,
-    "scaling": scaling_tables,
-    "vit_build": vit_build_tables,
-    "diloco": diloco_tables,
-    "diloco_sweep": sweep_tables,
-    "frontier": frontier_tables,
-    "strategies": strategies_tables,
-    "goodput": goodput_tables,
-    "gpu": gpu_tables,
-    "muon": muon_tables,
-    "offload": offload_tables,
-    "timeline": timeline_tables,
-    "plan_memory": plan_memory_tables,
-    "plan_time": plan_time_tables,
-    "adamw8bit": adamw8bit_tables,
-    "in_backward": in_backward_tables,
-    "optimizers": optimizers_tables,
-}
+SHOWN = TABLES | {"goodput": goodput_tables, "gpu": gpu_tables}
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
@@ -84,29 +45,29 @@ _SUMMARY = re.compile(
 )
 
 
-def markdown(content: dict[str, Any], name: str) -> str:
-    """Show a document: where and how it was measured, then its tables."""
+def markdown(content: dict[str, Any], raw: str) -> str:
+    """Show a document, which a page finds at ``raw``: where it was measured, then its tables."""
     head = [
         "```",
         content["command"],
         "```",
         "",
-        f"{content['date']}, {machine_line(content['machine'])} "
-        f"([raw numbers](../benchmarks/results/{name}))",
+        f"{content['date']}, {machine_line(content['machine'])} ([raw numbers]({raw}))",
     ]
-    tables = TABLES[content["script"]](content)
+    tables = SHOWN[content["script"]](content)
     return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
 
 
-def filled(text: str, results: Path) -> str:
-    """Return a Markdown text with the tables between its markers made anew."""
+def filled(page: Path, results: Path) -> str:
+    """Return the text of a page with the tables between its markers made anew."""
+    folder = os.path.relpath(RESULTS, page.parent)
 
     def between(match: re.Match[str]) -> str:
         name = match["name"]
         content = json.loads((results / name).read_text())
-        return f"{match['begin']}\n{markdown(content, name)}\n\n{match['end']}"
+        return f"{match['begin']}\n{markdown(content, f'{folder}/{name}')}\n\n{match['end']}"
 
-    text = _BETWEEN.sub(between, text)
+    text = _BETWEEN.sub(between, page.read_text())
     return _SUMMARY.sub(lambda m: f"{m['begin']}\n{table(results)}\n\n{m['end']}", text)
 
 
@@ -121,7 +82,7 @@ def main() -> int:
     except FileNotFoundError as error:
         parser.error(f"{error.filename} does not exist")
     if options.document == DOCUMENTS and not options.check:
-        draw(options.results, PICTURE)
+        draw_summary(options.results, PICTURE)
     for path in stale if options.check else []:
         print(f"{path} does not show the stored results: run benchmarks/report.py")
     return 1 if options.check and stale else 0
@@ -130,7 +91,7 @@ def main() -> int:
 def _is_current(path: Path, options: argparse.Namespace) -> bool:
     """Tell whether a page shows the stored results; rewrite it unless that is forbidden."""
     before = path.read_text()
-    after = filled(before, options.results)
+    after = filled(path, options.results)
     if before != after and not options.check:
         path.write_text(after)
     return before == after

@@ -11,104 +11,32 @@ must agree to four decimals, or the exit code is 1.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import sys
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import psutil
-from rich.console import Console
 
 from _contenders import Case
+from _measured import disagreement
 from _models import PRESETS
-from _options import cases, contender_env, parser, positive_int
-from _report import announce, publish_each
-from _step_tables import disagreement, step_tables
-from _steps import StepWorker, transposed
-from _worlds import World, stop_server
+from _options import contender_env, end, one_of, parser, run, step_cases
+from _turns import Pace, Turns
+
+DTYPES = ("fp32", "bf16", "bf16-params")
 
 
-class Match:
-    """All contenders of one case, taking turns."""
-
-    def __init__(self, case: Case, options: argparse.Namespace, console: Console) -> None:
-        self._case, self._options, self._console = case, options, console
-        self._names: list[str] = options.contenders
-        self._resident = options.worlds == "resident" or (
-            options.worlds == "auto" and _fits(case, self._names)
-        )
-        self._worlds: dict[str, World] = {}
-        self._idle_cpu = 0.0
-
-    def play(self) -> dict[str, Any]:
-        """Run all rounds and return the raw numbers of the case."""
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in self._names}
-        try:
-            for index in range(self._options.rounds):
-                shift = index % len(self._names)
-                for name in self._names[shift:] + self._names[:shift]:
-                    self._say(f"round {index + 1} of {self._options.rounds}: {name}")
-                    turns[name].append(self._turn(name))
-        finally:
-            for world in self._worlds.values():
-                world.close()
-        return {
-            **asdict(self._case),
-            "numel": PRESETS[self._case.params].numel,
-            "transport": self._options.transport,
-            "worlds": "resident" if self._resident else "fresh",
-            "idle_cpu_seconds": self._idle_cpu,
-            "contenders": turns,
-        }
-
-    def _turn(self, name: str) -> dict[str, Any]:
-        """Let one contender take its steps of a round."""
-        with self._world(name) as (world, warmup):
-            warm = world.call("steps", warmup)
-            others = [w for w in self._worlds.values() if w is not world]
-            idle = sum(w.cpu_seconds() for w in others)
-            busy, own = _machine_busy(), world.cpu_seconds()
-            steps = world.call("steps", self._options.steps)
-            busy, own = _machine_busy() - busy, world.cpu_seconds() - own
-            self._idle_cpu += sum(w.cpu_seconds() for w in others) - idle
-        return {
-            "warmup": transposed(warm),
-            "steps": transposed(steps),
-            "foreign_cpu_seconds": max(busy - own, 0.0),
-        }
-
-    @contextlib.contextmanager
-    def _world(self, name: str) -> Iterator[tuple[World, int]]:
-        """Give a contender's world, and how many steps it has to take before it is measured."""
-        if name in self._worlds:
-            yield self._worlds[name], 0
-            return
-        world = World(
-            name,
-            self._case.ranks,
-            StepWorker,
-            name,
-            self._case,
-            device=self._case.device,
-            env=contender_env(name, self._options.transport),
-        )
-        if self._resident:
-            self._worlds[name] = world
-            yield world, self._options.warmup
-        else:
-            with world:
-                yield world, self._options.warmup
-
-    def _say(self, text: str) -> None:
-        if self._console.is_terminal:
-            self._console.print(f"  {self._case.label()}, {text}", end="\r", soft_wrap=True)
-
-
-def _machine_busy() -> float:
-    """Return the processor seconds that everybody on this machine has taken."""
-    times = psutil.cpu_times()
-    return float(times.user + times.system + times.nice)
+def play(case: Case, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
+    """Let all contenders of a case take turns; return the raw numbers."""
+    names: list[str] = options.contenders
+    turns = Turns(
+        *(case, names, Pace(options.rounds, options.steps, options.warmup)),
+        is_resident=options.worlds == "resident"
+        or (options.worlds == "auto" and _fits(case, names)),
+        env=partial(contender_env, transport=options.transport),
+        say=lambda text: say(f"{case.label()}, {text}"),
+    )
+    return {**turns.play(), "transport": options.transport}
 
 
 def _fits(case: Case, names: list[str]) -> bool:
@@ -128,35 +56,30 @@ def _fits(case: Case, names: list[str]) -> bool:
     return bool(at_rest + awake + processes < 0.6 * psutil.virtual_memory().available)
 
 
-def _options() -> argparse.Namespace:
-    made = parser(
-        __doc__.splitlines()[0], "ours,fsdp2,fsdp1,ddp,floor", ("fp32", "bf16", "bf16-params")
-    )
-    made.add_argument("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
-    made.add_argument("--steps", type=positive_int, default=3, help="steps in a turn (3)")
-    made.add_argument(
-        "--warmup", type=positive_int, default=4, help="steps before a world is measured (4)"
-    )
-    made.add_argument(
-        "--worlds",
-        choices=("auto", "resident", "fresh"),
-        default="auto",
-        help="resident: all contenders stay in memory; fresh: each turn starts its processes "
-        "anew; auto: resident where memory allows",
-    )
-    return made.parse_args()
-
-
 def main() -> int:
-    options = _options()
-    console = announce()
-    matches = (Match(case, options, console).play() for case in cases(options))
-    played = publish_each(console, "step_time", matches, step_tables, options.json)
-    return 1 if any(disagreement(case) for case in played) else 0
+    made = parser(
+        __doc__,
+        ranks="2",
+        params="34m",
+        zero="3",
+        tokens=256,
+        seed=0,
+        contenders="ours,fsdp2,fsdp1,ddp,floor",
+        transport="auto",
+        device="cpu",
+        rounds=5,
+        steps=3,
+        warmup=4,
+        worlds="auto",
+    )
+    made.add_argument("--dtype", type=one_of(*DTYPES), default="fp32", help=", ".join(DTYPES))
+    options = made.parse_args()
+
+    def cases(say: Callable[[str], None]) -> Iterable[dict[str, Any]]:
+        return (play(case, options, say) for case in step_cases(options))
+
+    return run("step_time", options, cases, disagreement)
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -13,30 +13,22 @@ are timed each for itself; its step is an inner step and ``1/H`` of an exchange.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-from rich.console import Console
 
 from _contenders import ByModule, Case, Contender
 from _hosts import Host, HostsError, two_hosts
+from _measured import disagreement
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
-from _options import one_of, positive_int
-from _report import document, machine, machine_line, save, wide_console
-from _step_tables import disagreement
-from _steps import StepWorker, transposed
-from _strategies_picture import draw
-from _strategies_tables import ACCUMULATED, strategies_tables
-from _strategy_contenders import STRATEGIES, Apart
-from _worlds import World, stop_server
+from _options import end, number, one_of, parser, positive_int, run
+from _strategy_contenders import ACCUMULATED, STRATEGIES, Apart
+from _turns import Pace, StepWorker, Turns, transposed
+from _worlds import World
 from shardwise.base.devices import keep_freed_memory
 
 _FIRST_PORT = 29500
@@ -77,92 +69,54 @@ class StrategyWorker(StepWorker):
         return time.perf_counter() - start
 
 
-class Tournament:
-    """All contenders over one link, taking turns.
-
-    Args:
-        case: what they train.
-        hosts: where.
-        options: of the command line.
-        say: tells people what happens.
-    """
+class Tournament(Turns):
+    """All contenders over one link, taking turns."""
 
     def __init__(
-        self,
-        case: Case,
-        hosts: Sequence[Host],
-        options: argparse.Namespace,
-        say: Callable[[str], None],
+        self, hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
     ) -> None:
-        self._case, self._hosts, self._options, self._say = case, hosts, options, say
-        self._names: list[str] = options.contenders
-        self._worlds: dict[str, World] = {}
-        self._found: dict[str, dict[str, Any]] = {}
+        case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
+        pace = Pace(options.rounds, options.steps, options.warmup)
+        super().__init__(case, options.contenders, pace, is_resident=True, say=say)
+        self._hosts, self._microbatches = hosts, options.microbatches
+        self.beside: dict[str, dict[str, Any]] = {}
 
-    def play(self) -> dict[str, Any]:
-        """Run all rounds; return the raw numbers of the case."""
-        with ExitStack() as stack:
-            for port, name in enumerate(self._names, _FIRST_PORT):
-                self._say(f"starting {name}")
-                world = World(
-                    name,
-                    self._case.ranks,
-                    StrategyWorker,
-                    name,
-                    self._case,
-                    hosts=self._hosts,
-                    port=port,
-                    env={"GLOO_SOCKET_IFNAME": "eth0"},
-                )
-                self._worlds[name] = stack.enter_context(world)
-                self._found[name] = self._warm(name)
-            for index in range(self._options.rounds):
-                shift = index % len(self._names)
-                for name in self._names[shift:] + self._names[:shift]:
-                    self._say(f"round {index + 1} of {self._options.rounds}: {name}")
-                    self._turn(name)
-            for name in self._names:
-                if name in ACCUMULATED:
-                    self._accumulate(name)
-        return {
-            **asdict(self._case),
-            "gbit": self._options.gbit,
-            "hosts": len(self._hosts),
-            "local_steps": self._options.local_steps,
-            "numel": PRESETS[self._case.params].numel,
-            "contenders": {name: found["turns"] for name, found in self._found.items()},
-            "beside": self._found,
-        }
+    def start(self, name: str) -> World:
+        """Start the processes of a contender on both hosts."""
+        return World(
+            *(name, self.case.ranks, StrategyWorker, name, self.case),
+            hosts=self._hosts,
+            port=_FIRST_PORT + self.names.index(name),
+            env={"GLOO_SOCKET_IFNAME": "eth0"},
+        )
 
-    def _warm(self, name: str) -> dict[str, Any]:
-        """Take the first steps, which nobody times, and watch memory meanwhile."""
-        world = self._worlds[name]
-        with PssSampler(world.pids, every=0.02) as sampler:
-            warm = world.call("steps", self._options.warmup)
-            if self._meets(name):
-                world.call("meet")
-        return {"turns": [], "memory": sampler.peaks, "warmup": transposed(warm)}
-
-    def _turn(self, name: str) -> None:
-        world, found = self._worlds[name], self._found[name]
-        count = self._options.steps
-        with self._counted(count) as sent:
-            steps = transposed(world.call("steps", count))
-        warm = [] if found["turns"] else found.pop("warmup")
-        found["turns"].append({"warmup": warm, "steps": steps, "sent": sent})
-        if self._meets(name):
-            with self._counted(1) as sent:
+    def turn(self, name: str, world: World, warmup: int) -> dict[str, Any]:
+        """Let one contender take its steps of a round; watch memory in the first ones."""
+        meets = issubclass(STRATEGIES[name], Apart)
+        warm: list[list[dict[str, float]]] = []
+        if warmup:
+            with PssSampler(world.pids, every=0.02) as sampler:
+                warm = transposed(world.call("steps", warmup))
+                if meets:
+                    world.call("meet")
+            self.beside[name] = {"memory": sampler.peaks}
+        with self._counted(self.pace.steps) as sent:
+            steps = transposed(world.call("steps", self.pace.steps))
+        if meets:
+            with self._counted(1) as met:
                 seconds = max(world.call("meet"))
-            found.setdefault("meetings", []).append({"seconds": seconds, "sent": sent})
+            meeting = {"seconds": seconds, "sent": met}
+            self.beside[name].setdefault("meetings", []).append(meeting)
+        return {"warmup": warm, "steps": steps, "sent": sent}
 
-    def _accumulate(self, name: str) -> None:
+    def end(self) -> None:
         """Show what crosses in a step of one microbatch and in a step of several."""
-        found = []
-        for microbatches in (1, self._options.microbatches):
-            with self._counted(1) as sent:
-                seconds = max(self._worlds[name].call("accumulate", microbatches))
-            found.append({"microbatches": microbatches, "seconds": seconds, "sent": sent})
-        self._found[name]["accumulated"] = found
+        for name in (name for name in self.names if name in ACCUMULATED):
+            found = self.beside[name]["accumulated"] = []
+            for microbatches in (1, self._microbatches):
+                with self._counted(1) as sent:
+                    seconds = max(self.worlds[name].call("accumulate", microbatches))
+                found.append({"microbatches": microbatches, "seconds": seconds, "sent": sent})
 
     @contextmanager
     def _counted(self, steps: int) -> Iterator[list[float]]:
@@ -172,90 +126,43 @@ class Tournament:
         yield sent
         sent += [(host.sent() - b) / steps for host, b in zip(self._hosts, before, strict=True)]
 
-    def _meets(self, name: str) -> bool:
-        return issubclass(STRATEGIES[name], Apart)
 
-
-def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measure over one link; return the document."""
-    case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
-
-    def say(text: str) -> None:
-        if console.is_terminal:
-            console.print(f"  {options.gbit:g} Gbit/s, {text}", end="\r", soft_wrap=True)
-
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Measure over one link."""
     with two_hosts(options.gbit) as hosts:
-        return document("strategies", [Tournament(case, hosts, options, say).play()])
-
-
-def _files(text: str) -> list[Path]:
-    paths = [Path(word) for word in text.split(",")]
-    for path in paths:
-        if not path.is_file():
-            raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
-    return paths
-
-
-def _speed(text: str) -> float:
-    try:
-        gbit = float(text)
-    except ValueError:
-        gbit = 0.0
-    if not 0.001 <= gbit <= 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a speed in Gbit/s from 0.001 to 1000")
-    return gbit
-
-
-def _options() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = made.add_argument
-    names = ", ".join(STRATEGIES)
-    add("--gbit", type=_speed, default=1.0, help="speed of the link in Gbit/s (1)")
-    add("--params", choices=tuple(PRESETS), default="5m", help="the model (5m)")
-    add("--ranks", type=positive_int, default=4, help="on both hosts together, even (4)")
-    add("--tokens", type=positive_int, default=256, help="tokens a rank and step (256)")
-    add("--contenders", type=one_of(*STRATEGIES), default=[*STRATEGIES], help=names)
-    add("--rounds", type=positive_int, default=5, help="turns of a contender (5)")
-    add("--steps", type=positive_int, default=2, help="steps in a turn (2)")
-    add("--warmup", type=positive_int, default=2, help="steps before (2)")
-    add("--local-steps", type=positive_int, default=50, help="of a round of DiLoCo, H (50)")
-    add("--microbatches", type=positive_int, default=4, help="of a step that accumulates (4)")
-    add("--seed", type=int, default=0, help="of weights and tokens (0)")
-    add("--json", type=Path, metavar="FILE", help="write raw numbers here")
-    add("--picture", type=Path, metavar="FILE", help="draw the picture here, as SVG or PNG")
-    add(
-        "--stored", type=_files, metavar="FILES", help="measure nothing: show these (a.json,b.json)"
-    )
-    options = made.parse_args()
-    if options.ranks % 2:
-        made.error(f"argument --ranks: {options.ranks} is not even")
-    return options
+        turns = Tournament(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
+        yield {
+            **turns.play(),
+            "gbit": options.gbit,
+            "hosts": len(hosts),
+            "local_steps": options.local_steps,
+            "beside": turns.beside,
+        }
 
 
 def main() -> int:
-    options = _options()
-    console = wide_console()
-    if options.stored:
-        loaded = [json.loads(path.read_text()) for path in options.stored]
-        content = {**loaded[0], "cases": [case for each in loaded for case in each["cases"]]}
-    else:
-        console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
-        try:
-            content = measure(options, console)
-        except HostsError as error:
-            console.print(str(error), style="red")
-            return 2
-        if options.json:
-            save(options.json, content)
-    for table in strategies_tables(content):
-        table.show(console)
-    if options.picture:
-        draw(content, options.picture)
-    return 1 if any(disagreement(case, STRATEGIES) for case in content["cases"]) else 0
+    made = parser(__doc__, tokens=256, rounds=5, steps=2, warmup=2, seed=0)
+    add = made.add_argument
+    speed = number(0.001, 1000, "a speed in Gbit/s from 0.001 to 1000")
+    add("--gbit", type=speed, default=1.0, help="speed of the link in Gbit/s (1)")
+    add("--params", choices=tuple(PRESETS), default="5m", help="the model (5m)")
+    add("--ranks", type=positive_int, default=4, help="on both hosts together, even (4)")
+    names = ", ".join(STRATEGIES)
+    add("--contenders", type=one_of(*STRATEGIES), default=[*STRATEGIES], help=names)
+    add("--local-steps", type=positive_int, default=50, help="of a round of DiLoCo, H (50)")
+    add("--microbatches", type=positive_int, default=4, help="of a step that accumulates (4)")
+    options = made.parse_args()
+    if options.ranks % 2:
+        made.error(f"argument --ranks: {options.ranks} is not even")
+    try:
+        return run(
+            *("strategies", options, lambda say: measure(options, say)),
+            lambda case: disagreement(case, STRATEGIES),
+        )
+    except HostsError as error:
+        print(error)
+        return 2
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -27,6 +27,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/measurements.md": "measurements.md",
 }
 
 LINK = re.compile(

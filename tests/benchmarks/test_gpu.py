@@ -258,11 +258,14 @@ class _FakeWorld:
             raise WorldError("ddp: rank 0 failed in 'start':\nOutOfMemoryError: made up")
 
     def call(self, method: str, count: int = 0) -> list[Any]:
-        from _steps import Step
+        from _turns import Step
 
         if method == "memory":
             return [{"peak_allocated": 3 * 2**20, "peak_reserved": 4 * 2**20, "at_rest": 2**20}]
         return [[Step(0.5, 0.1, 0.2, 0.1, 0.4, 0.3, 2.0)] * count]
+
+    def cpu_seconds(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         pass
@@ -279,12 +282,12 @@ def test_a_contender_without_memory_spoils_no_other(
     from _contenders import Case
     from _gpu_tables import TABLES
 
-    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    monkeypatch.setattr("_turns.World", _FakeWorld)
     _FakeWorld.started = []
     room, pace = _gpu_steps.Room(1, memory), _gpu_steps.Pace(rounds=3, steps=2, warmup=1)
     names = ["ours", "fsdp2", "ddp"]
     case = Case(1, "tiny", "bf16")
-    turns = _gpu_steps.Turns(case, names, pace, room, None, time.monotonic() + 600)
+    turns = _gpu_steps.GpuTurns(case, names, pace, room, None, time.monotonic() + 600)
     found = turns.play()
     assert len(_FakeWorld.started) == starts, "together: each once; alone: in every turn"
     assert {n: len(t) for n, t in found["contenders"].items()} == {"ours": 3, "fsdp2": 3}
@@ -299,10 +302,10 @@ def test_a_case_with_too_few_rounds_is_measured_again(monkeypatch: pytest.Monkey
     import _gpu_steps
     from _contenders import Case
 
-    monkeypatch.setattr(_gpu_steps, "World", _FakeWorld)
+    monkeypatch.setattr("_turns.World", _FakeWorld)
     room, pace = _gpu_steps.Room(1, 0), _gpu_steps.Pace(rounds=7, steps=1, warmup=1)
     over = time.monotonic() - 1
-    found = _gpu_steps.Turns(Case(1, "tiny"), ["ours", "fsdp2"], pace, room, None, over).play()
+    found = _gpu_steps.GpuTurns(Case(1, "tiny"), ["ours", "fsdp2"], pace, room, None, over).play()
     assert [len(turns) for turns in found["contenders"].values()] == [1, 1], "shown, for now"
     assert found["error"] == "only 1 rounds: the time of this part was over"
 

@@ -57,19 +57,18 @@ def test_trace_sees_the_moment_between_two_samples() -> None:
     """A tensor that lives for a moment counts, one that is left out does not."""
     from _memory import Trace
 
-    with Trace("cpu") as trace:
+    with Trace() as trace:
         kept = torch.ones(MIB)
-        with trace.phase("work"):
-            moment = torch.ones(2 * MIB)
-            del moment
-            result = torch.ones(MIB)
-        with trace.phase("rest"):
-            pass
-    assert trace.peak("work") == 4 * (MIB + 2 * MIB)
-    assert trace.peak("rest") == 4 * (MIB + MIB)
-    blocks = trace.live_at_end("work", {result.data_ptr()})
+        begin = trace.now
+        moment = torch.ones(2 * MIB)
+        del moment
+        result = torch.ones(MIB)
+        behind = trace.now
+        blocks = trace.at([result])
+    assert trace.peak(begin) == 4 * (MIB + 2 * MIB)
+    assert trace.peak(behind) == 4 * (MIB + MIB)
     assert [block.size for block in blocks] == [4 * MIB]
-    assert trace.peak("rest", without=blocks) == 4 * MIB
+    assert trace.peak(behind, without=blocks) == 4 * MIB
     assert kept[0] == 1
 
 
@@ -78,7 +77,7 @@ def test_trace_sees_the_moment_between_two_samples() -> None:
     [(104, None), (106, "1.06 x FSDP2"), (212, "1.06 x the formula, 2.12 x FSDP2")],
 )
 def test_ours_may_take_five_percent_more(ours: int, verdict: str | None) -> None:
-    from _memory_tables import too_high
+    from _measured import too_high
 
     case = {
         "formula": {"shards": 100, "unsharded": 50, "gradients": 25, "activations": 25},

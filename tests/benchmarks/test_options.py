@@ -14,6 +14,7 @@ from tests.benchmarks.scripts import call_script
         ("goodput --rates -1", "'-1' is not a list of rates"),
         ("goodput --seconds soon", "'soon' is not a number of seconds"),
         ("goodput --stored nowhere.json", "there is no file 'nowhere.json'"),
+        ("optimizers --ranks 3 --tokens 512", "--tokens: expected a multiple of 768, 256 a rank"),
         ("scaling --axes ranks,hosts", "'hosts' is not one of ranks, params, groups"),
         ("scaling --groups 5", "'5' is not one of 4, 16, 64, 256"),
         ("scaling --stored nowhere.json", "there is no file 'nowhere.json'"),

@@ -32,7 +32,7 @@ def case(base: int, *peaks: list[int], unmapped: int = 0, **predicted: int) -> d
 
 
 def test_the_factor_is_the_median_over_ranks_and_predicts_them() -> None:
-    from _plan_memory_tables import plan_memory_tables
+    from _tables import plan_memory_tables
 
     usual = [case(100, [250, 250], peak=100)] * 3
     peaks = [900, 280], [235, 280], [240, 100]

@@ -21,8 +21,8 @@ from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import Checkpointing
 from shardwise.insight.schema.training import ScheduleName
 
 
@@ -97,7 +97,7 @@ nproc: 2
         (b"keep-best: yes", "line 1, column 12: found 'yes' for keep-best, expected true or false"),
         (b"schedule: cosin", "column 11: found 'cosin' for schedule, expected one of cosine"),
         (b"activation-checkpointing: true", "found 'true' for activation-checkpointing, expected "
-         "one of none, full, selective"),
+         "one of none, full, selective, op"),
         (b"lr: [1, 2]", "line 1, column 5: found a sequence for lr, expected a number"),
         (b"data: [a, null]", "line 1, column 11: found nothing in the list for data"),
         (b"data:\n  - a\n  - {b: c}", "line 3, column 5: found a mapping for data, expected"),
@@ -234,7 +234,8 @@ def test_every_option_has_a_key(recipe: str) -> None:
     command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
     flags = {"--resume", "--auto-resume", "--overwrite", "--selective-checkpointing"}
-    flags |= {"--keep-activations", "--step-in-backward", "--step-after-backward"}
+    flags |= {"--operator-checkpointing", "--keep-activations"}
+    flags |= {"--step-in-backward", "--step-after-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
     options: Options[Any] = Options(default=RECIPES[recipe])
     every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))

@@ -96,6 +96,10 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--offload-parameters disk:", "--offload-parameters: found disk:, expected host, or disk"),
         ("--master-dtype fp32", "--master-dtype: found fp32, expected --offload too"),
         ("--offload host --master-dtype fp32", "--master-dtype: found fp32 with shards in fp32"),
+        (
+            "--recompute-every 2",
+            "--recompute-every: found 2, expected --activation-checkpointing too",
+        ),
         ("--strategy diloco --local-steps 0", "--local-steps: found 0, expected 1 or more"),
         ("--strategy diloco --outer-lr nan", "--outer-lr: found nan, expected a number above 0"),
         ("--strategy diloco --outer-momentum 1", "--outer-momentum: found 1.0, expected 0 to 1"),
@@ -356,9 +360,9 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--schedule warmup-stable-decay --decay-steps 3 --min-lr 0 --device cpu --optimizer muon "
         "--momentum 0.5 --offload disk:/tmp/x --offload-parameters disk:y --master-dtype fp32 "
         "--strategy hybrid --replicas 2 --param-dtype bf16 --shard-dtype bf16 --reduce-dtype bf16 "
-        "--activation-checkpointing --transport collectives --out here --checkpoint-every 5 "
-        "--keep-last 9 --async-checkpoint --eval-every 4 --keep-best --tensorboard --log "
-        "wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
+        "--activation-checkpointing --recompute-every 2 --transport collectives --out here "
+        "--checkpoint-every 5 --keep-last 9 --async-checkpoint --eval-every 4 --keep-best "
+        "--tensorboard --log wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
     assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
@@ -378,8 +382,8 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "offload": "disk:/tmp/x", "offload_parameters": "disk:y", "master_dtype": "fp32",
         "transport": "collectives",
         "collective_wire": "gather=fp32,reduce=fp32", "reshard_after_forward": None,
-        "activation_checkpointing": "full", "out": "here", "checkpoint_every": 5, "keep_last": 9,
-        "keep_best": True, "compile": False,
+        "recompute_every": 2, "activation_checkpointing": "full", "out": "here",
+        "checkpoint_every": 5, "keep_last": 9, "keep_best": True, "compile": False,
         "async_checkpoint": True, "eval_every": 4, "tensorboard": True, "log": "wandb,jsonl",
         "existing": "overwrite", "log_every": 1,
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,

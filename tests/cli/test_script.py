@@ -152,7 +152,7 @@ def test_what_a_script_has_not_closed_is_written_and_its_threads_are_waited_for(
         write("plain")
         sys.kept.append(gzip.open("packed", "wt"))
         sys.kept[-1].write("all of it")
-        threading.Thread(target=write, args=("thread", 0.3)).start()
+        threading.Thread(target=write, args=("thread", 1.0)).start()
         threading.Thread(target=sys.stdin.buffer.read, daemon=True).start()  # holds its lock
         atexit.register(write, "atexit")
     """

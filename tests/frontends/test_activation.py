@@ -13,7 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import checkpoint_module
-from shardwise.frontends.activation import _policy, keep_products
+from shardwise.frontends.activation import (
+    _policy,
+    checkpoint_blocks,
+    keep_every_second_product,
+    keep_products,
+)
+from shardwise.frontends.strategies import Checkpointing
 
 
 class Attention(nn.Module):
@@ -63,7 +69,8 @@ def run(dropout: float, **options: Any) -> tuple[list[torch.Tensor], Counter[str
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_gradients_are_those_without_checkpointing(dropout: float) -> None:
     expected, _ = run(dropout)
-    for options in ({"context_fn": None}, {"context_fn": keep_products}):
+    for kept in (None, keep_products, keep_every_second_product):
+        options = {"context_fn": kept}
         found, _ = run(dropout, **options)
         for mine, other in zip(found, expected, strict=True):
             assert torch.equal(mine, other), options
@@ -71,15 +78,47 @@ def test_gradients_are_those_without_checkpointing(dropout: float) -> None:
 
 def test_products_and_attention_are_not_computed_again_and_the_rest_is() -> None:
     attention = "_scaled_dot_product_flash_attention_for_cpu"
-    (_, plain), (_, full), (_, selective) = (
-        run(0.0, **each) for each in ({}, {"context_fn": None}, {"context_fn": keep_products})
+    _, plain = run(0.0)
+    (_, full), (_, selective), (_, operator) = (
+        run(0.0, context_fn=each) for each in (None, keep_products, keep_every_second_product)
     )
     assert full["addmm"] == 2
+    assert operator["addmm"] == 1
     assert plain["addmm"] == selective["addmm"] == 0
     assert full[attention] == 1
-    assert plain[attention] == selective[attention] == 0
+    assert plain[attention] == selective[attention] == operator[attention] == 0
     assert plain["gelu"] == 0
-    assert full["gelu"] == selective["gelu"] == 1
+    assert full["gelu"] == selective["gelu"] == operator["gelu"] == 1
+
+
+def _noting(forward: Any, number: int, ran: list[int]) -> Any:
+    def noted(x: torch.Tensor) -> Any:
+        ran.append(number)
+        return forward(x)
+
+    return noted
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "again"),
+    [
+        (Checkpointing.NONE, 1, []),
+        (Checkpointing.FULL, 1, [3, 2, 1, 0]),
+        (Checkpointing.FULL, 2, [3, 1]),
+        (Checkpointing.FULL, 3, [2]),
+        (Checkpointing.FULL, 5, []),
+    ],
+)
+def test_every_nth_block_is_recomputed(mode: Checkpointing, every: int, again: list[int]) -> None:
+    blocks = nn.Sequential(*(nn.Linear(2, 2) for _ in range(4)))
+    ran: list[int] = []
+    for i, block in enumerate(blocks):
+        block.forward = _noting(block.forward, i, ran)  # type: ignore[method-assign]
+    checkpoint_blocks(blocks, mode, every)
+    loss = blocks(torch.ones(1, 2)).sum()
+    ran.clear()
+    loss.backward()
+    assert ran == again
 
 
 def test_attention_that_draws_random_numbers_draws_them_again() -> None:

@@ -320,11 +320,9 @@ class Execution:
             state = found[0]
         else:
             state = {k: v.detach() * action.factor for k, v in model.state_dict().items()}
-        ties: dict[nn.Parameter, list[str]] = {}
-        for name, param in model.named_parameters(remove_duplicate=False):
-            ties.setdefault(param, []).append(name)
+        before = dict(model.named_parameters(remove_duplicate=False))
         model.load_state_dict(state, assign=action.how == "assign")
-        self.runtime.after_load(model, [names for names in ties.values() if len(names) > 1])
+        self.runtime.after_load(model, before)
         self._find_handles()
 
     def _swap(self, action: p.Swap) -> None:

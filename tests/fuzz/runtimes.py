@@ -71,8 +71,8 @@ class Runtime(Protocol):
     ) -> contextlib.AbstractContextManager[object]:
         """Around a write to parameters, in one of the forms of ``Write``."""
 
-    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
-        """Tie parameters again that were tied, by their names, if they have equal values."""
+    def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+        """Treat parameters that a load has put in the place of others as sharding does."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,14 +177,18 @@ class Unsharded:
             self.clock.uncounted.update(params)
         return contextlib.nullcontext()
 
-    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
-        # An unsharded model has two parameters then, and a sharded one of ours has one: a
-        # difference that docs/torch-compatibility.md tells.
-        for first, *others in ties:
-            for name in others:
-                module, _, own = name.rpartition(".")
-                if torch.equal(model.get_parameter(name), model.get_parameter(first)):
-                    model.get_submodule(module)._parameters[own] = model.get_parameter(first)
+    def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
+        # Differences that docs/torch-compatibility.md tells. An unsharded model has two parameters
+        # after a load that assigns to tied ones, and a sharded one of ours has one.
+        first: dict[nn.Parameter, str] = {}
+        for name, param in before.items():
+            module, _, own = name.rpartition(".")
+            tied = model.get_parameter(first.setdefault(param, name))
+            if torch.equal(model.get_parameter(name), tied):
+                model.get_submodule(module)._parameters[own] = tied
+            # What was accumulated without synchronization belongs to the module.
+            if param in self._waiting:
+                self._waiting[tied] = self._waiting.pop(param)
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         param.data = value
@@ -315,7 +319,7 @@ class Sharded:
     ) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
 
-    def after_load(self, model: nn.Module, ties: list[list[str]]) -> None:
+    def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
         pass
 
     def gather(self, module: nn.Module, call: str) -> None:

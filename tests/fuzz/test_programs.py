@@ -79,6 +79,9 @@ _TOLD = [
             "Block(kind='norm')), steps=(Forward(), Backward(), Step(), Forward(), Backward()))",
             "Program(blocks=(Block(),), steps=(Forward(at=(At(when='pre', block=1, do=Grads()),)), "
             "Backward(), Swap()))",
+            "Program(blocks=(Block(),), steps=(Sync(), Forward(), Backward(), Sync(to='on'), "
+            "Keep(), Load(source='kept', how='assign'), Forward(at=(At(do=Write()),)), "
+            "Backward()))",
             "Program(blocks=(Block(beside='parameter', traits=('twice',)),), "
             "steps=(Forward(at=(At(do=Write()),)),))",
         ),

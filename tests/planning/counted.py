@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise._torch import dtensor
 from shardwise.base import observe
@@ -31,6 +32,7 @@ from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMe
 from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Start
 from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import DTYPES, Settings
 from shardwise.optim.norms import clip_grad_norm_
@@ -172,6 +174,32 @@ class Training:
             tensor_parallel=styles,
             placement=columns if by_columns and not tensor_parallel else None,
         )
+
+
+class LanguageTraining(Training):
+    """A training of a small Llama, which tensor parallelism cuts as it does in plans."""
+
+    @property
+    def settings(self) -> Settings:
+        """The same, for a plan."""
+        return replace(
+            super().settings,
+            batch=lambda size: torch.arange(12 * size).view(size, 12) % 48,
+            step=lambda model, tokens: model(input_ids=tokens, labels=tokens).loss,
+        )
+
+    def blueprint(self, device: str = "meta") -> Blueprint:
+        """Build the model."""
+        config = LlamaConfig(
+            vocab_size=48,
+            hidden_size=32,
+            intermediate_size=56,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            use_cache=False,
+        )
+        with torch.device(device):
+            return of_module(LlamaForCausalLM(config))
 
 
 def columns(parameter: nn.Parameter) -> Shard | None:
@@ -359,8 +387,13 @@ def _step(model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
     for micro in range(settings.accumulate):
         if settings.accumulate > 1:
             model.set_requires_gradient_sync(micro == settings.accumulate - 1)
-        loss = model(settings.batch(settings.batch_size)).float().mean()
-        (loss / settings.accumulate).backward()
+        batch = settings.batch(settings.batch_size)
+        with loss_parallel() if TENSOR in settings.world.names else nullcontext():
+            if callable(settings.step):
+                loss = settings.step(model, batch)
+            else:
+                loss = model(batch).float().mean()
+            (loss / settings.accumulate).backward()
         del loss
     if settings.clip_grad:
         clip_grad_norm_(list(model.parameters()), settings.clip_grad)

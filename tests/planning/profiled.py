@@ -14,11 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.frontends.strategies import TENSOR
+from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.optim import in_backward
@@ -65,6 +67,10 @@ def allocated(
         if settings.shard_dtype == "bf16":
             store_in(model, torch.bfloat16)
         prepare(model)
+        data = plan.sharding_mesh(mesh[plan.names])
+        if TENSOR in world.names:
+            apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+            stack.enter_context(loss_parallel())
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if settings.param_dtype == "bf16" else None,
             reduce_dtype=torch.float32,
@@ -72,7 +78,7 @@ def allocated(
         shard_blocks(
             model,
             blueprint.blocks,
-            mesh=mesh,
+            mesh=data,
             reshard_after_forward=plan.reshard_after_forward,
             precision=policy,
             transport=settings.transport,

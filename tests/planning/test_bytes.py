@@ -12,7 +12,7 @@ import pytest
 from shardwise.base.scratch import libc
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import parse_wires
-from tests.planning.counted import Training, counted, planned
+from tests.planning.counted import LanguageTraining, Training, counted, planned
 
 #: Between them every strategy, mesh, transport and dtype, and every kind of parameter.
 SEEDS = (2, 6, 8, 11, 20, 24, 28, 40, 42)
@@ -33,6 +33,35 @@ def check(training: Training) -> None:
 )
 def test_a_plan_is_exact(seed: int) -> None:
     check(Training.draw(seed))
+
+
+@pytest.mark.parametrize("transport", ["c10d", "collectives"])
+@pytest.mark.parametrize(
+    ("mesh", "strategy"),
+    [
+        ("dp=2", Strategy.FULL_SHARD),
+        ("dp_replicate=2,dp_shard=2", Strategy.HYBRID_SHARD),
+        ("tp=2", Strategy.FULL_SHARD),
+        ("dp=2,tp=2", Strategy.FULL_SHARD),
+        ("dp=2,tp=2", Strategy.SHARD_GRAD_OP),
+        ("dp_replicate=2,dp_shard=1,tp=2", Strategy.HYBRID_SHARD),
+    ],
+)
+def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
+    mesh: str, strategy: Strategy, transport: str
+) -> None:
+    check(
+        LanguageTraining(
+            seed=0,
+            mesh=mesh,
+            strategy=strategy,
+            transport=transport,
+            param_dtype="bf16",
+            reduce_dtype="fp32",
+            optimizer="adamw",
+            accumulate=2,
+        )
+    )
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.fit import Measured, NothingFitsError, fit, shortened
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
 from tests.inspect.plans import styles_of
 from tests.sharding.nets import Block
 
@@ -53,8 +52,18 @@ class World:
             self.full.append(settings)
         sharded = settings.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
         states = layers * (1 if sharded else 4)
-        kept = {Checkpointing.NONE: 4, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 1}
-        again = {Checkpointing.NONE: 3, Checkpointing.SELECTIVE: 3.1, Checkpointing.FULL: 4}
+        kept = {
+            Checkpointing.NONE: 4,
+            Checkpointing.SELECTIVE: 2,
+            Checkpointing.OPERATOR: 1.5,
+            Checkpointing.FULL: 1,
+        }
+        again = {
+            Checkpointing.NONE: 3,
+            Checkpointing.SELECTIVE: 3.1,
+            Checkpointing.OPERATOR: 3.5,
+            Checkpointing.FULL: 4,
+        }
         batch, cut = settings.batch_size, settings.mesh.tensor_parallel
         activations = layers * batch * kept[settings.activation_checkpointing] / cut
         sent = layers * (2 if sharded else 1) + (cut - 1) * layers * batch

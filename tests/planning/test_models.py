@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.frontends.blocks import shard_blocks
+from shardwise.frontends.strategies import DATA, TENSOR
+from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import LLAMAS, ModelError, find_settings
+from tests.worlds import on_processes
 
 
 def _numel(blueprint: Blueprint) -> int:
@@ -111,3 +119,78 @@ def test_any_module_is_sharded_by_its_repeated_blocks() -> None:
 
 def test_an_object_inside_a_class_can_be_named() -> None:
     assert load_object("torch.nn:Linear.forward") is nn.Linear.forward
+
+
+# -- tensor parallelism ----------------------------------------------------------------------------
+
+#: Kinds of models of transformers -> settings beside the common ones.
+KINDS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},  # biases
+    "qwen3": {"head_dim": 8},  # norms of each head
+    "gemma2": {"head_dim": 8},  # a scaled embedding that is the head too, and capped logits
+    "olmo2": {},  # norms of all heads at once
+    "phi3": {"pad_token_id": 0},  # fused projections
+    "starcoder2": {"residual_dropout": 0.0, "embedding_dropout": 0.0},  # LayerNorm
+    "mixtral": {"num_local_experts": 2},  # experts, which all ranks have in full
+}
+
+
+def _small(kind: str) -> Blueprint:
+    config = AutoConfig.for_model(
+        kind,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        vocab_size=48,
+        bos_token_id=1,
+        eos_token_id=2,
+        use_cache=False,
+        **KINDS[kind],
+    )
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    return of_module(model)
+
+
+def _losses(model: Any, batches: torch.Tensor) -> list[float]:
+    """Train on batches, ``(steps, samples, length)``; return the loss of each step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for tokens in batches:
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@on_processes(4)
+def test_training_with_tensor_parallelism_has_the_losses_of_one_process(
+    rank: int, world_size: int, kind: str
+) -> None:
+    batches = torch.randint(48, (4, 2, 10), generator=torch.Generator().manual_seed(1))
+    expected = _losses(_small(kind).model, batches)
+    for data, tensor in ((1, 4), (2, 2)) if kind == "llama" else ((2, 2),):
+        mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=(DATA, TENSOR))
+        blueprint = _small(kind)
+        apply_tensor_parallelism(blueprint.model, mesh[TENSOR], blueprint.tensor_parallel)
+        shard_blocks(
+            blueprint.model,
+            blueprint.blocks,
+            mesh=mesh[DATA],
+            reshard_after_forward=True,
+            precision=MixedPrecisionPolicy(),
+        )
+        mine = batches.chunk(data, dim=1)[mesh.get_local_rank(DATA)]
+        with loss_parallel():
+            found = torch.tensor(_losses(blueprint.model, mine))
+        dist.all_reduce(found)
+        assert (found / world_size).tolist() == pytest.approx(expected, rel=1e-5), (data, tensor)

@@ -17,12 +17,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
-from shardwise.frontends.activation import checkpoint_module, keep_products
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.activation import checkpoint_blocks
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import recorder
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import (
     RehearsalError,
@@ -30,7 +31,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 from tests.planning.profiled import allocated
 
 
@@ -211,7 +212,7 @@ def _llama() -> Blueprint:
     )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
-    return Blueprint("llama", model, list(model.model.layers))
+    return of_module(model, "llama")
 
 
 def _tokens(size: int) -> dict[str, torch.Tensor]:
@@ -234,27 +235,41 @@ def _loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         {"activation_checkpointing": Checkpointing.FULL, "shard_dtype": "bf16"},
         {"activation_checkpointing": Checkpointing.SELECTIVE, "param_dtype": "bf16"},
         {"stepping": Stepping.IN_BACKWARD, "accumulate": 2},
+        {"strategy": Strategy.HYBRID_SHARD, "mesh": WantedMesh.parse("dp_replicate=2,dp_shard=2")},
+        {"mesh": WantedMesh.parse("tp=2")},
+        {"mesh": WantedMesh.parse("dp=2,tp=2"), "param_dtype": "bf16"},
+        {
+            "mesh": WantedMesh.parse("dp=2,tp=2"),
+            "activation_checkpointing": Checkpointing.FULL,
+        },
+        {"activation_checkpointing": Checkpointing.OPERATOR, "param_dtype": "bf16"},
+        {"activation_checkpointing": Checkpointing.FULL, "recompute_every": 2},
+        {
+            "mesh": WantedMesh.parse("dp=2,tp=2"),
+            "activation_checkpointing": Checkpointing.OPERATOR,
+        },
     ],
-    ids=["fp32", "accumulated", "bf16", "full", "selective", "in backward"],
+    ids=[
+        *("fp32", "accumulated", "bf16", "full", "selective", "in backward"),
+        *("hybrid", "tensor parallel", "sharded and tensor parallel", "and full"),
+        *("operator", "every second block", "sharded, tensor parallel and operator"),
+    ],
 )
 def test_allocates_what_a_step_with_values_allocates(given: dict[str, Any], tmp_path: Path) -> None:
     settings = Settings(
-        mesh=WantedMesh.parse("dp=2"),
+        **{"mesh": WantedMesh.parse("dp=2"), **given},
         batch_size=4,
         transport="collectives",
         backend="fake",
         clip_grad=0,
         batch=_tokens,
         step=_loss,
-        **given,
     )
     log = rehearse(_llama(), settings)
 
     def prepare(model: nn.Module) -> None:
-        if settings.activation_checkpointing is not Checkpointing.NONE:
-            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-            for block in model.model.layers:
-                checkpoint_module(block, context_fn=keep_products if selective else None)
+        layers = model.model.layers
+        checkpoint_blocks(layers, settings.activation_checkpointing, settings.recompute_every)
 
     found = allocated(_llama(), settings, prepare, tmp_path)
     now = peak = 0

@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.planning.report import Available, Traffic
 from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.planning.text import as_text
-from shardwise.insight.schema.sharding import Checkpointing
 from tests.planning.test_report import LOG, RANK, STEP, MiB, make_plan
 
 
@@ -83,15 +82,16 @@ def test_the_first_lines_say_what_was_planned_for() -> None:
         param_dtype="bf16",
         shard_dtype="fp32",
         activation_checkpointing=Checkpointing.SELECTIVE,
+        recompute_every=2,
         compile=True,
         products=Products.FLOAT8,
     )
     text = as_text(make_plan(settings=settings), 100)
     for line in (
         "sharding   grad-op over dp=4,tp=2, 8 ranks",
-        "step       3 x 512 tokens per rank, 2 microbatches; 12,288 tokens on all ranks",
+        "step       3 x 512 tokens per 2 ranks of tp, 2 microbatches; 12,288 tokens on all ranks",
         "precision  bf16 compute, fp32 reduction, fp32 shards, float8 matrix products",
-        "optimizer  adamw, selective activation checkpointing, blocks compiled",
+        "optimizer  adamw, selective activation checkpointing of one block in 2, blocks compiled",
     ):
         assert line in text
 

@@ -11,7 +11,7 @@ import torch
 
 from shardwise.app.recipes.core import build
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist
 from tests.recipes.running import train

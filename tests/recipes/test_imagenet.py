@@ -17,9 +17,9 @@ from shardwise.app.recipes.vision.files import find_images
 from shardwise.app.recipes.vision.images import Augment, FolderImages, center_box, random_box
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
+from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.running import run_from_guide, train
 from tests.recipes.small import losses

@@ -24,9 +24,9 @@ from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.images import Images, TrainingImages
 from shardwise.app.recipes.vision.task import ImageData, vision_task
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
-from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
+from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
 from tests.recipes.running import run_from_guide, train, train_one

@@ -22,8 +22,8 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.base import devices
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Strategy
-from shardwise.insight.schema.sharding import Checkpointing, PrecisionName, ShardingConfig
+from shardwise.frontends.strategies import Checkpointing, Strategy
+from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
 from shardwise.insight.schema.training import (
     DilocoConfig,
     OptimizerConfig,

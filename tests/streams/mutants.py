@@ -44,6 +44,8 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/full_params.py FullParams.finish: self._works.pop().wait()": "large",
     "sharding/full_params.py PostForwardShards.keep: "
     "rows.clone(memory_format=torch.contiguous_format)": "integer_reshard",
+    "sharding/full_params.py PostForwardShards.keep: "
+    "param.full_data.clone()": "integer_reshard_of_scalars",
     "sharding/hooks.py outlive_parameters: tensor.clone()": "returns_parameter",
     "frontends/module.py FSDPModule.unshard: handle.wait()": "unshard_and_read",
     "frontends/summon.py full_value: full.clone()": "one_rank_summon",

@@ -960,6 +960,15 @@ def scalars(run: Run) -> None:
     train(run, shard(run, net, mp_policy=BF16))
 
 
+@scenario(shape=(4,))
+def integer_reshard_of_scalars(run: Run) -> None:
+    """Backward computes with the scalars of its forward."""
+    net = make(run)
+    with torch.device(NAME):
+        net.blocks = nn.ModuleList(_Scaled() for _ in range(2))
+    train(run, shard(run, net, reshard_after_forward=2))
+
+
 @scenario()
 def scalar_in_root(run: Run) -> None:
     """The last reduction of a backward includes an all-reduce."""

@@ -302,6 +302,9 @@ def outside_autocast(device: torch.device) -> AbstractContextManager[object]:
 #: Products of groups of rows with a matrix each, as of the experts of a model.
 GROUPED_PRODUCTS: tuple[Any, ...] = (torch.ops.aten._grouped_mm.default,)
 
+#: What functional collectives reduce to shards with, as sequence parallelism does.
+REDUCE_SCATTER: Any = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
 #: Operators of attention, and the position of their argument ``dropout_p``.
 ATTENTION: dict[Any, int] = {
     torch.ops.aten._scaled_dot_product_flash_attention.default: 3,

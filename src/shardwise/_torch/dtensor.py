@@ -14,10 +14,17 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
 
-__all__ = ["DTensorSpec"]
+__all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
+
+#: The code that runs operations on shapes of whole tensors, to know those of their results.
+FINDS_SHAPES = ShardingPropagator._propagate_tensor_meta_non_cached.__code__
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -32,7 +39,12 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return where the local tensors of ``DTensor``s are in memory."""
-    return [local_of(each).data_ptr() for each in tensors]
+    return [each._local_tensor.data_ptr() for each in tensors]  # type: ignore[attr-defined]
+
+
+def identities_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return the identities of the local tensors of ``DTensor``s."""
+    return [id(each._local_tensor) for each in tensors]  # type: ignore[attr-defined]
 
 
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:

@@ -203,8 +203,12 @@ class Agent(LocalElasticAgent):
         """Look at the ranks; return how they ended, or None while they run."""
         for rank in self._ranks:
             rank.poll()
-        if any(self._has_failed(rank) for rank in self._ranks):
-            return self._by_signal(self._fail())
+        if failed := [rank for rank in self._ranks if self._has_failed(rank)]:
+            at_once = order is Order.ABORT or len(self._signals.noted) > 1
+            limit = SECONDARY if self._lacks_cause(failed) else SETTLE
+            if at_once or are_settled(self._ranks, failed, limit):
+                return self._by_signal(self._fail(failed))
+            return None
         if all(rank.code is not None for rank in self._ranks):
             return self._by_signal(self._finish())
         if order is Order.ABORT:
@@ -263,16 +267,7 @@ class Agent(LocalElasticAgent):
             return Outcome(128 + signum, farewell=f"Stopped by {signal_name(signum)}.")
         return Outcome(0)
 
-    def _fail(self) -> Outcome:
-        began = time.monotonic()
-        while any(rank.code is None for rank in self._ranks):
-            limit = SECONDARY if self._lacks_cause() else SETTLE
-            if time.monotonic() - began > limit:
-                break
-            time.sleep(POLL)
-            for rank in self._ranks:
-                rank.poll()
-        failed = [rank for rank in self._ranks if self._has_failed(rank)]
+    def _fail(self, failed: list[LocalRank]) -> Outcome:
         secondary = all(rank.is_secondary for rank in failed)
         if secondary and self._signals.noted:
             # These ranks lost a peer that had already stopped, as asked.
@@ -289,9 +284,8 @@ class Agent(LocalElasticAgent):
         final = mistakes or self._signals.noted
         return Outcome(code, Result.FAILED if final else Result.CRASHED)
 
-    def _lacks_cause(self) -> bool:
+    def _lacks_cause(self, failed: list[LocalRank]) -> bool:
         """Whether ranks here were affected by another one here, which has not reported yet."""
-        failed = [rank for rank in self._ranks if self._has_failed(rank)]
         runs = any(rank.code is None and rank.report is None for rank in self._ranks)
         is_here = self._meeting.hosts == 1  # else the other hosts are asked, see membership.py
         is_asked = self._phase is not _Phase.RUNNING or bool(self._signals.noted)
@@ -559,6 +553,24 @@ def _environment() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def are_settled(ranks: list[LocalRank], failed: list[LocalRank], limit: float) -> bool:
+    """Whether ranks may be ended, once some of them have failed.
+
+    A rank that has reported an error may still run: what a program does as it ends, in threads and
+    by ``atexit``, writes files, too.
+
+    Args:
+        ranks: all of them.
+        failed: those that have failed.
+        limit: seconds for the others to report what the first failure does to them.
+    """
+    running = [rank for rank in ranks if rank.code is None]
+    if any(rank.report is not None for rank in running):
+        limit = STOP_GRACE
+    since = time.monotonic() - min(rank.failed_at for rank in failed)
+    return not running or since > limit
 
 
 def how_failed(rank: LocalRank) -> str:

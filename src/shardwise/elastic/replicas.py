@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, how_failed
+from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, are_settled, how_failed
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
 from shardwise.elastic.network import interface_towards, listening
@@ -98,8 +98,11 @@ class _World:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all ranks have ended well, or one of them has not."""
-        return any(r.failed for r in self.ranks) or all(r.code is not None for r in self.ranks)
+        """Whether all ranks have ended well, or others know of one that has not."""
+        failed = [rank for rank in self.ranks if rank.failed]
+        if failed:
+            return are_settled(self.ranks, failed, SETTLE)
+        return all(rank.code is not None for rank in self.ranks)
 
     @property
     def failure(self) -> LocalRank | None:
@@ -116,14 +119,6 @@ class _World:
         """Send a signal to all ranks."""
         for rank in self.ranks:
             rank.send(signum)
-
-    def settle(self) -> None:
-        """Let other ranks report what the first failure did to them, and end them all."""
-        until = time.monotonic() + SETTLE
-        while time.monotonic() < until and any(rank.code is None for rank in self.ranks):
-            time.sleep(POLL)
-            self.poll()
-        self.end()
 
     def end(self) -> None:
         """Kill what still runs, and free what belongs to this start."""
@@ -255,7 +250,7 @@ class ReplicaLauncher:
 
     def _ended(self, world: _World, folder: Path, job: str, stopping: bool) -> None:
         replica = world.replica
-        world.settle()
+        world.end()
         del self._worlds[replica.number]
         failure = world.failure
         if failure is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, TypeVar
 
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 from shardwise._torch import autograd
+from shardwise.frontends.strategies import Checkpointing
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _MARK = "_shardwise_checkpointed"
@@ -120,6 +122,20 @@ def _counted_already(norms: list[BatchNorm]) -> Iterator[None]:
             norm.momentum, norm.num_batches_tracked = momentum, batches
 
 
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing, every: int = 1) -> None:
+    """Have blocks recompute activations in backward, before they are sharded and compiled.
+
+    Args:
+        blocks: modules that keep their inputs alone, in the order of forward.
+        mode: which activations are recomputed; none changes nothing.
+        every: of the blocks, every N-th is recomputed, beginning with the N-th.
+    """
+    if mode is Checkpointing.NONE:
+        return
+    for block in itertools.islice(blocks, every - 1, None, every):
+        checkpoint_module(block, context_fn=_CONTEXTS[mode])
+
+
 # -- selective checkpointing -----------------------------------------------------------------------
 
 #: Operators whose results are kept: nearly all of the operations of a model are theirs.
@@ -133,6 +149,9 @@ _PRODUCTS = {
     *autograd.GROUPED_PRODUCTS,
 }
 
+#: Operators whose results are small, and take long.
+_SMALL = {torch.ops.aten.max.default, autograd.REDUCE_SCATTER}
+
 
 def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """A ``context_fn`` that keeps the results of matrix products, convolutions and attention.
@@ -142,6 +161,29 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
     Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
     forward, recomputation = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return forward, recomputation
+
+
+def keep_every_second_product() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A ``context_fn`` that keeps attention and every second product or convolution.
+
+    Results of reduce-scatters are kept, too: they take time and little memory. So are maxima of
+    whole tensors, the scales of float8. torchtitan calls this selective checkpointing by operator.
+
+    Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """
+    counts = {False: 0, True: 0}  # in forward, and when it is computed again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        if operator in _SMALL:
+            return CheckpointPolicy.MUST_SAVE
+        return _policy(context, operator, *args, **kwargs)
+
+    forward, recomputation = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return forward, recomputation
 
 
@@ -156,3 +198,10 @@ def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoin
     dropout = kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)
     # With dropout it draws random numbers: what follows it would draw others if it did not run.
     return CheckpointPolicy.PREFER_RECOMPUTE if dropout else CheckpointPolicy.MUST_SAVE
+
+
+_CONTEXTS: Mapping[Checkpointing, Contexts | None] = {
+    Checkpointing.FULL: None,
+    Checkpointing.SELECTIVE: keep_products,
+    Checkpointing.OPERATOR: keep_every_second_product,
+}

@@ -43,6 +43,15 @@ _MOST_DIGITS = 18  # of the size of a dimension
 _ORDER = (REPLICATE, DATA, SHARD, TENSOR)
 
 
+class Checkpointing(enum.Enum):
+    """Which activations of a block are recomputed in backward."""
+
+    NONE = "none"
+    FULL = "full"
+    SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
+    OPERATOR = "op"  # the same, and every second of these products
+
+
 class Strategy(enum.Enum):
     """How parameters, gradients and optimizer state are distributed over ranks.
 

@@ -443,7 +443,7 @@ def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
     """Return the versions of some shards."""
     found = list(map(_PARAMETER, forms))
     counted = autograd.versions_of_sharded(found)
-    return list(map(Version, counted, map(_STEPS, forms), map(id, map(dtensor.local_of, found))))
+    return list(map(Version, counted, map(_STEPS, forms), dtensor.identities_of(found)))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

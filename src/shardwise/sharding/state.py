@@ -365,7 +365,7 @@ class Root:
         for state in self.states:
             for group in state.groups:
                 found = group.state
-                if found is GroupState.UNSHARDING or (found is GroupState.SHARDED and is_over):
+                if found is GroupState.UNSHARDING or (is_over and group.is_left):
                     group.reshard()
                 elif found is not GroupState.SHARDED:
                     group.mark_stale()

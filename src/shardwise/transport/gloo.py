@@ -1,8 +1,7 @@
 """CPU tensors on gloo: point-to-point messages in place of gloo's own collectives.
 
 Gloo's collectives pass the data through one flat buffer on each side and, for reductions, through
-fresh memory. Messages go from where the data lies to where it belongs. For figures see
-``docs/measurements.md``, "Transport on gloo".
+fresh memory. Messages go from where the data lies to where it belongs.
 
 In an all-gather, every rank sends its chunks to all peers. In a reduce-scatter, it sends each peer
 that peer's chunks, receives its own chunks from all of them, and adds:

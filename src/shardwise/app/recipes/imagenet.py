@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from shardwise.app.recipes.core.build import checkpoint_blocks, compile_blocks, make_sgd, shard
+from shardwise.app.recipes.core.build import compile_blocks, make_sgd, shard
 from shardwise.app.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, ImagenetConfig
@@ -14,6 +14,7 @@ from shardwise.app.recipes.vision.task import (
     load_plain,
     vision_task,
 )
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import SgdConfig
@@ -26,7 +27,9 @@ def assemble(inputs: ImageFolderInputs[ImagenetConfig], place: TrainContext) -> 
     classes = len(inputs.classes)
     model = build_classifier(inputs.settings, classes)
     blocks = repeated_blocks(model)
-    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
+    checkpoint_blocks(
+        blocks, train.sharding.activation_checkpointing, train.sharding.recompute_every
+    )
     sharded = shard(model, blocks, train.sharding, place)
     initialize(model, train.seed)
     if train.sharding.compile:

@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import FSDPModule
 from shardwise.app.recipes.core.build import (
-    checkpoint_blocks,
     compile_blocks,
     learning_rate,
     make_optimizer,
@@ -41,6 +40,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
@@ -60,7 +60,9 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
-    checkpoint_blocks(blocks, train.sharding.activation_checkpointing)
+    checkpoint_blocks(
+        blocks, train.sharding.activation_checkpointing, train.sharding.recompute_every
+    )
     sharded = shard(model, blocks, train.sharding, place)
     gathers = Gathers.EVERY_MICROBATCH
     if config.pretrained is None:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from shardwise.app.recipes.core.build import (
-    checkpoint_blocks,
     compile_blocks,
     learning_rate,
     make_optimizer,
@@ -33,6 +32,7 @@ from shardwise.app.recipes.vision.task import (
     load_plain,
     vision_task,
 )
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
@@ -47,7 +47,9 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
     assert isinstance(train.optimizer, OptimizerConfig)
     torch.manual_seed(train.seed)  # every rank begins with the same weights
     model = build_convnet().to(place.device)
-    checkpoint_blocks(_blocks(model), train.sharding.activation_checkpointing)
+    checkpoint_blocks(
+        _blocks(model), train.sharding.activation_checkpointing, train.sharding.recompute_every
+    )
     units = _blocks(model) if inputs.config.nested else []
     sharded = shard(model, units, train.sharding, place)
     if train.sharding.compile:

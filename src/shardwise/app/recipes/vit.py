@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from shardwise import FSDPModule, materialize
 from shardwise.app.recipes.core.build import (
-    checkpoint_blocks,
     compile_blocks,
     learning_rate,
     make_optimizer,
@@ -34,6 +33,7 @@ from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, VitConfig
 from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
 from shardwise.checkpoint import load_weights
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.schema.sharding import ShardingConfig
@@ -107,5 +107,7 @@ def shard_model(
     Returns:
         ``model``.
     """
-    checkpoint_blocks(decoder_layers(model), config.activation_checkpointing)
+    checkpoint_blocks(
+        decoder_layers(model), config.activation_checkpointing, config.recompute_every
+    )
     return shard(model, units, config, place, vit_placement)

@@ -23,7 +23,7 @@ from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
-from shardwise.insight.planning.machine import Execution, Machine, MachineError, link_named
+from shardwise.insight.planning.machine import FITTED, Execution, Machine, MachineError, link_named
 from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import ModelError, longest_sequence
@@ -35,6 +35,7 @@ from shardwise.insight.planning.settings import (
     ONE_HOST,
     MachineConfig,
     PlannedStep,
+    Products,
     Settings,
     SettingsError,
 )
@@ -199,6 +200,7 @@ def make_plan(
         traffic=Traffic.of(log),
         step=None if machine is None else step_time(log, machine, settings),
         machine="" if machine is None else machine_in_words(machine, settings),
+        observed=observed_error(machine, settings),
         available=available or memory_of(machine, settings),
         reserved=_reserved(log, settings, machine),
         exchanged=log.exchanged,
@@ -378,6 +380,19 @@ def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | No
 def _allocates(machine: Machine | None) -> bool:
     """Whether the device has a caching allocator: one that the host runs ahead of."""
     return machine is not None and machine.device.execution is Execution.QUEUED
+
+
+def observed_error(machine: Machine | None, settings: Settings) -> str:
+    """How far plans of this kind were from published trainings, if that was much.
+
+    See "Held against published tables" in docs/plan.md.
+    """
+    if machine is None or not _allocates(machine) or machine.device.costs:
+        return ""
+    is_fitted = machine.device.name in FITTED and settings.products is not Products.FLOAT8
+    if is_fitted or settings.mesh.tensor_parallel > 1:
+        return ""
+    return "published trainings were 12 to 32 % slower than plans of this kind"
 
 
 def machine_in_words(machine: Machine, settings: Settings) -> str:

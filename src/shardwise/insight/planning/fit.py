@@ -20,13 +20,13 @@ from shardwise.frontends.strategies import (
     REPLICATE,
     SHARD,
     TENSOR,
+    Checkpointing,
     Strategy,
     WantedMesh,
 )
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.report import Alternative
 from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
 
 #: Batch sizes that are tried, in samples of a rank and microbatch.
 BATCHES = (1, 2, 4, 8, 16, 32, 64)

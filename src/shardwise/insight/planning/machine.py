@@ -181,7 +181,7 @@ _DEVICES = (
 )
 #: Share of the peak that matrix products reach: fitted on one published row each, by
 #: benchmarks/plan_published.py. The others are not fitted.
-_FITTED = {"a100": 0.75, "h100-hbm2e": 0.48}
+FITTED = {"a100": 0.75, "h100-hbm2e": 0.48}
 _DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
 DEVICES: Mapping[str, Device] = {
@@ -192,7 +192,7 @@ DEVICES: Mapping[str, Device] = {
         flops=dict(zip(_DTYPES, peaks, strict=False)) | {"float16": peaks[0]},
         reported_as=reported_as,
         host_link=host_link,
-        matmul_efficiency=_FITTED.get(name, 0.7),
+        matmul_efficiency=FITTED.get(name, 0.7),
     )
     for name, reported_as, gib, bandwidth, peaks, host_link in _DEVICES
 }

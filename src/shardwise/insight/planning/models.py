@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -10,8 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from shardwise.frontends.pretrained.opening import model_of
 from shardwise.frontends.wrap import repeated_blocks
@@ -68,7 +75,7 @@ def of_module(model: object, name: str | None = None) -> Blueprint:
     if _is_transformers(model):
         transformer: Any = model
         blocks = decoder_layers(transformer) if _has_list(model) else repeated_blocks(model)
-        styles, heads = dict(_styles(transformer)), dict(_heads(transformer.config))
+        styles, heads = _styles(transformer), dict(_heads(transformer.config))
         return Blueprint(name, model, blocks, tensor_parallel=styles, heads=heads)
     return Blueprint(name, model, repeated_blocks(model))
 
@@ -96,14 +103,7 @@ def language_model(
     separator: int | None = None,
 ) -> Blueprint:
     """Build a causal language model, and say how tensor parallelism cuts it; see :func:`build`."""
-    model = build(settings, vocab_size, separator)
-    return Blueprint(
-        name,
-        model,
-        decoder_layers(model),
-        tensor_parallel=dict(_styles(model)),
-        heads=dict(_heads(model.config)),
-    )
+    return of_module(build(settings, vocab_size, separator), name)
 
 
 def vit_placement(param: nn.Parameter) -> Shard | None:
@@ -239,27 +239,75 @@ def _is_transformers(model: nn.Module) -> bool:
     return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
-def _styles(model: Any) -> Iterator[tuple[str, ParallelStyle]]:
+def _styles(model: Any) -> dict[str, ParallelStyle]:
     """Torch's parallel style for each module of the plan that transformers has for the model.
 
-    The embedding and the head are sharded along the vocabulary, whether or not the plan has them.
-    Styles without a counterpart in torch (fused projections, experts) are left out, and their
-    modules are replicated.
+    The embedding and the head are sharded along the vocabulary, whether or not the plan has them,
+    and logits stay sharded for the loss. If there are only attentions, feed-forward modules and
+    norms between the two, what these hand on is sharded along the sequence. Styles without a
+    counterpart in torch (experts) are left out, and their modules are replicated.
     """
     plan: Mapping[str, str] = getattr(model, "tp_plan", None) or {}
     if not plan:
-        return
-    ends = {model.get_input_embeddings(): "rowwise", model.get_output_embeddings(): "colwise"}
-    for name, module in model.named_modules():
-        style = ends.get(module) or next(
-            (style for pattern, style in plan.items() if _matches(name, pattern)), ""
-        )
-        if not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        if style.removeprefix("embedding_").startswith("colwise"):
-            yield name, ColwiseParallel()
-        elif style.removeprefix("embedding_").startswith("rowwise"):
-            yield name, RowwiseParallel()
+        return {}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    named = dict(model.named_modules())
+    asked = {
+        name: next((style for pattern, style in plan.items() if _matches(name, pattern)), "")
+        for name, each in named.items()
+        if each not in (embedding, head) and next(each.parameters(recurse=False), None) is not None
+    }
+    norms = {name for name in asked if type(named[name]).__name__.endswith("Norm")}
+    linear = {name for name in asked if isinstance(named[name], nn.Linear)}
+    made = {name for name in norms | linear if asked[name] in _STYLES}
+    along_sequence = head is not None and norms | made == asked.keys()
+    between: Placement = Shard(1) if along_sequence else Replicate()
+    styles = {name: _STYLES[asked[name]](between) for name in made}
+    if along_sequence:
+        parents = {name: name.rpartition(".")[0] for name in asked}
+        inner = {parents[name] for name in linear if "rowwise" in asked[name]}
+        styles |= {name: _gathering(named[name]) for name in inner}
+        styles |= {name: SequenceParallel() for name in norms if parents[name] not in inner}
+    ends: dict[Any, ParallelStyle] = {
+        embedding: _adding(between, Replicate()),
+        head: ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
+    }
+    return styles | {name: ends[each] for name, each in named.items() if each in ends}
+
+
+def _adding(to: Placement, input_layouts: Placement | None = None) -> ParallelStyle:
+    """Return the style of a module whose results on all ranks are added."""
+    return RowwiseParallel(
+        input_layouts=input_layouts, output_layouts=to, use_local_output=to.is_replicate()
+    )
+
+
+def _gathering(module: nn.Module) -> ParallelStyle:
+    """Return the style of an attention or a feed-forward module that gets parts of sequences.
+
+    In transformers, attentions get them by name, beside masks and positions.
+    """
+    if len(inspect.signature(module.forward).parameters) == 1:
+        return PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    return PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": Shard(1)},
+        desired_input_kwarg_layouts={"hidden_states": Replicate()},
+    )
+
+
+#: Styles of transformers -> what makes torch's, given the placement of what modules hand on.
+_STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
+    "colwise": lambda to: ColwiseParallel(),
+    "colwise_gather_output": lambda to: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": _adding,
+    "rowwise_split_input": lambda to: _adding(to, Replicate()),
+    # Norms of heads, which ranks share as they would a sequence: gradients are sums over ranks.
+    "replicated_with_grad_allreduce": lambda to: SequenceParallel(
+        sequence_dim=2, use_local_output=True
+    ),
+}
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -325,6 +325,8 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         """Run an operation, and write down what it does."""
         if (device := fake.device_of(func, args)) is not None:
             return device
+        if any(map(dtensor.is_traceable_wrapper_subclass_type, types)):
+            return NotImplemented  # what it does with the tensors inside comes here next
         kwargs = kwargs or {}
         traits = traits_of(func)
         try:
@@ -342,6 +344,8 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return out  # shapes are also found out on the meta device, or on other fake tensors
         phase, module = self._where()
         source = _source(inspect.currentframe())
+        if source is None:
+            return out
         made = 0
         for tensor in written:
             storage = tensor.untyped_storage()
@@ -507,6 +511,7 @@ _KINDS = {
 #: Functions of those files that allocate for something else, or what stands for it.
 _EXCEPTIONS = {
     "accumulate_grad": Memory.GRADIENTS,
+    "_plain": Memory.GRADIENTS,  # what tensor parallel ranks have of it, added
     "zeros_for_grad": Memory.GRADIENTS,
     "take": Memory.TRANSPORT,  # of a loan of scratch
     "_block": Memory.TRANSPORT,
@@ -517,10 +522,15 @@ _EXCEPTIONS = {
 }
 
 
-def _source(frame: FrameType | None) -> _Source:
-    """Find out who calls the operation whose frame this is: the first caller that is not torch."""
+def _source(frame: FrameType | None) -> _Source | None:
+    """Find out who calls the operation whose frame this is: the first caller that is not torch.
+
+    ``None`` of an operation that only tells what the shape of a ``DTensor`` is.
+    """
     while frame is not None:
         code = frame.f_code
+        if code is dtensor.FINDS_SHAPES:
+            return None
         source = _source_of_file(code.co_filename)
         if source is not None:
             kind = _EXCEPTIONS.get(code.co_name) if source.kind is not None else None

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor.parallel import loss_parallel
 
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
@@ -31,7 +32,7 @@ from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
-from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
@@ -46,7 +47,7 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
@@ -186,10 +187,7 @@ def _build(
     mesh: DeviceMesh,
 ) -> _Built:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
-    if settings.activation_checkpointing is not Checkpointing.NONE:
-        selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-        for block in blocks:
-            checkpoint_module(block, context_fn=keep_products if selective else None)
+    checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     if TENSOR not in settings.world.names:
         _make_fake(model)
         _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
@@ -456,13 +454,14 @@ def _step(
     for micro, batch in enumerate(batches):
         if len(batches) > 1:
             model.set_requires_gradient_sync(micro == len(batches) - 1)
-        recorder.enter(StepPhase.FORWARD)
-        with _explaining("forward", model):
-            loss = _loss(settings, model, batch)
-        recorder.enter(StepPhase.BACKWARD)
-        with _explaining("backward", model):
-            (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-        del loss
+        with loss_parallel() if TENSOR in settings.world.names else contextlib.nullcontext():
+            recorder.enter(StepPhase.FORWARD)
+            with _explaining("forward", model):
+                loss = _loss(settings, model, batch)
+            recorder.enter(StepPhase.BACKWARD)
+            with _explaining("backward", model):
+                (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+            del loss
     recorder.enter(StepPhase.OPTIMIZER)
     if settings.stepping is Stepping.IN_BACKWARD:
         return

@@ -116,6 +116,8 @@ class Plan:
         traffic: the collectives of a step on one rank.
         step: the time of a step; ``None`` if the machine is not known.
         machine: the device and the links, in words; ``""`` if they are not known.
+        observed: how far plans of this kind were from trainings that others have published;
+            ``""`` if that was little, or nothing is known.
         available: the memory of a rank; ``None`` if it is not known.
         reserved: bytes that the allocator takes for the first kind of rank, at the peak or above:
             by the rules of the caching allocator of a device, or by a measured factor on CPUs;
@@ -132,6 +134,7 @@ class Plan:
     traffic: tuple[Traffic, ...] = ()
     step: StepTime | None = None
     machine: str = ""
+    observed: str = ""
     available: Available | None = None
     reserved: int | None = None
     exchanged: int = 0

@@ -9,12 +9,13 @@ from rich.text import Text
 
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import Row, counted, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
 from shardwise.insight.planning.settings import MOST_PEERS, Compiled, Products, Settings, name_of
-from shardwise.insight.schema.sharding import Checkpointing, Stepping
+from shardwise.insight.schema.sharding import Stepping
 
 MOST_MODULES = 6  # of whose activations are listed
 _MOST_KINDS = 3  # of ranks that get a column
@@ -100,7 +101,9 @@ def _batch(settings: Settings) -> str:
     times = f", {settings.accumulate} microbatches" if settings.accumulate > 1 else ""
     total = settings.samples * (settings.seq_length or 1)
     unit = "tokens" if settings.seq_length else "samples"
-    return f"{one} per rank{times}; {total:,} {unit} on all ranks"
+    tensor = settings.mesh.tensor_parallel
+    whose = "rank" if tensor == 1 else f"{tensor} ranks of tp"
+    return f"{one} per {whose}{times}; {total:,} {unit} on all ranks"
 
 
 def _precision(settings: Settings) -> Iterator[str]:
@@ -115,7 +118,9 @@ def _precision(settings: Settings) -> Iterator[str]:
 def _optimizer(settings: Settings) -> str:
     parts = [name_of(settings.optimizer)]
     if settings.activation_checkpointing is not Checkpointing.NONE:
-        parts.append(f"{settings.activation_checkpointing.value} activation checkpointing")
+        every = settings.recompute_every
+        which = f" of one block in {every}" if every > 1 else ""
+        parts.append(f"{settings.activation_checkpointing.value} activation checkpointing{which}")
     if settings.stepping is Stepping.IN_BACKWARD:
         parts.append("steps in backward")
     if settings.master_dtype is not None:
@@ -150,7 +155,8 @@ def speed(plan: Plan) -> str:
         parts.append(f"{rate / ranks:,.0f} per rank")
     if plan.step.mfu is not None:
         parts.append(f"MFU {plan.step.mfu:.1%}")
-    return f"{', '.join(parts)}; bound by {plan.step.bound_by}"
+    bound = [f"bound by {plan.step.bound_by}", *([plan.observed] if plan.observed else [])]
+    return "; ".join([", ".join(parts), *bound])
 
 
 # -- tables, as cells that the page shows too ------------------------------------------------------

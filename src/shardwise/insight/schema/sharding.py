@@ -13,6 +13,7 @@ from shardwise.frontends.strategies import (
     HOST,
     REPLICATE,
     SHARD,
+    Checkpointing,
     MeshError,
     ShardingPlan,
     Strategy,
@@ -46,14 +47,6 @@ class TransportName(enum.StrEnum):
     SHM = "shm"
     C10D = "c10d"
     COLLECTIVES = "collectives"
-
-
-class Checkpointing(enum.Enum):
-    """Which activations of a block are recomputed in backward."""
-
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"  # all but the results of matrix products, convolutions and attention
 
 
 class Stepping(enum.Enum):
@@ -101,6 +94,7 @@ class StrategyConfig(Config):
         reshard_after_forward: ``"host"`` or a number of ranks; in code also as for
             :func:`~shardwise.fully_shard`; ``None``: what the strategy says.
         activation_checkpointing: which activations of each block are recomputed.
+        recompute_every: of the blocks in order, every N-th is recomputed; the others keep all.
         compile: each block is compiled.
         transport: how bytes move between ranks.
         offload: where optimizer states are kept: ``"host"`` or ``"disk:FOLDER"``, as for
@@ -166,11 +160,24 @@ class StrategyConfig(Config):
                     "The same, but keep the results of matrix products, convolutions and "
                     "attention.",
                 ),
+                "--operator-checkpointing": (
+                    Checkpointing.OPERATOR,
+                    "The same, but keep only every second of these products.",
+                ),
                 "--keep-activations": (
                     Checkpointing.NONE,
                     "Keep all activations, whatever --config says.",
                 ),
             },
+        ),
+    )
+    recompute_every: Count = field(
+        default=1,
+        metadata=option(
+            "With activation checkpointing: recompute in every N-th block, and keep the "
+            "activations of the others.",
+            SHARDING,
+            metavar="N",
         ),
     )
     compile: bool = field(
@@ -328,6 +335,10 @@ class ShardingConfig(StrategyConfig):
         super().check_values()
         once = self.mesh is None or self.replicas is None
         require(once, "--mesh", "--replicas too", "one of the two")
+        recomputes = self.activation_checkpointing is not Checkpointing.NONE
+        expected = "--activation-checkpointing too, or another option that recomputes"
+        alone = self.recompute_every > 1 and not recomputes
+        require(not alone, "--recompute-every", self.recompute_every, expected)
 
 
 def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) -> ShardingPlan:

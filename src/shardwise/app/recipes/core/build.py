@@ -19,17 +19,15 @@ from shardwise import (
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
-    checkpoint_module,
     fully_shard,
     optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.activation import batch_norms, keep_products
+from shardwise.frontends.activation import batch_norms
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
-    Checkpointing,
     PrecisionName,
     ShardingConfig,
     Stepping,
@@ -102,20 +100,6 @@ def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
         return OffloadPolicy()
     folder = OffloadPlace.parse(config.offload_parameters).folder
     return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
-
-
-def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing) -> None:
-    """Have blocks recompute activations in backward, before they are sharded and compiled.
-
-    Args:
-        blocks: modules that keep their inputs alone.
-        mode: which activations are recomputed; none changes nothing.
-    """
-    if mode is Checkpointing.NONE:
-        return
-    contexts = keep_products if mode is Checkpointing.SELECTIVE else None
-    for block in blocks:
-        checkpoint_module(block, context_fn=contexts)
 
 
 BACKEND = "inductor"  # of torch.compile

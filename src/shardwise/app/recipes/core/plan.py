@@ -28,7 +28,7 @@ from shardwise.base.units import binary_size
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.blocks import store_in
-from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
+from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.inspect.api import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
@@ -46,7 +46,7 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.text import needs, verdict
-from shardwise.insight.schema.sharding import Checkpointing, resolve_sharding
+from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
     OptimizerConfig,
@@ -59,6 +59,7 @@ from shardwise.insight.timeline.merged import prediction_to_json
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",
     Checkpointing.SELECTIVE: "--selective-checkpointing",
+    Checkpointing.OPERATOR: "--operator-checkpointing",
     Checkpointing.FULL: "--activation-checkpointing",
 }
 

@@ -1,0 +1,92 @@
+"""The trainings that plans are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from _models import PRESETS, build
+from shardwise.frontends.blocks import shard_blocks
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.planning.models import find_model, of_module
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Checkpointing
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training.
+
+    Attributes:
+        model: a preset of ``_models.py``, or of ``shardwise plan``.
+        size: tokens of a rank and step, in one sequence; for images, their number in a batch.
+        mesh: of ranks.
+        strategy: by name.
+        dtype: of forward and backward.
+        transport: as for ``fully_shard``.
+        checkpointing: what is recomputed, by name.
+        accumulate: microbatches of a step.
+        gbit: speed of the link between two hosts; 0: all ranks are on one.
+    """
+
+    model: str
+    size: int
+    mesh: str
+    strategy: str = "full"
+    dtype: str = "fp32"
+    transport: str = "shm"
+    checkpointing: str = "none"
+    accumulate: int = 1
+    gbit: float = 0.0
+
+    @property
+    def is_text(self) -> bool:
+        """Whether the model is one of ``_models.py``."""
+        return self.model in PRESETS
+
+    @property
+    def settings(self) -> Settings:
+        """What to plan for."""
+        mesh = WantedMesh.parse(self.mesh)
+        return Settings(
+            mesh=mesh,
+            strategy=Strategy(self.strategy),
+            batch_size=1 if self.is_text else self.size,
+            seq_length=self.size if self.is_text else None,
+            param_dtype=None if self.dtype == "fp32" else self.dtype,
+            transport=self.transport,
+            activation_checkpointing=Checkpointing(self.checkpointing),
+            accumulate=self.accumulate,
+            ranks_per_host=mesh.size // (2 if self.gbit else 1),
+        )
+
+    @property
+    def link(self) -> str | None:
+        """The link between hosts, by name."""
+        return f"ethernet-{self.gbit:g}" if self.gbit else None
+
+    def blueprint(self) -> Blueprint:
+        """Return the model, on the meta device, and how it is sharded."""
+        return of_module(build(self.model, 0, "meta")) if self.is_text else find_model(self.model)
+
+    def shard(self, model: nn.Module, blueprint: Blueprint) -> None:
+        """Shard a model as ``shardwise train`` does."""
+        plan = self.settings.sharding
+        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
+        shard_blocks(
+            model,
+            blueprint.blocks,
+            mesh=plan.sharding_mesh(mesh),
+            reshard_after_forward=plan.reshard_after_forward,
+            precision=MixedPrecisionPolicy(
+                param_dtype=None if self.dtype == "fp32" else torch.bfloat16,
+                reduce_dtype=torch.float32,
+            ),
+            placement=blueprint.placement,
+            transport=self.transport,
+        )
