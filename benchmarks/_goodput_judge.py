@@ -12,10 +12,10 @@ from _worlds import World
 from shardwise import checkpoint, fully_shard
 from shardwise.app.recipes.core.build import make_adamw
 from shardwise.app.recipes.core.model import build, initialize, next_token_loss
-from shardwise.app.recipes.text.config import PRESETS
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.diloco import DiLoCo
+from shardwise.insight.planning.presets import LLAMAS
 from shardwise.insight.schema.training import OptimizerConfig
 
 JUDGED = 1024  # sequences
@@ -30,7 +30,7 @@ class Judge:
     """
 
     def __init__(self, model: str, length: int) -> None:
-        self._model: Any = build(PRESETS[model].settings(), VOCAB_SIZE, SEPARATOR)
+        self._model: Any = build(LLAMAS[model].settings(), VOCAB_SIZE, SEPARATOR)
         fully_shard(self._model)
         initialize(self._model, 0)
         self._length = length

@@ -37,6 +37,7 @@ from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, lo
 from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
+from shardwise.insight.planning.presets import LLAMAS
 from shardwise.insight.schema.sharding import ShardingConfig, TransportName
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 
@@ -88,7 +89,7 @@ class DilocoWorker:
             mesh=mesh,
             display=make_display(rank),
         )
-        self._model: Any = build(PRESETS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
+        self._model: Any = build(LLAMAS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
         # Messages between replicas, as between hosts; ranks of one machine would share memory.
         sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
         shard(self._model, decoder_layers(self._model), sharding, place)

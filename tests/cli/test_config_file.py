@@ -117,7 +117,7 @@ nproc: 2
 def test_mistakes_are_reported_with_their_place(tmp_path: Path, text: bytes, message: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_bytes(text)
-    options = Options(default=RECIPES["lm"].config)
+    options = Options(default=RECIPES["lm"])
     with pytest.raises(UserError, match=message) as caught:
         ConfigFile.read(file, [options], "train lm")
     assert str(file) in str(caught.value)
@@ -174,7 +174,7 @@ def test_a_saved_file_repeats_the_command(
     call(monkeypatch, f"train {line}")
     call(monkeypatch, f"train {recipe} --config saved.yaml")
     (first, launch), (second, again) = started
-    default = RECIPES[recipe].config.train.output
+    default = RECIPES[recipe].train.output
     output = dataclasses.replace(
         first.config.train.output, out=default.out, existing=default.existing
     )
@@ -237,11 +237,7 @@ def test_every_option_has_a_key(recipe: str) -> None:
     flags |= {"--operator-checkpointing", "--keep-activations"}
     flags |= {"--step-in-backward", "--step-after-backward"}
     own = {"--config", "--save-config", "--no-nested-fsdp", "--help"}
-    [options] = [
-        Options(default=RECIPES[recipe].config, without=each.without)
-        for each in train._COMMANDS
-        if each.recipe.name == recipe
-    ]
+    options: Options[Any] = Options(default=RECIPES[recipe])
     every: tuple[Options[Any], ...] = (options, Options(default=LaunchConfig()))
     keys = {setting.key for each in every for setting in each.settings()}
     assert re.match("--", min(keys))

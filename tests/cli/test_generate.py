@@ -168,4 +168,4 @@ def test_the_defaults_of_a_command_are_those_of_its_configuration(
     monkeypatch.setattr(train, "run", lambda job, launch: jobs.append(job))
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", recipe])
     main.cli(standalone_mode=False)
-    assert jobs[0].config == RECIPES[recipe].config
+    assert jobs[0].config == RECIPES[recipe]

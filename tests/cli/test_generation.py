@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shardwise.app.cli.main import app
-from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
-from shardwise.app.recipes.text.data import SEPARATOR
+from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
 from tests.pretrained.small import save_llama
 from tests.programs import shell_environment, start_program
 from tests.recipes.running import train

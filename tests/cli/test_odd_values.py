@@ -26,7 +26,7 @@ Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
 
 _CONFIGS: dict[str, Any] = {
-    **{f"train {name}": recipe.config for name, recipe in RECIPES.items()},
+    **{f"train {name}": config for name, config in RECIPES.items()},
     "train lm --dry-run": LaunchConfig(),
     "doctor": DoctorConfig(),
     "plan llama-tiny": PlanConfig(),
@@ -89,7 +89,7 @@ def test_what_is_out_of_bounds_is_named_with_what_is_expected() -> None:
         for bounds in (Bounds(least=1), Bounds(above=0), Bounds(least=0, below=1), inclusive):
             assert bounds.expected_for(value) is not None
     with pytest.raises(OptionError, match="--steps: found 0, expected 1 or more"):
-        replace(RECIPES["lm"].config.train, steps=0).check_bounds()
+        replace(RECIPES["lm"].train, steps=0).check_bounds()
 
 
 @pytest.mark.parametrize(("text", "steps"), [("1e3", 1000), ("2.5e2", 250), ("7", 7), ("1E1", 10)])

@@ -13,8 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import shardwise
-from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
-from shardwise.app.recipes.text.data import SEPARATOR
+from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
 from tests.pretrained.small import assert_same, full_tensors, save_llama
 from tests.worlds import Ranks
 

@@ -214,12 +214,11 @@ def test_a_disk_that_fills_up_leaves_what_was_there(
     path = tmp_path / "machine.json"
     path.write_text("measured before")
 
-    def full(self: Path, content: bytes) -> int:
-        self.touch()
-        raise OSError(errno.ENOSPC, "No space left on device", str(self))
+    def full(handle: int, content: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(Path, "write_bytes", full)
+        disk.setattr(os, "write", full)
         with pytest.raises(OSError, match="No space left"):
             FOUND.save(path)
     assert [each.read_text() for each in tmp_path.iterdir()] == ["measured before"]

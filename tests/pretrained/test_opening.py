@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base.errors import CheckpointError
 from shardwise.frontends.pretrained import build, opening
 from shardwise.insight.planning.presets import ModelError, find_settings

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.app.recipes.text.byte_tokenizer import END_OF_TEXT, byte_tokenizer
-from shardwise.app.recipes.text.data import SEPARATOR, Bytes
+from shardwise.app.recipes.text.data import END_OF_TEXT, SEPARATOR, Bytes, byte_tokenizer
 from tests.checkpoint.tilings import QUICK
 
 pytest.importorskip("transformers")

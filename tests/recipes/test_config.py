@@ -15,14 +15,13 @@ from shardwise.app.recipes.core.begin import check_folder, decided
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.rundir import REPLICAS, RunDir
 from shardwise.app.recipes.text.config import (
-    PRESETS,
     LmConfig,
 )
 from shardwise.checkpoint.disk.commit import partial_of, step_folder
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.presets import longest_sequence
+from shardwise.insight.planning.presets import LLAMAS, longest_sequence
 from shardwise.insight.schema.option import OptionError, as_json, flatten
 from shardwise.insight.schema.sharding import ShardingConfig, resolve_sharding
 from shardwise.insight.schema.training import (
@@ -209,7 +208,7 @@ def test_a_configuration_becomes_plain_json() -> None:
 def test_presets_have_the_size_in_their_name() -> None:
     # Without the vocabulary: attention and feed-forward of every layer.
     def millions(name: str) -> float:
-        p = PRESETS[name].shape
+        p = LLAMAS[name]
         return p.layers * (4 * p.hidden**2 + 3 * p.hidden * p.intermediate) / 1e6
 
     assert millions("llama-34m") == pytest.approx(34, abs=1)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from shardwise.app.recipes.vision.confusion import BLUE, RED, WHITE, plot_confusion
+from shardwise.app.recipes.vision.task import BLUE, RED, WHITE, plot_confusion
 
 
 def _colors(path: Path) -> set[Any]:

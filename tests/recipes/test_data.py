@@ -17,7 +17,6 @@ from shardwise.app.recipes.text.data import (
     ByteStream,
     Document,
     Sequences,
-    decode,
     find_files,
     load_text,
     load_vocabulary,
@@ -75,8 +74,8 @@ def test_a_file_that_shrinks_while_training_is_named(tmp_path: Path) -> None:
 
 
 def test_text_comes_back_as_text() -> None:
-    assert decode("naïve".encode()) == "naïve"
-    assert decode([SEPARATOR, 97, SEPARATOR, 0xFF]) == "\n\na\n\n�"
+    assert Bytes().decode(list("naïve".encode())) == "naïve"
+    assert Bytes().decode([SEPARATOR, 97, SEPARATOR, 0xFF]) == "\n\na\n\n�"
 
 
 # -- files -----------------------------------------------------------------------------------------

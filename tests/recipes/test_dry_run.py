@@ -12,9 +12,8 @@ import pytest
 
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.catalog import RECIPES
-from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.job import TrainingJob
-from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
@@ -46,8 +45,8 @@ def test_every_recipe_shows_what_ranks_would_hold(
     assert "over dp_shard=3: every parameter is split into 3 shards" in shown
     found = re.search(r"([\d,]+) parameters in", shown)
     assert found is not None
-    config: Any = RECIPES[recipe].config
-    blueprint = RECIPES[recipe].blueprint(dataclasses.replace(config, **small))
+    config: Any = RECIPES[recipe]
+    blueprint = dataclasses.replace(config, **small).blueprint()
     expected = sum(parameter.numel() for parameter in blueprint.model.parameters())
     assert int(found[1].replace(",", "")) == expected
     assert all(parameter.is_meta for parameter in blueprint.model.parameters())
@@ -55,9 +54,9 @@ def test_every_recipe_shows_what_ranks_would_hold(
 
 
 def _described(recipe: str, **changes: Any) -> str:
-    config, known = planned_config(recipe), RECIPES[recipe]
+    config = planned_config(recipe)
     train = dataclasses.replace(config.train, **changes)
-    return describe(known.blueprint(config), train, known.example(config), TWO)
+    return describe(config.blueprint(), train, config.example(), TWO)
 
 
 def _shards(text: str) -> float:
@@ -68,8 +67,8 @@ def _shards(text: str) -> float:
 
 
 def test_what_a_step_needs_is_what_the_plan_says() -> None:
-    config, known = planned_config("lm"), RECIPES["lm"]
-    blueprint, example = known.blueprint(config), known.example(config)
+    config = planned_config("lm")
+    blueprint, example = config.blueprint(), config.example()
     plan = plan_training(blueprint, config.train, example, TWO)
     shown = describe(blueprint, config.train, example, TWO)
     for cells in (*memory_rows(plan.ranks), *traffic_rows(plan)):
@@ -102,7 +101,7 @@ def test_a_training_that_cannot_be_rehearsed_says_what_shows_the_layout(
     def loss(model: Any, batch: Any) -> Any:
         raise KeyError("labels")
 
-    example = dataclasses.replace(RECIPES["mnist"].example(RECIPES["mnist"].config), loss=loss)
+    example = dataclasses.replace(RECIPES["mnist"].example(), loss=loss)
     monkeypatch.setattr("shardwise.app.recipes.mnist.example", lambda config: example)
     with pytest.raises(UserError, match=r"(?s)--dry-run: .*labels.*`shardwise inspect` shows"):
-        TrainingJob(RECIPES["mnist"], RECIPES["mnist"].config).show_dry_run(TWO)
+        TrainingJob(RECIPES["mnist"]).show_dry_run(TWO)

@@ -14,7 +14,6 @@ from shardwise.app.recipes.vision.files import (
     SUFFIXES,
     IdxSet,
     ImageFolder,
-    Lookup,
     find_images,
     load_mnist,
 )
@@ -39,9 +38,9 @@ def test_an_index_leads_to_a_file_and_its_class_where_classes_differ_in_size(
     tmp_path: Path,
 ) -> None:
     folder = folder_of(tmp_path, cat=["a.png"], dog=["b.png", "c.png", "d.png"], owl=["e.png"])
-    assert folder.ends() == [1, 4, 5]
+    assert folder.ends == [1, 4, 5]
     assert len(folder) == 5
-    found = [Lookup(folder).at(index) for index in range(5)]
+    found = [folder.at(index) for index in range(5)]
     assert [path.relative_to(tmp_path).as_posix() for path, _ in found] == [
         "cat/a.png",
         "dog/b.png",
@@ -54,7 +53,7 @@ def test_an_index_leads_to_a_file_and_its_class_where_classes_differ_in_size(
 
 def test_an_index_behind_the_last_image_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(IndexError):
-        Lookup(folder_of(tmp_path, cat=["a.png"], dog=["b.png"])).at(2)
+        folder_of(tmp_path, cat=["a.png"], dog=["b.png"]).at(2)
 
 
 def test_images_are_those_with_a_suffix_of_images_at_any_depth(tmp_path: Path) -> None:

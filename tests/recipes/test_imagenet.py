@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.journal import read_metrics
-from shardwise.app.recipes.vision.files import Lookup, find_images
+from shardwise.app.recipes.vision.files import find_images
 from shardwise.app.recipes.vision.images import Augment, FolderImages, center_box, random_box
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
@@ -100,7 +100,7 @@ def test_a_picture_is_found_by_its_index(tmp_path: Path) -> None:
     training, validation = find_images(write_snapshots(tmp_path, training=3, validation=2))
     assert (len(training), len(validation)) == (9, 6)
     assert training.classes == validation.classes == tuple(COLORS)
-    found = [Lookup(training).at(index) for index in range(9)]
+    found = [training.at(index) for index in range(9)]
     assert [number for _, number in found] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
     assert found[4][0] == tmp_path / "train" / "rust" / "1.png"
     assert len({path for path, _ in found}) == 9

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,23 +13,25 @@ import pytest
 from shardwise.app.recipes.core import job as job_module
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import Recipe
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import World
-from shardwise.insight.schema.option import Config, OptionError, as_json
+from shardwise.insight.schema.option import OptionError, as_json
 from shardwise.insight.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
 
 ALONE = World(0, 1, 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyConfig(Config):
+class ToyConfig(RecipeConfig):
     """A configuration that has nothing but what every training has."""
+
+    recipe = "toy"
 
     train: TrainConfig
 
     def check(self, world: World) -> Checked:
-        return Checked(self.train)
+        return Checked(self)
 
     def check_world(self, world: World) -> None:
         if world.size > 4:
@@ -40,18 +41,17 @@ class ToyConfig(Config):
 
 
 @dataclass(frozen=True)
-class Checked:
+class Checked(Inputs):
     """The same, checked."""
 
-    train: TrainConfig
-    recipe: str = "toy"
+    config: ToyConfig
 
     @property
     def span(self) -> TrainingSpan:
         return TrainingSpan.of(self.train, per_epoch=10)
 
     def facts(self) -> dict[str, Any]:
-        return {"config": as_json(ToyConfig(train=self.train)), "model": {}, "data": {}}
+        return {"config": as_json(self.config), "model": {}, "data": {}}
 
     def check_same(self, before: Mapping[str, Any]) -> None: ...
 
@@ -60,7 +60,7 @@ def job_of(out: Path, folder: Folder = Folder.DEFAULT, **changes: Any) -> Traini
     output = OutputConfig(out=out, existing=changes.pop("existing", Existing.REFUSE))
     settings = {"steps": 10, "batch_size": 2, **changes}
     config = ToyConfig(train=TrainConfig(**settings, optimizer=SgdConfig(lr=0.1), output=output))
-    return TrainingJob(Recipe(name="toy", config=config, module="no.such.module"), config, folder)
+    return TrainingJob(config, folder)
 
 
 def make_runs(default: Path, *names: str, status: str = "finished") -> None:
@@ -227,11 +227,11 @@ def test_a_rank_trains_with_what_was_checked(
 
     calls: list[tuple[Any, ...]] = []
     monkeypatch.setattr(training, "train", lambda *given: calls.append(given))
-    recipe = SimpleNamespace(assemble=lambda: "assemble")
+    monkeypatch.setattr(ToyConfig, "assemble", lambda config: "assemble")
     config = job_of(tmp_path).config
-    job = TrainingJob(recipe, config, options="seed: 0")  # type: ignore[arg-type]
+    job = TrainingJob(config, options="seed: 0")
     with pytest.raises(AssertionError, match=r"check\(\) comes first"):
         job.run(ALONE, None)  # type: ignore[arg-type]
     job.check(ALONE)
     job.run(ALONE, None)  # type: ignore[arg-type]
-    assert calls == [(Checked(config.train), "assemble", ALONE, None, "seed: 0")]
+    assert calls == [(Checked(config), "assemble", ALONE, None, "seed: 0")]

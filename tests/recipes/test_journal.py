@@ -14,7 +14,7 @@ import pytest
 from shardwise.app.recipes.core.checkpointing import Best
 from shardwise.app.recipes.core.journal import (
     FileJournal,
-    NoJournal,
+    Journal,
     RunRecord,
     StepMetrics,
     command_line,
@@ -145,7 +145,7 @@ def test_the_best_checkpoint_is_named_and_stays_named(tmp_path: Path) -> None:
 
 def test_other_ranks_record_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    journal = NoJournal()
+    journal = Journal()
     journal.step(metrics(1))
     journal.evaluated(1, {"validation_loss": 2.0})
     journal.saved()

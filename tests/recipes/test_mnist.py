@@ -18,11 +18,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise.app.recipes.core.begin import check_folder
-from shardwise.app.recipes.core.build import RunningStatistics
+from shardwise.app.recipes.core.build import average_running_statistics
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.images import Images, TrainingImages
-from shardwise.app.recipes.vision.task import Classifier, ImageData, vision_task
+from shardwise.app.recipes.vision.task import ImageData, vision_task
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
@@ -119,7 +119,11 @@ def evaluate(rank: int, world_size: int, folder: Path) -> None:
         config = dataclasses.replace(small_mnist(folder), eval_batch_size=size)
         dots = Dots()
         data = ImageData(name="dots", training=dots, validation=dots, classes=["a", "b", "c"])
-        classifier = Classifier(
+        place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
+        task = vision_task(
+            config.check(world),
+            place,
+            data,
             name="line",
             model=model,
             optimizer=torch.optim.SGD(model.parameters()),
@@ -127,8 +131,7 @@ def evaluate(rank: int, world_size: int, folder: Path) -> None:
             load=lambda file: model,
             loaded_into="itself",
         )
-        place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
-        evaluated = vision_task(config.check(world), place, data, classifier).evaluate()
+        evaluated = task.evaluate()
         assert dots.read_at_a_time == expected
         scores.append(evaluated)
     assert all(each == pytest.approx(scores[0]) for each in scores)
@@ -145,12 +148,11 @@ def test_evaluations_have_a_batch_size_of_their_own(threads: Ranks, tmp_path: Pa
 def average(rank: int, world_size: int) -> list[torch.Tensor]:
     """Running statistics after three steps on data of this rank's own; and rank 0's, of all."""
     norm, alone = nn.BatchNorm1d(5), [nn.BatchNorm1d(5) for _ in range(world_size)]
-    statistics = RunningStatistics(nn.Sequential(norm))
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         parts = [torch.randn(8, 5, generator=generator) + r for r in range(world_size)]
         norm(parts[rank])
-        statistics.average()
+        average_running_statistics(nn.Sequential(norm))
         for each, part in zip(alone, parts, strict=True):
             each(part)
     assert norm.running_mean is not None and norm.running_var is not None

@@ -71,7 +71,7 @@ def test_settings_of_diloco_go_with_its_strategy_alone() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_option_has_a_sentence_for_help_and_a_panel_that_exists(recipe: str) -> None:
     panels = {None, HOSTS, MODEL, TRAINING, SHARDING, DILOCO, OUTPUT, SAMPLE}
-    for name, each in options(RECIPES[recipe].config):
+    for name, each in options(RECIPES[recipe]):
         assert each.help.endswith("."), name
         assert each.panel in panels, name
 
@@ -79,8 +79,8 @@ def test_every_option_has_a_sentence_for_help_and_a_panel_that_exists(recipe: st
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_two_settings_of_a_recipe_share_a_name(recipe: str) -> None:
     """Runs are compared by the innermost names of their settings: a name means one thing."""
-    names = [name for name, _ in options(RECIPES[recipe].config)]
+    names = [name for name, _ in options(RECIPES[recipe])]
     assert len(names) == len(set(names))
-    shown = [each.name or option_name(name) for name, each in options(RECIPES[recipe].config)]
-    former = [name for _, each in options(RECIPES[recipe].config) for name in each.former]
+    shown = [each.name or option_name(name) for name, each in options(RECIPES[recipe])]
+    former = [name for _, each in options(RECIPES[recipe]) for name in each.former]
     assert len(set(shown + former)) == len(shown + former), "an old name now means something else"

@@ -39,7 +39,7 @@ MiB = 2**20
 
 
 def planned_config(recipe: str) -> Any:
-    config: Any = RECIPES[recipe].config
+    config: Any = RECIPES[recipe]
     train = replace(config.train, batch_size=2)
     return replace(config, train=train, **ONE_BLOCK.get(recipe, {}))
 
@@ -47,8 +47,7 @@ def planned_config(recipe: str) -> Any:
 def _plan(recipe: str, **changes: Any) -> Any:
     config = planned_config(recipe)
     train = replace(config.train, **changes)
-    known = RECIPES[recipe]
-    return plan_training(known.blueprint(config), train, known.example(config), TWO)
+    return plan_training(config.blueprint(), train, config.example(), TWO)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -117,7 +116,7 @@ def _train(optimizer: Any, **changes: Any) -> TrainConfig:
     ],
 )
 def test_settings_are_those_of_the_training(train: TrainConfig, expected: dict[str, Any]) -> None:
-    settings = settings_for(train, RECIPES["mnist"].example(RECIPES["mnist"].config), TWO)
+    settings = settings_for(train, RECIPES["mnist"].example(), TWO)
     assert {name: getattr(settings, name) for name in expected} == expected
     assert settings.world.size == 2
 
@@ -174,10 +173,10 @@ def test_a_training_that_cannot_be_rehearsed_is_named_as_such() -> None:
     def loss(model: Any, batch: Any) -> Any:
         raise KeyError("labels")
 
-    config, recipe = planned_config("lm"), RECIPES["lm"]
-    example = replace(recipe.example(config), loss=loss)
+    config = planned_config("lm")
+    example = replace(config.example(), loss=loss)
     with (
         pytest.raises(UserError, match=r"(?s)--plan: .*labels.*; leave out --plan"),
         reporting("--plan", "leave out --plan to train all the same"),
     ):
-        plan_training(recipe.blueprint(config), config.train, example, TWO)
+        plan_training(config.blueprint(), config.train, example, TWO)

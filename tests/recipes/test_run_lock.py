@@ -16,7 +16,7 @@ import pytest
 from shardwise.app.recipes.core import rundir, training
 from shardwise.app.recipes.core.recipe import Task
 from shardwise.app.recipes.core.rundir import RunDir, locked
-from shardwise.app.runs.files import is_locked
+from shardwise.app.runs.files import Lock, lock_of
 from shardwise.base import devices
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
@@ -164,4 +164,4 @@ def test_a_page_that_looks_at_the_lock_is_in_nobodys_way(
     fcntl.flock(looking, fcntl.LOCK_SH)
     monkeypatch.setattr(rundir.time, "sleep", lambda seconds: os.close(looking))
     with locked(files):
-        assert is_locked(files.lock)
+        assert lock_of(files.lock) is Lock.HELD

@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.app.recipes.core.journal import FileJournal, RunRecord, StepMetrics, read_metrics
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.app.recipes.core.sinks import Wandb, open_sink
+from shardwise.app.recipes.core.sinks import Wandb, open_sinks
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
@@ -88,7 +88,7 @@ def test_without_an_account_nobody_is_asked_to_log_in(
     tmp_path: Path, wandb: FakeWandb, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mode() -> str | None:
-        open_sink(LogName.WANDB, tmp_path, 0, "x", {})
+        open_sinks({LogName.WANDB}, tmp_path, 0, "x", {})
         found: str | None = wandb.began[-1]["mode"]
         return found
 

@@ -15,14 +15,13 @@ import pytest
 import torch
 
 from shardwise.app.recipes.text.batches import validation_tokens
-from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer, decode
+from shardwise.app.recipes.text.data import SEPARATOR, Bytes, Tokenizer
 from shardwise.app.recipes.text.documents import (
     StreamSource,
     find_documents,
     is_streamed,
 )
 from shardwise.app.recipes.text.streams import (
-    DocumentOrder,
     ShuffleBuffer,
     StreamBatches,
     StreamPart,
@@ -132,7 +131,7 @@ def test_a_folder_as_the_hub_has_them_brings_its_own_validation(tmp_path: Path) 
     assert list(source.training_texts(source.part(0, 1))) == texts(50)
     held = validation_tokens(source, Bytes(), LENGTH, 4)
     assert len(held) == 4 * (LENGTH + 1)
-    assert decode(held.read(1, LENGTH)) == texts(30, seed=9)[0][:LENGTH]
+    assert Bytes().decode(held[1 : 1 + LENGTH].tolist()) == texts(30, seed=9)[0][:LENGTH]
 
 
 @pytest.mark.parametrize("streams", [4, 6])  # with files of their own; taking turns in all files
@@ -175,7 +174,7 @@ def test_a_run_goes_on_exactly_in_every_world(corpus: Path, shuffle: ShuffleBuff
             assert second.step(position, 12) == expected[position], (before, after, position)
 
 
-def documents_of(order: DocumentOrder) -> list[str]:
+def documents_of(order: Any) -> list[str]:
     """All documents from where an order stands."""
     return list(iter(lambda: next(order, ""), ""))
 

@@ -26,12 +26,10 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
 from shardwise.app.cli.main import app
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import make_adamw, shard_bytes
-from shardwise.app.recipes.core.dry_run import describe
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
-from shardwise.app.recipes.core.plan import plan_training
+from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.vision import config as vision_config
@@ -244,14 +242,9 @@ def test_a_rank_holds_its_shards_and_a_layer_while_building_and_what_was_planned
 
 @functools.cache
 def _told(world_size: int) -> str:
-    known: Any = RECIPES["vit"]
-    config = known.config_for("vit-10b")
-    return describe(
-        known.blueprint(config),
-        config.train,
-        known.example(config),
-        World(0, world_size, 0, world_size),
-    )
+    config = VitConfig.for_model("vit-10b")
+    world = World(0, world_size, 0, world_size)
+    return describe(config.blueprint(), config.train, config.example(), world)
 
 
 _ROW = re.compile(

@@ -15,10 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.base.optim_names import names_of_parameters
-from shardwise.optim.adafactor import Adafactor
-from shardwise.optim.adamw8bit import AdamW8bit
-from shardwise.optim.lion import Lion
-from shardwise.optim.muon import Muon
 
 _PARAMS = "params"
 _PARAM_NAMES = "param_names"
@@ -160,13 +156,12 @@ def _check_agree(name: str, rules: Mapping[str, Mapping[str, Any]], one: str, ot
 
 
 def _check_rules(rules: Mapping[str, Mapping[str, Any]]) -> None:
-    known = _known_settings()
     for pattern, settings in rules.items():
         where = f"param_groups: pattern {pattern!r}"
         if not settings:
             raise ValueError(f"{where}: found no settings, expected at least one, such as lr")
         for name, value in settings.items():
-            if name not in known:
+            if name not in (known := _known_settings()):
                 near = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {near[0]}?" if near else "."
                 raise ValueError(
@@ -188,6 +183,8 @@ def _is_possible(value: object) -> bool:
 @functools.cache
 def _known_settings() -> frozenset[str]:
     """Return the arguments of all optimizers of torch and of ours."""
+    from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon  # only settings need them all
+
     theirs: list[Any] = [each for each in vars(torch.optim).values() if inspect.isclass(each)]
     optimizers = [each for each in theirs if issubclass(each, torch.optim.Optimizer)]
     optimizers += [Adafactor, AdamW8bit, Lion, Muon]

@@ -14,9 +14,8 @@ import torch
 
 from shardwise.app.recipes import lm
 from shardwise.app.recipes.core.plan import plan_training
-from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.lora import Frozen, LoraSettings, fingerprint, parse_lora
-from shardwise.app.recipes.text.packing import Packing
+from shardwise.app.recipes.text.config import LmConfig, Packing
+from shardwise.app.recipes.text.published import Frozen, LoraSettings, fingerprint, parse_lora
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.manifest import read_manifest

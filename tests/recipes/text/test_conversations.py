@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.app.recipes.text.chat import ChatError, ChatLines, load_chats
+from shardwise.app.recipes.text.config import Packing
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
     ChatRows,
@@ -23,7 +24,6 @@ from shardwise.app.recipes.text.conversations import (
     target_loss,
 )
 from shardwise.app.recipes.text.data import Tokenizer
-from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World

@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardwise.app.recipes.text.chat import ChatData
-from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.config import LmConfig, Packing
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
     ChatRows,
@@ -24,7 +24,6 @@ from shardwise.app.recipes.text.conversations import (
 )
 from shardwise.app.recipes.text.data import Tokenizer
 from shardwise.app.recipes.text.documents import Documents, StreamSource
-from shardwise.app.recipes.text.packing import Packing
 from shardwise.app.recipes.text.streams import StreamBatches
 from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.checkpoint.formats.detect import Format
@@ -61,7 +60,7 @@ def chat_rows(config: LmConfig) -> ChatRows:
     assert isinstance(text, ChatData)
     assert config.pretrained is not None
     encoder = ChatEncoder(Tokenizer(config.pretrained))
-    found = Survey.empty()
+    found = Survey()
     for index in range(len(text.train)):
         found.add(index, encoder.documents(text.train.read(index), "here"), config.seq_length)
     return ChatRows(text.train, encoder, found, config.seq_length, config.packing)

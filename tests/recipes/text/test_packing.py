@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from shardwise.app.recipes.text.packing import Packing, lay_out
+from shardwise.app.recipes.text.config import Packing
+from shardwise.app.recipes.text.conversations import lay_out
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -1,4 +1,4 @@
-"""``shardwise checkpoint``: list, show, verify, compare and convert checkpoints."""
+"""``shardwise checkpoint``: list, show, verify, compare and convert checkpoints; ``merge-lora``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 from typer import Argument, Option
 
 from shardwise.app.cli import checkpoint_show as show
-from shardwise.app.cli.values import read_path, read_size
+from shardwise.app.cli.values import Json, Layers, read_name, read_path, read_size
+from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
@@ -34,10 +35,21 @@ Checkpoint = Annotated[
 Buffer = Annotated[
     int, Option(parser=read_size, metavar="SIZE", help="Memory for buffers: 8MiB, 1GB.")
 ]
-Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
-Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
+Target = Annotated[
+    Path,
+    Argument(parser=read_path, metavar="DST", help="The folder to write.", show_default=False),
+]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 DEFAULT_BUFFER: Any = "32MiB"
+_FILE_SIZE: Any = "50GB"
+
+MERGE = """\
+[bold]Examples[/bold]
+
+  [cyan]shardwise merge-lora runs/lm merged[/cyan]
+
+  [cyan]shardwise merge-lora adapters merged --base Llama-3.2-1B[/cyan]\
+"""
 
 
 class DamagedError(UserError):
@@ -215,10 +227,7 @@ def consolidate(
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
 def convert(
     src: Checkpoint,
-    dst: Annotated[
-        Path,
-        Argument(parser=read_path, metavar="DST", help="The folder to write.", show_default=False),
-    ],
+    dst: Target,
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
     max_shard_size: Annotated[
         int | None,
@@ -245,6 +254,55 @@ def convert(
             existing(src),
             dst,
             Format(to),
+            force=force,
+            buffer=buffer,
+            max_shard_size=max_shard_size,
+            watch=watch,
+        )
+    show.written(dst)
+
+
+def merge_lora(
+    src: Annotated[
+        Path,
+        Argument(
+            parser=read_path,
+            metavar="SRC",
+            help="A folder of adapters, as peft writes it, or a run with --lora.",
+            show_default=False,
+        ),
+    ],
+    dst: Target,
+    base: Annotated[
+        str | None,
+        Option(
+            parser=read_name,
+            metavar="NAME",
+            help="The base model: a folder, or a name on the Hugging Face Hub.",
+            show_default="the one that the adapters name",
+        ),
+    ] = None,
+    max_shard_size: Annotated[
+        int, Option(parser=read_size, metavar="SIZE", help="Largest size of a file.")
+    ] = _FILE_SIZE,
+    force: Force = False,
+    buffer: Buffer = DEFAULT_BUFFER,
+) -> None:
+    """Merge LoRA adapters into the weights of their base model, one layer at a time.
+
+    transformers loads the result alone: weights, config.json and tokenizer.
+    """
+    check_extras(["peft", "transformers"])
+    from shardwise.frontends.pretrained.merging import merge_lora as run
+
+    adapters = existing(src) / "adapters"
+    if not adapters.is_dir():
+        adapters = src
+    with reporting_errors(), show.progress("merging") as watch:
+        run(
+            adapters,
+            dst,
+            base,
             force=force,
             buffer=buffer,
             max_shard_size=max_shard_size,

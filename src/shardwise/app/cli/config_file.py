@@ -28,7 +28,7 @@ from typing import Any, get_args, get_origin
 import typer
 
 from shardwise.app.cli.generate import Options, Setting, parameter_name
-from shardwise.app.cli.values import read_integer, read_name, read_path
+from shardwise.app.cli.values import brief, read_integer, read_name, read_path
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
@@ -87,7 +87,7 @@ class ConfigFile:
                 near = difflib.get_close_matches(name, readers, n=1)
                 hint = f"; did you mean {near[0][2:]}?" if near else ""
                 raise UserError(
-                    f"{place}: found {_brief(key.value)}, expected an option of {command} without "
+                    f"{place}: found {brief(key.value)}, expected an option of {command} without "
                     f"its hyphens{hint}"
                 )
             if name in found:
@@ -198,10 +198,6 @@ def _place(path: Path, node: Any) -> str:
     return f"{path}, line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
 
 
-def _brief(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:57]}...")
-
-
 # -- from nodes to values --------------------------------------------------------------------------
 
 _NULL = "tag:yaml.org,2002:null"
@@ -243,7 +239,7 @@ def _scalar_reader(kind: Any, setting: Setting) -> _Reader:
         try:
             return convert(node.value)
         except (KeyError, ValueError):
-            found = _brief(node.value)
+            found = brief(node.value)
             raise UserError(f"{place}: found {found} for {key}, expected {expected}") from None
         except typer.BadParameter as error:
             raise UserError(f"{place}: {error.message} for {key}") from None

@@ -130,7 +130,7 @@ class Options(Generic[C]):
                 yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
             if option.takes_arguments:
                 info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
-                yield _keyword(_ARGUMENTS, None, Annotated[list[str] | None, info])
+                yield keyword_only(_ARGUMENTS, Annotated[list[str] | None, info], None)
 
     def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
         """Return all settings with their values in a configuration; None: it has none."""
@@ -302,12 +302,12 @@ def _parameter(
         hidden=hidden,
         autocompletion=complete,
     )
-    return _keyword(
-        parameter_name(name), default, Annotated[kind if default is not None else kind | None, info]
-    )
+    annotation: Any = Annotated[kind if default is not None else kind | None, info]
+    return keyword_only(parameter_name(name), annotation, default)
 
 
-def _keyword(name: str, default: Any, annotation: Any) -> Parameter:
+def keyword_only(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
+    """Return a parameter for :func:`with_options`; without a default it is required."""
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from shardwise.app.cli.values import Integer, read_name, read_path
+from shardwise.app.cli.values import Html, Integer, Json, Layers, read_name, read_path
 from shardwise.app.recipes.catalog import Subject, make_plan
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.units import brief_size, printable
-from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.planning.presets import MODELS
 from shardwise.insight.schema.option import OptionError, require
@@ -81,17 +80,11 @@ Param = Annotated[
         show_default="all, in brief",
     ),
 ]
-Layers = Annotated[bool, Option("--layers", help="Show repeated layers one by one.")]
 Full = Annotated[
     bool, Option("--full", help="Show layers one by one, and all blocks of every parameter.")
 ]
 Values = Annotated[
     bool, Option("--values", help="Show where elements go, as if parameters counted 0, 1, 2, ...")
-]
-Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
-Html = Annotated[
-    Path | None,
-    Option(parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False),
 ]
 Svg = Annotated[
     Path | None,
@@ -130,19 +123,21 @@ def inspect(
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
+    from shardwise.insight.inspect.api import with_counted_values
+    from shardwise.insight.inspect.page import page
+    from shardwise.insight.inspect.text import View, as_text
+
     report = make_plan(subject, wanted)
     found = _matching(report, param)
     if svg is not None:
         _write(svg, _drawing(report, found, rank))
     if html is not None:
-        _write(html, _page(report))
+        _write(html, page(report))
     if values:
-        report = _with_values(report)
+        report = with_counted_values(report)
     if json:
         print(json_module.dumps(report.to_json(param), separators=(",", ":")))
     elif html is None and svg is None:
-        from shardwise.insight.inspect.text import View, as_text
-
         print(as_text(report, View(rank=rank, pattern=param, layers=layers, full=full)))
 
 
@@ -182,21 +177,6 @@ def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None)
     return drawing(report, found[0], rank)
 
 
-def _page(report: Report) -> str:
-    from shardwise.insight.inspect.page import page
-
-    return page(report)
-
-
-def _with_values(report: Report) -> Report:
-    from shardwise.insight.inspect.api import with_counted_values
-
-    return with_counted_values(report)
-
-
 def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{path}: {error.strerror or error}") from error
+    path.write_text(text, encoding="utf-8")
     typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)

@@ -18,7 +18,6 @@ from shardwise.app.cli import (
     generation,
     hosts,
     inspect,
-    merge,
     plan,
     script,
     train,
@@ -43,7 +42,7 @@ cli = typer.Typer(
 cli.add_typer(train.commands)
 script.add_to(cli)
 cli.add_typer(checkpoint.commands)
-cli.command("merge-lora", epilog=merge.EXAMPLES)(merge.merge)
+cli.command("merge-lora", epilog=checkpoint.MERGE)(checkpoint.merge_lora)
 cli.command("generate", epilog=generation.EXAMPLES)(generation.generate)
 cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
 cli.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
@@ -60,13 +59,10 @@ def _show_version(wanted: bool) -> None:
 
 
 @checkpoint.commands.callback()
-def _checkpoint(context: typer.Context) -> None:
-    _help_if_alone(context)
-
-
 @train.commands.callback()
-def _train(context: typer.Context) -> None:
-    _help_if_alone(context)
+def _help_if_alone(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
 
 @cli.callback()
@@ -79,11 +75,6 @@ def _root(
 ) -> None:
     del version
     _help_if_alone(context)
-
-
-def _help_if_alone(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
 
 
 def app() -> NoReturn:

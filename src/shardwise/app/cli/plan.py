@@ -7,13 +7,12 @@ import json as json_module
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.values import read_name, read_size
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.elastic.errors import UserError
@@ -68,10 +67,9 @@ _IN_BACKWARD = (
     "Step with each group as soon as its gradients are reduced.",
 )
 
-_MODEL = Parameter(
+_MODEL = keyword_only(
     "model",
-    Parameter.KEYWORD_ONLY,
-    annotation=Annotated[
+    Annotated[
         str,
         typer.Argument(
             parser=read_name,

@@ -6,13 +6,12 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.run import LaunchConfig, meeting
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import Terms
@@ -43,22 +42,20 @@ Two hosts, with restarts; on the second, --node-rank 1:
     --max-restarts 3 my_script.py[/cyan]
 """
 
-_WORDS = Parameter(
+_WORDS = keyword_only(
     "words",
-    Parameter.KEYWORD_ONLY,
-    annotation=Annotated[
+    Annotated[
         list[str],
         typer.Argument(metavar="SCRIPT", help="The script, followed by its own arguments."),
     ],
 )
-_MODULE = Parameter(
+_MODULE = keyword_only(
     "module",
-    Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
+    Annotated[
         bool,
         typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m."),
     ],
+    False,
 )
 
 

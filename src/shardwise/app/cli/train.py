@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
-from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.cli.values import read_path
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import Folder, TrainingJob
-from shardwise.app.recipes.core.recipe import Recipe, RecipeConfig
+from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
@@ -99,11 +97,9 @@ Speed without reading images, on two CPUs:
 """
 
 _FILES = (
-    Parameter(
+    keyword_only(
         "config",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             Path | None,
             typer.Option(
                 "--config",
@@ -112,12 +108,11 @@ _FILES = (
                 help="Options in YAML, by their names; those of the command line win.",
             ),
         ],
+        None,
     ),
-    Parameter(
+    keyword_only(
         "save_config",
-        Parameter.KEYWORD_ONLY,
-        default=None,
-        annotation=Annotated[
+        Annotated[
             Path | None,
             typer.Option(
                 "--save-config",
@@ -126,6 +121,7 @@ _FILES = (
                 help="Write the options to a new file for --config, and exit.",
             ),
         ],
+        None,
     ),
 )
 
@@ -134,152 +130,134 @@ _BY_EPOCHS = {
     "steps": {"help": "End after this many optimizer steps, if that is before --epochs."},
     "eval_every": {"help": "Epochs between evaluations; 0: only at the end."},
 }
-_ONLY_LM = frozenset({"diloco"})
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Command:
-    """A training as a command.
+def _of_images(recipe: str, *by_model: str) -> Options[RecipeConfig]:
+    """Return the options of a training on images, which is counted in epochs."""
+    return Options(
+        default=RECIPES[recipe],
+        without=frozenset({"diloco"}),
+        shows=_BY_EPOCHS,
+        by_model=frozenset(by_model),
+    )
 
-    Attributes:
-        recipe: what trains.
-        text: of ``--help``.
+
+commands = typer.Typer(
+    name="train", help="Train a model over several processes.", invoke_without_command=True
+)
+
+
+def _add(options: Options[RecipeConfig], help_text: str, examples: str) -> None:
+    """Register the command of a training.
+
+    Args:
+        options: of its recipe.
+        help_text: of ``--help``.
         examples: the end of ``--help``.
-        without, shows, by_model: see :class:`Options`.
     """
+    launch, default = Options(default=LaunchConfig()), options.default
 
-    recipe: Recipe
-    text: str
-    examples: str
-    without: frozenset[str] = frozenset()
-    shows: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    by_model: frozenset[str] = frozenset()
+    def act(given: Mapping[str, Any]) -> None:
+        file = ConfigFile()
+        if given["config"] is not None:
+            name = f"train {default.recipe}"
+            file = ConfigFile.read(given["config"], [launch, options], name)
+        try:
+            start(given, file)
+        except UserError as error:
+            place = names_place(error, file, given)
+            if place is None:
+                raise
+            located = UserError(f"{error} ({place})")
+            located.exit_code = error.exit_code
+            raise located from error
 
-    def add_to(self, commands: typer.Typer) -> None:
-        """Register the command."""
-        launch = Options(default=LaunchConfig())
-        options: Options[RecipeConfig] = Options(
-            default=self.recipe.config,
-            without=self.without,
-            shows=self.shows,
-            by_model=self.by_model,
-        )
+    def start(given: Mapping[str, Any], file: ConfigFile) -> None:
+        weights, model = given.get("from_"), given.get("model")
+        # One of two says it: what is on the line replaces either in the file.
+        if weights is not None or model is not None:
+            file.drop("--from", "--model")
+        if given["epochs"] is not None or given["steps"] is not None:
+            file.drop("--epochs", "--steps")
+        weights, model = weights or file.value("--from"), model or file.value("--model")
+        config = None
+        if weights is not None:
+            config = default.for_pretrained(weights)
+        elif model is not None:
+            config = default.for_model(model)
+        algorithm = given.get("optimizer") or file.value("--optimizer")
+        if algorithm is not None:
+            config = _with_usual(default if config is None else config, algorithm)
+        config = options.read(given, config, file.given())
+        epochs = given["epochs"] is not None or file.value("--epochs") is not None
+        if epochs and given["steps"] is None and file.value("--steps") is None:
+            # In place of a default number of steps.
+            config = config.with_train(steps=None)
+        launching = launch.read(given, None, file.given())
+        processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
+        values = (*processes, *options.values_of(config))
+        text = written(f"shardwise train {default.recipe}", values)
+        if given["save_config"] is not None:
+            save(given["save_config"], text)
+            show(f"options    {given['save_config']}")
+            return
+        named = given["out"] is not None or file.value("--out") is not None
+        folder = Folder.NAMED if named else Folder.DEFAULT
+        run(TrainingJob(config, folder, text), launching)
 
-        def act(given: Mapping[str, Any]) -> None:
-            file = ConfigFile()
-            if given["config"] is not None:
-                name = f"train {self.recipe.name}"
-                file = ConfigFile.read(given["config"], [launch, options], name)
-            try:
-                start(given, file)
-            except UserError as error:
-                place = names_place(error, file, given)
-                if place is None:
-                    raise
-                located = UserError(f"{error} ({place})")
-                located.exit_code = error.exit_code
-                raise located from error
-
-        def start(given: Mapping[str, Any], file: ConfigFile) -> None:
-            weights, model = given.get("from_"), given.get("model")
-            # One of two says it: what is on the line replaces either in the file.
-            if weights is not None or model is not None:
-                file.drop("--from", "--model")
-            if given["epochs"] is not None or given["steps"] is not None:
-                file.drop("--epochs", "--steps")
-            weights, model = weights or file.value("--from"), model or file.value("--model")
-            config = None
-            if self.recipe.config_from is not None and weights is not None:
-                config = self.recipe.config_from(weights)
-            elif self.recipe.config_for is not None and model is not None:
-                config = self.recipe.config_for(model)
-            algorithm = given.get("optimizer") or file.value("--optimizer")
-            if algorithm is not None:
-                config = _with_usual(self.recipe.config if config is None else config, algorithm)
-            config = options.read(given, config, file.given())
-            epochs = given["epochs"] is not None or file.value("--epochs") is not None
-            if epochs and given["steps"] is None and file.value("--steps") is None:
-                # In place of a default number of steps.
-                config = replace(config, train=replace(config.train, steps=None))
-            launching = launch.read(given, None, file.given())
-            processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
-            values = (*processes, *options.values_of(config))
-            text = written(f"shardwise train {self.recipe.name}", values)
-            if given["save_config"] is not None:
-                save(given["save_config"], text)
-                show(f"options    {given['save_config']}")
-                return
-            named = given["out"] is not None or file.value("--out") is not None
-            folder = Folder.NAMED if named else Folder.DEFAULT
-            run(TrainingJob(self.recipe, config, folder, text), launching)
-
-        command = with_options(act, [launch, options], self.text, _FILES)
-        commands.command(self.recipe.name, epilog=self.examples)(command)
+    command = with_options(act, [launch, options], help_text, _FILES)
+    commands.command(default.recipe, epilog=examples)(command)
 
 
 def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
     """Return a configuration with the defaults that go with ``--optimizer``."""
     assert isinstance(config.train.optimizer, OptimizerConfig)
-    usual = config.train.optimizer.usual_for(algorithm)
-    return replace(config, train=replace(config.train, optimizer=usual))
+    return config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
 
 
-_COMMANDS = (
-    _Command(
-        recipe=RECIPES["lm"],
-        text="""Train a language model on text, sharded over processes.
-
-        A Llama learns to continue text, byte by byte. Every process keeps its part of
-        the parameters, gradients and optimizer state.
-        """,
-        examples=_LM,
+_add(
+    Options(
+        default=RECIPES["lm"],
         shows={
             "batch_size": {"help": "Sequences per rank and microbatch."},
             "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
         },
         by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
     ),
-    _Command(
-        recipe=RECIPES["mnist"],
-        text="""Train a convolutional network on MNIST, sharded over processes.
+    """Train a language model on text, sharded over processes.
 
-        At the end the model is written as one safetensors file, loaded into a plain
-        module, and evaluated again; a chart shows which digits it confuses.
-        """,
-        examples=_MNIST,
-        without=_ONLY_LM,
-        shows=_BY_EPOCHS,
-    ),
-    _Command(
-        recipe=RECIPES["imagenet"],
-        text="""Train a residual network on images in folders, sharded over processes.
-
-        The defaults are ImageNet's published schedule for 1,024 images per step. At
-        the end the model is written as one safetensors file, loaded into a plain
-        module, and evaluated again.
-        """,
-        examples=_IMAGENET,
-        without=_ONLY_LM,
-        shows=_BY_EPOCHS,
-    ),
-    _Command(
-        recipe=RECIPES["vit"],
-        text="""Train a Vision Transformer on images in folders, built block by block.
-
-        Neither a host nor a device ever holds the full model. The defaults are those
-        of PyTorch/XLA's example with 10 billion parameters, for 1,024 images per
-        step. At the end the model is written as one safetensors file, loaded into new
-        shards, and evaluated again.
-        """,
-        examples=_VIT,
-        without=_ONLY_LM,
-        shows=_BY_EPOCHS,
-        by_model=frozenset({"batch_size", "image_size"}),
-    ),
+    A Llama learns to continue text, byte by byte. Every process keeps its part of
+    the parameters, gradients and optimizer state.
+    """,
+    _LM,
 )
+_add(
+    _of_images("mnist"),
+    """Train a convolutional network on MNIST, sharded over processes.
 
-commands = typer.Typer(
-    name="train", help="Train a model over several processes.", invoke_without_command=True
+    At the end the model is written as one safetensors file, loaded into a plain
+    module, and evaluated again; a chart shows which digits it confuses.
+    """,
+    _MNIST,
 )
-for _each in _COMMANDS:
-    _each.add_to(commands)
+_add(
+    _of_images("imagenet"),
+    """Train a residual network on images in folders, sharded over processes.
+
+    The defaults are ImageNet's published schedule for 1,024 images per step. At
+    the end the model is written as one safetensors file, loaded into a plain
+    module, and evaluated again.
+    """,
+    _IMAGENET,
+)
+_add(
+    _of_images("vit", "batch_size", "image_size"),
+    """Train a Vision Transformer on images in folders, built block by block.
+
+    Neither a host nor a device ever holds the full model. The defaults are those
+    of PyTorch/XLA's example with 10 billion parameters, for 1,024 images per
+    step. At the end the model is written as one safetensors file, loaded into new
+    shards, and evaluated again.
+    """,
+    _VIT,
+)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Annotated, cast
 
 import typer
 
@@ -35,21 +35,22 @@ def read_name(text: str) -> str:
     if not text:
         raise typer.BadParameter("found nothing, expected a name or a path")
     if "\0" in text:
-        raise typer.BadParameter(f"found {_brief(text)}, expected a name without null characters")
+        raise typer.BadParameter(f"found {brief(text)}, expected a name without null characters")
     expanded = os.path.expanduser(text)
     if text.startswith("~") and expanded == text:
         user = text.partition("/")[0]
         expected = f"a user of this host behind ~ (or ./{user}, if that is a file's name)"
-        raise typer.BadParameter(f"found {_brief(text)}, expected {expected}")
+        raise typer.BadParameter(f"found {brief(text)}, expected {expected}")
     longest = max(len(os.fsencode(name)) for name in expanded.split("/"))
     if longest > _MAX_NAME or len(os.fsencode(expanded)) > _MAX_PATH:
-        found = f"{_brief(text)} with {len(text):,} characters"
+        found = f"{brief(text)} with {len(text):,} characters"
         expected = f"names of {_MAX_NAME} bytes at most in a path of {_MAX_PATH:,}"
         raise typer.BadParameter(f"found {found}, expected {expected}")
     return expanded
 
 
-def _brief(text: str) -> str:
+def brief(text: str) -> str:
+    """Return what was found as a message shows it: in quotes, and cut."""
     return repr(text if len(text) <= 60 else f"{text[:57]}...")
 
 
@@ -67,12 +68,22 @@ def read_integer(text: str | int) -> int:
         exact = is_long = False
     if not exact:
         limit = f" of at most {_MAX_DIGITS} digits" if is_long else ""
-        raise typer.BadParameter(f"found {_brief(str(text))}, expected a whole number{limit}")
+        raise typer.BadParameter(f"found {brief(str(text))}, expected a whole number{limit}")
     return int(number)
 
 
 #: An integer, among the parameters of a command.
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
+
+# Options that several commands have.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Show repeated layers one by one.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
+    ),
+]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -90,9 +101,7 @@ def read_size(text: str | int) -> int:
     factor = {**_UNITS, **_BINARY}.get(unit)
     nbytes = 0.0 if match is None or factor is None else float(match[1]) * factor
     if not 1 <= nbytes < _MAX_SIZE:
-        raise typer.BadParameter(
-            f"found {_brief(str(text))}, expected a size such as 8MiB or 1.5GB"
-        )
+        raise typer.BadParameter(f"found {brief(str(text))}, expected a size such as 8MiB or 1.5GB")
     return int(nbytes)
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
-from shardwise.app.cli.values import Integer, read_path
-from shardwise.app.runs import files
-from shardwise.app.runs.page import Updates, page
-from shardwise.app.runs.serve import ADDRESS, Server
-from shardwise.app.runs.snapshot import RunReader
-from shardwise.app.runs.text import compared
+from shardwise.app.cli.values import Html, Integer, Json, read_path
+from shardwise.app.runs.files import RunFiles
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError, require
+
+if TYPE_CHECKING:
+    from shardwise.app.runs.serve import Server
 
 WATCH = """
 [bold]Examples[/bold]
@@ -60,11 +59,6 @@ Port = Annotated[
         show_default=f"{_PORT}, or any that is free",
     ),
 ]
-Html = Annotated[
-    Path | None,
-    Option(parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False),
-]
-Json = Annotated[bool, Option("--json", help="Print JSON, for programs.")]
 
 
 def watch(runs: Runs, port: Port = None) -> None:
@@ -88,6 +82,10 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
 
     Of runs that are under way, it is what they have done so far.
     """
+    from shardwise.app.runs.page import Updates, page
+    from shardwise.app.runs.snapshot import RunReader
+    from shardwise.app.runs.text import compared
+
     _check(runs)
     require(len(runs) > 1, "RUN...", "one run", "two or more")
     found = [RunReader(root).read() for root in runs]
@@ -105,12 +103,15 @@ def _check(runs: list[Path]) -> None:
     for root in runs:
         if not root.is_dir():
             raise OptionError("RUN...", root, "the folder of a run")
-        is_run = any((root / name).exists() for name in (files.RECORD, files.METRICS))
-        expected = f"the folder of a run, with a {files.RECORD}"
+        files = RunFiles(root)
+        is_run = files.run_json.exists() or files.metrics.exists()
+        expected = f"the folder of a run, with a {files.run_json.name}"
         require(is_run, "RUN...", f"{root}, which has none", expected)
 
 
 def _serve(runs: list[Path], port: int | None) -> Server:
+    from shardwise.app.runs.serve import ADDRESS, Server
+
     try:
         return Server(runs, _names(runs), _PORT if port is None else port)
     except OSError as error:

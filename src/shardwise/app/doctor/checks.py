@@ -82,6 +82,12 @@ def shortened(items: Iterable[object], count: int, by: str = ", ") -> str:
     return by.join([*shown, *more])
 
 
+def _on_hosts(values: Iterable[object], hosts: Sequence[Facts]) -> str:
+    """Describe what each host has: ``2.11 on host 0 (a), 2.12 on host 1 (b)``."""
+    shown = [f"{value} on {host.label}" for value, host in zip(values, hosts, strict=True)]
+    return shortened(shown, len(shown))
+
+
 def ok(check: str, text: str) -> Finding:
     """Return a finding that nothing is wrong."""
     return Finding(check, Level.OK, text)
@@ -123,8 +129,7 @@ def check_world(hosts: Sequence[Facts]) -> list[Finding]:
     if len(sizes) == 1:
         [(nnodes, nproc)] = sizes
         return [ok(WORLD, f"{nnodes} x {nproc} ranks, on every host")]
-    values = [f"{host.nnodes} x {host.nproc} on {host.label}" for host in hosts]
-    text = f"hosts x ranks is {shortened(values, len(values))}"
+    text = f"hosts x ranks is {_on_hosts((f'{h.nnodes} x {h.nproc}' for h in hosts), hosts)}"
     return [fail(WORLD, text, "pass the same --nnodes and --nproc everywhere")]
 
 
@@ -132,10 +137,10 @@ def check_versions(hosts: Sequence[Facts]) -> list[Finding]:
     """Find versions of Python, torch and shardwise that differ."""
     found = []
     for name in hosts[0].versions:
-        if len({host.versions.get(name) for host in hosts}) > 1:
-            values = [f"{host.versions.get(name)} on {host.label}" for host in hosts]
+        values = [host.versions.get(name) for host in hosts]
+        if len(set(values)) > 1:
             advice = f"install the same {name} on all hosts"
-            found.append(fail(VERSIONS, f"{name} is {shortened(values, len(values))}", advice))
+            found.append(fail(VERSIONS, f"{name} is {_on_hosts(values, hosts)}", advice))
     same = ", ".join(f"{name} {version}" for name, version in hosts[0].versions.items())
     return found or [ok(VERSIONS, same)]
 
@@ -175,8 +180,7 @@ def check_devices(hosts: Sequence[Facts]) -> list[Finding]:
     for name in names:
         values = [host.probe.accelerators.versions.get(name, "missing") for host in hosts]
         if len(set(values)) > 1:
-            shown = [f"{v} on {host.label}" for v, host in zip(values, hosts, strict=True)]
-            text = f"{name} is {shortened(shown, len(shown))}"
+            text = f"{name} is {_on_hosts(values, hosts)}"
             if name in _SAME:
                 advice = f"load the same {name} on all hosts; ranks refuse to communicate"
                 found.append(fail(DEVICES, text, advice))
@@ -189,11 +193,9 @@ def _check_models(hosts: Sequence[Facts]) -> list[Finding]:
     """Compare numbers and models, and which device the ranks of each host take by default."""
     models = [_models(host) for host in hosts]
     takes = [_default_device(host) for host in hosts]
-    shown = [f"{model} on {host.label}" for model, host in zip(models, hosts, strict=True)]
-    text = shortened(shown, len(shown))
+    text = _on_hosts(models, hosts)
     if len(set(takes)) > 1:
-        ways = [f"{device} on {host.label}" for device, host in zip(takes, hosts, strict=True)]
-        text = f"{text}; ranks would compute on {shortened(ways, len(ways))}"
+        text = f"{text}; ranks would compute on {_on_hosts(takes, hosts)}"
         advice = "use hosts with an accelerator for each rank, or pass the same --device to the job"
         return [fail(DEVICES, text, advice)]
     if len(set(models)) > 1:

@@ -148,29 +148,25 @@ class EchoServer:
                 connection, _ = self._listener.accept()
                 if self._free.acquire(blocking=False):
                     threading.Thread(
-                        target=self._answer_connection, args=(connection,), daemon=True
+                        target=self._answer_client, args=(connection,), daemon=True
                     ).start()
                 else:
                     connection.close()
 
-    def _answer_connection(self, connection: socket.socket) -> None:
+    def _answer_client(self, connection: socket.socket) -> None:
         try:
-            _answer_connection(connection)
+            with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
+                connection.settimeout(STREAM + DRAIN)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                kind = received.read(1)
+                while kind == _CLOCK and len(received.read(_TIME.size)) == _TIME.size:
+                    connection.sendall(_TIME.pack(time.time()))
+                while kind == _SINK and received.read1(2**18):
+                    pass
+                if kind == _SINK:
+                    connection.sendall(b"!")
         finally:
             self._free.release()
-
-
-def _answer_connection(connection: socket.socket) -> None:
-    with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
-        connection.settimeout(STREAM + DRAIN)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        kind = received.read(1)
-        while kind == _CLOCK and len(received.read(_TIME.size)) == _TIME.size:
-            connection.sendall(_TIME.pack(time.time()))
-        while kind == _SINK and received.read1(2**18):
-            pass
-        if kind == _SINK:
-            connection.sendall(b"!")
 
 
 def measure_shared_memory() -> PairLink:

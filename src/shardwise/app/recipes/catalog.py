@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.begin import find_settings, naming_model
-from shardwise.app.recipes.core.recipe import Recipe
+from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
 from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
@@ -26,24 +26,14 @@ if TYPE_CHECKING:
     from shardwise.insight.inspect.report import Report
 
 
-RECIPES = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="lm",
-            config=LmConfig.for_model(DEFAULT_MODEL),
-            config_for=LmConfig.for_model,
-            config_from=LmConfig.for_pretrained,
-            module="shardwise.app.recipes.lm",
-        ),
-        Recipe(name="mnist", config=MnistConfig(), module="shardwise.app.recipes.mnist"),
-        Recipe(name="imagenet", config=ImagenetConfig(), module="shardwise.app.recipes.imagenet"),
-        Recipe(
-            name="vit",
-            config=VitConfig.for_model("vit-tiny"),
-            config_for=VitConfig.for_model,
-            module="shardwise.app.recipes.vit",
-        ),
+#: Each kind of training by its name, with all its defaults.
+RECIPES: dict[str, RecipeConfig] = {
+    config.recipe: config
+    for config in (
+        LmConfig.for_model(DEFAULT_MODEL),
+        MnistConfig(),
+        ImagenetConfig(),
+        VitConfig.for_model("vit-tiny"),
     )
 }
 

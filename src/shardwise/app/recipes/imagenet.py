@@ -7,9 +7,8 @@ import functools
 from shardwise.app.recipes.core.build import compile_blocks, make_sgd, shard
 from shardwise.app.recipes.core.model import build_classifier, config_json, initialize
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
-from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImagenetConfig, ImagenetInputs
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, ImagenetConfig
 from shardwise.app.recipes.vision.task import (
-    Classifier,
     ImageData,
     example_of,
     load_plain,
@@ -21,7 +20,7 @@ from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import SgdConfig
 
 
-def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
+def assemble(inputs: ImageFolderInputs[ImagenetConfig], place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, SgdConfig)
@@ -38,7 +37,10 @@ def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
     data = ImageData.of(inputs)
     per_epoch = len(data.training)
     build = functools.partial(build_classifier, inputs.settings, classes, device="cpu")
-    classifier = Classifier(
+    return vision_task(
+        inputs,
+        place,
+        data,
         name=config.model,
         model=sharded,
         config_json=config_json(model),
@@ -47,7 +49,6 @@ def assemble(inputs: ImagenetInputs, place: TrainContext) -> Task:
         load=functools.partial(load_plain, build, place.device),
         loaded_into="a plain module",
     )
-    return vision_task(inputs, place, data, classifier)
 
 
 def blueprint(config: ImagenetConfig) -> Blueprint:

@@ -29,16 +29,13 @@ from shardwise.app.recipes.core.model import (
     next_token_loss,
 )
 from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext, no_more
-from shardwise.app.recipes.core.replicas import replicas_of
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
-from shardwise.app.recipes.text.byte_tokenizer import as_transformers
-from shardwise.app.recipes.text.config import LmConfig, LmInputs
+from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.conversations import check_apart
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
-from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes
-from shardwise.app.recipes.text.packing import Packing
+from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
@@ -86,6 +83,8 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     optimizer = make_optimizer(model, train.optimizer)
     replicas = None
     if train.diloco is not None:
+        from shardwise.app.recipes.core.replicas import replicas_of  # which imports DiLoCo
+
         optimizer, replicas = replicas_of(
             model,
             optimizer,
@@ -102,7 +101,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         model=sharded,
         model_config=config_json(model),
         generation_config=_generation_json(config, model),
-        save_tokenizer=lambda folder: as_transformers(vocabulary).save_pretrained(folder),
+        save_tokenizer=lambda folder: vocabulary.as_transformers().save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
         data=data.batches,
@@ -237,21 +236,9 @@ def _finish(
     checkpoint: Path,
     results: Mapping[str, float],
 ) -> Mapping[str, float]:
-    """Write the adapters, if there are any, and a sample."""
+    """Write the adapters, if there are any, and a sample of what the trained model generates."""
     if adapters is not None:
-        adapters.write(place, as_transformers(vocabulary))
-    return _write_sample(inputs, place, model, vocabulary, checkpoint, results)
-
-
-def _write_sample(
-    inputs: LmInputs,
-    place: TrainContext,
-    model: FSDPModule,
-    vocabulary: Vocabulary,
-    checkpoint: Path,
-    results: Mapping[str, float],
-) -> Mapping[str, float]:
-    """Write a sample of what the trained model generates."""
+        adapters.write(place, vocabulary.as_transformers())
     config = inputs.config
     if not config.sample_tokens:
         return no_more(checkpoint, results)

@@ -27,7 +27,6 @@ from shardwise.app.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
 from shardwise.app.recipes.vision.images import Batch
 from shardwise.app.recipes.vision.task import (
-    Classifier,
     ImageData,
     example_of,
     load_plain,
@@ -63,7 +62,10 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
         validation=Digits(inputs.test),
         classes=[str(digit) for digit in range(CLASSES)],
     )
-    classifier = Classifier(
+    return vision_task(
+        inputs,
+        place,
+        data,
         name="convnet",
         model=sharded,
         optimizer=make_optimizer(model, train.optimizer),
@@ -72,7 +74,6 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
         load=functools.partial(load_plain, build_convnet, place.device),
         loaded_into="a plain module",
     )
-    return vision_task(inputs, place, data, classifier)
 
 
 def blueprint(config: MnistConfig) -> Blueprint:

@@ -30,8 +30,8 @@ from shardwise.app.recipes.core.model import (
     initialize,
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
-from shardwise.app.recipes.vision.config import FAKE_CLASSES, VitConfig, VitInputs
-from shardwise.app.recipes.vision.task import Classifier, ImageData, example_of, vision_task
+from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, VitConfig
+from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
 from shardwise.checkpoint import load_weights
 from shardwise.frontends.activation import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
@@ -40,7 +40,7 @@ from shardwise.insight.schema.sharding import ShardingConfig
 from shardwise.insight.schema.training import OptimizerConfig
 
 
-def assemble(inputs: VitInputs, place: TrainContext) -> Task:
+def assemble(inputs: ImageFolderInputs[VitConfig], place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     config, train = inputs.config, inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)
@@ -51,7 +51,10 @@ def assemble(inputs: VitInputs, place: TrainContext) -> Task:
         compile_blocks(decoder_layers(model))
     per_step = train.examples_per_step(place.world.size)
     curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
-    classifier = Classifier(
+    return vision_task(
+        inputs,
+        place,
+        ImageData.of(inputs),
         name=config.model,
         model=sharded,
         config_json=config_json(model),
@@ -61,10 +64,11 @@ def assemble(inputs: VitInputs, place: TrainContext) -> Task:
         load=functools.partial(_load_sharded, inputs, place),
         loaded_into="new shards",
     )
-    return vision_task(inputs, place, ImageData.of(inputs), classifier)
 
 
-def _load_sharded(inputs: VitInputs, place: TrainContext, file: Path) -> PreTrainedModel:
+def _load_sharded(
+    inputs: ImageFolderInputs[VitConfig], place: TrainContext, file: Path
+) -> PreTrainedModel:
     """Load the model from a safetensors file into new shards: no rank has room for all of it."""
     model = build_classifier(inputs.settings, len(inputs.classes))
     shard_model(model, units_of(model, inputs.config), inputs.train.sharding, place)

@@ -29,6 +29,15 @@ class _Bucket:
             known[2] = min(known[2], low)
             known[3] = max(known[3], high)
 
+    def point(self, name: str, part: str) -> float | None:
+        """Return the mean, low or high of a value in six digits: more than a chart can show."""
+        sums = self.values.get(name)
+        if sums is None:
+            return None
+        total, count, low, high = sums
+        value = {"mean": total / count, "low": low, "high": high}[part]
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+
 
 class Curves:
     """Values over steps. Once there are too many points, neighbors become one.
@@ -95,32 +104,12 @@ class Curves:
             point. With a width of 1 there are means only.
         """
         buckets = [self._buckets[key] for key in sorted(self._buckets)]
-        parts = {"mean": _mean} if self._width == 1 else {"mean": _mean, "low": _low, "high": _high}
+        parts = ("mean",) if self._width == 1 else ("mean", "low", "high")
         return {
             "steps": [bucket.last for bucket in buckets],
             "width": self._width,
             "values": {
-                name: {
-                    part: [_brief(of(bucket.values.get(name))) for bucket in buckets]
-                    for part, of in parts.items()
-                }
+                name: {part: [bucket.point(name, part) for bucket in buckets] for part in parts}
                 for name in self._names
             },
         }
-
-
-def _mean(sums: list[float] | None) -> float | None:
-    return None if sums is None else sums[0] / sums[1]
-
-
-def _low(sums: list[float] | None) -> float | None:
-    return None if sums is None else sums[2]
-
-
-def _high(sums: list[float] | None) -> float | None:
-    return None if sums is None else sums[3]
-
-
-def _brief(value: float | None) -> float | None:
-    """Six digits: more than a chart can show."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

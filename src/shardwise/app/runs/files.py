@@ -2,26 +2,87 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import fcntl
 import os
 import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-RECORD = "run.json"
-OPTIONS = "config.yaml"
-METRICS = "metrics.jsonl"
-RANKS = "ranks.jsonl"
-PLAN = "plan.json"
-LAYOUT = "layout.html"
-TIMELINE = "timeline"  # a folder
-REPORT = "report.html"
-SAMPLE = "sample.txt"
-CONFUSION = "confusion.png"
-CHECKPOINTS = "checkpoints"
-LOCK = "run.lock"
-QUORUM = "quorum.jsonl"
-REPLICAS = "replicas"  # a folder
+from shardwise.checkpoint.disk.companions import TOKENIZER
+
+
+class _RunPath:
+    """A file or a folder in the folder of a run, by its name.
+
+    Args:
+        name: relative to that folder.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunFiles, kind: type[RunFiles]) -> Path:
+        return run.root / self.name
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """The folder of a run and the paths in it.
+
+    Attributes:
+        root: the folder.
+    """
+
+    root: Path
+
+    #: Configuration, versions, outcome. A folder with this file is a run.
+    run_json = _RunPath("run.json")
+    #: The options of the last session, as ``--config`` reads them.
+    options = _RunPath("config.yaml")
+    #: The model's configuration, as transformers reads it.
+    model_config = _RunPath("config.json")
+    #: How the model generates, as transformers reads it.
+    generation_config = _RunPath("generation_config.json")
+    #: Folder of the tokenizer, as transformers saves it.
+    tokenizer = _RunPath(TOKENIZER)
+    #: One line per step.
+    metrics = _RunPath("metrics.jsonl")
+    #: How long each rank computed and waited, a line every few seconds.
+    ranks = _RunPath("ranks.jsonl")
+    #: Who holds what, as the inspector's page.
+    layout = _RunPath("layout.html")
+    #: The page of the run.
+    report = _RunPath("report.html")
+    #: What was predicted of the run.
+    plan = _RunPath("plan.json")
+    #: Folder of the timeline.
+    timeline = _RunPath("timeline")
+    #: The text that the model writes at the end.
+    sample = _RunPath("sample.txt")
+    #: The full model at the end, in one file.
+    weights = _RunPath("model.safetensors")
+    #: The confusion matrix.
+    confusion = _RunPath("confusion.png")
+    #: Folder of checkpoints.
+    checkpoints = _RunPath("checkpoints")
+    #: Folder of the adapters at the end, in the format of peft.
+    adapters = _RunPath("adapters")
+    #: Folder of the weights at the end, with the adapters merged into them.
+    merged = _RunPath("merged")
+    #: What happened among replicas that are worlds of their own, a line each.
+    quorum = _RunPath("quorum.jsonl")
+    #: Folder of the runs of all such replicas but the first.
+    replicas = _RunPath("replicas")
+    #: The file that a run keeps locked while it trains.
+    lock = _RunPath("run.lock")
+    #: Folder of event files.
+    tensorboard = _RunPath("tensorboard")
+    #: Folder that Weights & Biases writes to.
+    wandb = _RunPath("wandb")
+
 
 _MOST_BYTES = 1024  # of a lock
 
@@ -57,6 +118,10 @@ def lock_of(file: Path) -> Lock:
     return Lock.FREE if on and host == socket.gethostname() else Lock.UNKNOWN
 
 
-def is_locked(file: Path) -> bool:
-    """Return whether a training is seen to hold the lock of its folder."""
-    return lock_of(file) is Lock.HELD
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from shardwise.app.runs.files import naming
 from shardwise.app.runs.metrics import MAX_LINE, MOST_BYTES, Follower
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.strict import MAX_INT, Fields, check_number, parse, refuse
@@ -93,11 +94,9 @@ class RanksFile:
             "memory_mib": [_brief(ranks[rank].memory_mib) for rank in shown],
         }
         self._sums = _Sums()
-        try:
+        with naming(self._path):
             self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
-        except OSError as error:  # which knows its descriptor only
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self, step: int = 0, ranks: Sequence[RankStep] = ()) -> None:
         """Close the file, after a line about the steps since the last one."""

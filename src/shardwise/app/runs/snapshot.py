@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs import files
 from shardwise.app.runs.curves import MOST_NAMES, Curves
+from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import MOST_BYTES, Follower, parse_line
 from shardwise.app.runs.ranks import RanksReader
 from shardwise.base.errors import CheckpointError
@@ -48,13 +48,13 @@ class RunReader:
     """
 
     def __init__(self, root: Path, at_once: int = MOST_BYTES) -> None:
-        self.root = root
+        self.files = RunFiles(root)
         self._curves = Curves()
         self._latest: dict[str, Any] = {}
         self._damaged = 0
         self._first_damaged = 0
-        self._follower = Follower(root / files.METRICS, self._begin, self._line, at_once)
-        self._ranks = RanksReader(root / files.RANKS, at_once)
+        self._follower = Follower(self.files.metrics, self._begin, self._line, at_once)
+        self._ranks = RanksReader(self.files.ranks, at_once)
         self._sizes: dict[Path, tuple[int, dict[str, Any] | None]] = {}
 
     def _begin(self) -> None:
@@ -84,31 +84,33 @@ class RunReader:
     def read(self) -> dict[str, Any]:
         """Return what the folder says now; the same until something in it changes."""
         problems: list[str] = []
-        if not self.root.is_dir():
-            problems.append(f"{self.root}: there is no such folder any more")
+        if not self.files.root.is_dir():
+            problems.append(f"{self.files.root}: there is no such folder any more")
         try:
             self._follower.read()
         except CheckpointError as error:
             problems.append(str(error))
         if self._follower.left:
-            problems.append(f"{files.METRICS}: {self._follower.left:,} bytes are still to be read")
+            problems.append(
+                f"{self.files.metrics.name}: {self._follower.left:,} bytes are still to be read"
+            )
         if self._damaged:
             problems.append(
-                f"{files.METRICS}: left out {self._damaged:,} damaged lines, of which the first is "
-                f"line {self._first_damaged:,}"
+                f"{self.files.metrics.name}: left out {self._damaged:,} damaged lines, of which "
+                f"the first is line {self._first_damaged:,}"
             )
         ranks: list[dict[str, Any]] = []
         try:
             ranks = self._ranks.read()
         except CheckpointError as error:
             problems.append(str(error))
-        record = self._object(files.RECORD, _MOST_RECORD, problems)
+        record = self._object(self.files.run_json, _MOST_RECORD, problems)
         sessions = [each for each in _items(record.get("sessions")) if isinstance(each, dict)]
         config = _object(record.get("config"))
         model = _object(record.get("model"))
         return {
-            "name": os.path.basename(os.path.realpath(self.root)),  # also of a link to itself
-            "folder": str(self.root),
+            "name": os.path.basename(os.path.realpath(self.files.root)),  # also of a link to itself
+            "folder": str(self.files.root),
             "recipe": _text(record.get("recipe")),
             "model": _text(model.get("name")),
             "parameters": _number(model.get("parameters")),
@@ -118,13 +120,13 @@ class RunReader:
             "curves": self._curves.to_json(),
             "latest": dict(self._latest),
             "config": dict(_flat("", config)),
-            "options": self._text(files.OPTIONS, problems),
+            "options": self._text(self.files.options, problems),
             "ranks": ranks,
             "frames": self._frames(problems),
             "checkpoints": self._checkpoints(_object(record.get("best")).get("step")),
             "samples": self._samples(problems),
             "images": self._images(problems),
-            "plan": self._object(files.PLAN, _MOST_PLAN, problems),
+            "plan": self._object(self.files.plan, _MOST_PLAN, problems),
             "problems": problems,
         }
 
@@ -133,25 +135,24 @@ class RunReader:
         status = _text(sessions[-1].get("status")) if sessions else ""
         if status in ("finished", "stopped", "failed"):
             return status
-        lock = files.lock_of(self.root / files.LOCK)
-        if lock is files.Lock.HELD:
+        lock = lock_of(self.files.lock)
+        if lock is Lock.HELD:
             return "running"
         if status == "running":
-            return "lost" if lock is files.Lock.FREE or not self._is_recent() else "running"
+            return "lost" if lock is Lock.FREE or not self._is_recent() else "running"
         return "unknown"
 
     def _is_recent(self) -> bool:
         """Return whether a step was recorded just now: locks may not be seen from another host."""
-        for name in (files.METRICS, files.RECORD):
+        for path in (self.files.metrics, self.files.run_json):
             try:
-                if time.time() - (self.root / name).stat().st_mtime < SILENCE:
+                if time.time() - path.stat().st_mtime < SILENCE:
                     return True
             except OSError:
                 continue
         return False
 
-    def _bytes(self, name: str, most: int, problems: list[str]) -> bytes | None:
-        path = self.root / name
+    def _bytes(self, path: Path, most: int, problems: list[str]) -> bytes | None:
         if not os.path.lexists(path):
             return None
         try:
@@ -160,39 +161,42 @@ class RunReader:
             problems.append(str(error))
             return None
 
-    def _object(self, name: str, most: int, problems: list[str]) -> dict[str, Any]:
-        found = self._bytes(name, most, problems)
+    def _object(self, path: Path, most: int, problems: list[str]) -> dict[str, Any]:
+        found = self._bytes(path, most, problems)
         if found is None:
             return {}
         try:
-            return _object(parse(found, str(self.root / name)))
+            return _object(parse(found, str(path)))
         except CheckpointError as error:
             problems.append(str(error))
             return {}
 
-    def _text(self, name: str, problems: list[str], most: int = _MOST_TEXT) -> str:
-        found = self._bytes(name, most, problems)
+    def _text(self, path: Path, problems: list[str], most: int = _MOST_TEXT) -> str:
+        found = self._bytes(path, most, problems)
         return "" if found is None else found.decode("utf-8", errors="replace")
 
     def _samples(self, problems: list[str]) -> list[dict[str, str]]:
-        text = self._text(files.SAMPLE, problems)
-        return [{"name": files.SAMPLE, "text": text}] if text else []
+        text = self._text(self.files.sample, problems)
+        return [{"name": self.files.sample.name, "text": text}] if text else []
 
     def _frames(self, problems: list[str]) -> list[dict[str, str]]:
         """Return the pages that are shown within the page."""
-        names = {"Who holds what": files.LAYOUT, "Timeline": f"{files.TIMELINE}/timeline.html"}
-        texts = {title: self._text(name, problems, _MOST_PAGE) for title, name in names.items()}
+        timeline = self.files.timeline / "timeline.html"
+        pages = {"Who holds what": self.files.layout, "Timeline": timeline}
+        texts = {title: self._text(path, problems, _MOST_PAGE) for title, path in pages.items()}
         return [{"title": title, "html": text} for title, text in texts.items() if text]
 
     def _images(self, problems: list[str]) -> list[dict[str, str]]:
-        image = self._bytes(files.CONFUSION, _MOST_IMAGE, problems)
+        image = self._bytes(self.files.confusion, _MOST_IMAGE, problems)
         if image is None:
             return []
-        return [{"name": files.CONFUSION, "data": base64.b64encode(image).decode("ascii")}]
+        return [
+            {"name": self.files.confusion.name, "data": base64.b64encode(image).decode("ascii")}
+        ]
 
     def _checkpoints(self, best: object) -> list[dict[str, Any]]:
         """Return the checkpoints that are complete, the newest first."""
-        folder = self.root / files.CHECKPOINTS
+        folder = self.files.checkpoints
         try:
             names = [each.name for each in os.scandir(folder)]
         except OSError:

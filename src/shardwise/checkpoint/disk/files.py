@@ -199,11 +199,18 @@ def write_new(path: Path, data: bytes) -> None:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file that is complete as soon as it is there."""
+    """Write a file that is complete, and on the disk, as soon as it is there.
+
+    Raises:
+        OSError: it cannot be written; the error names it.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_bytes(content)
+        partial.unlink(missing_ok=True)  # of a process that was killed
+        write_new(partial, content)
         partial.replace(path)
+    except OSError as error:
+        raise _named(error, path) from error
     finally:
         partial.unlink(missing_ok=True)
 

@@ -20,6 +20,7 @@ from shardwise import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
+    optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
@@ -40,16 +41,6 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
     rules_of,
-)
-from shardwise.optim import (
-    Adafactor,
-    AdamW8bit,
-    Lion,
-    Muon,
-    in_backward,
-    muon_groups,
-    offload,
-    param_groups,
 )
 from shardwise.sharding.state import states_of
 from shardwise.transport.base import Transport
@@ -134,19 +125,19 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
         case OptimizerName.ADAMW:
             return make_adamw(model, config)
         case OptimizerName.ADAMW8BIT:
-            return AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
+            return optim.AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
-            return Muon(
-                _divided(model, config, muon_groups(model, adamw={"betas": config.betas})),
+            return optim.Muon(
+                _divided(model, config, optim.muon_groups(model, adamw={"betas": config.betas})),
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=momentum,
                 adjust_lr_fn="match_rms_adamw",  # --lr is for AdamW as well
             )
         case OptimizerName.LION:
-            return Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
+            return optim.Lion(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.ADAFACTOR:
-            return Adafactor(_decaying(model, config), lr=config.lr)
+            return optim.Adafactor(_decaying(model, config), lr=config.lr)
         case OptimizerName.SGD:
             return torch.optim.SGD(_decaying(model, config), config.lr, momentum)
 
@@ -175,7 +166,7 @@ def _divided(
     """
     rules: dict[str, dict[str, Any]] = rules_of(config.param_groups)
     try:
-        divided = param_groups(model, rules, groups=groups)
+        divided = optim.param_groups(model, rules, groups=groups)
     except ValueError as error:
         found = str(error).removeprefix("param_groups: ")
         raise UserError(f"--param-group: {found}") from error
@@ -278,7 +269,7 @@ def offloading(task: Task, config: TrainConfig) -> Task:
     if sharding.offload is None:
         return task
     masters = None if sharding.master_dtype is None else DTYPES[sharding.master_dtype]
-    made = offload(task.optimizer, sharding.offload, masters=masters)
+    made = optim.offload(task.optimizer, sharding.offload, masters=masters)
     return dataclasses.replace(task, optimizer=made)
 
 
@@ -287,7 +278,7 @@ def stepping_in_backward(task: Task, config: TrainConfig) -> Task:
     if config.stepping is Stepping.AFTER_BACKWARD:
         return task
     limit = config.optimizer.clip_grad or math.inf
-    made = in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
+    made = optim.in_backward(task.module, lambda _: task.optimizer, max_norm=limit)
     return dataclasses.replace(task, optimizer=made)
 
 
@@ -317,12 +308,25 @@ def kept_between_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class RunningStatistics:
-    """The running means and variances of a model's batch norms, equal on all ranks.
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Compute without dropout and gradients; see also :func:`kept_between_forwards`."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), kept_between_forwards(model):
+            yield
+    finally:
+        model.train(training)
+
+
+@torch.no_grad()
+def average_running_statistics(model: nn.Module) -> None:
+    """Make the running means and variances of batch norms equal on all ranks. Every rank calls it.
 
     In training, every rank normalizes by the statistics of its own part of the batch, and moves its
     running mean and variance toward them, so ranks drift apart. Here the running statistics are
-    averaged after every step. A running value is a linear function of the statistics, so the
+    averaged, after every step. A running value is a linear function of the statistics, so the
     average is what the mean over ranks would have given: all data count, and evaluations and
     checkpoints see the same values on every rank. (DDP keeps those of rank 0, and so of one part of
     the data.)
@@ -330,28 +334,20 @@ class RunningStatistics:
     Args:
         model: what has batch norms, or none.
     """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    @torch.no_grad()
-    def average(self) -> None:
-        """Average over all ranks of the default process group. Every rank calls it."""
-        # Asked each time: materializing a model replaces its buffers.
-        mine = [
-            value
-            for norm in batch_norms(self._model)
-            for value in (norm.running_mean, norm.running_var)
-            if value is not None
-        ]
-        if not mine or dist.get_world_size() == 1:
-            return
-        flat = torch.cat([value.flatten() for value in mine])
-        with Peers().collective("the average of running statistics"):
-            dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
-            value.copy_(part)
+    mine = [
+        value
+        for norm in batch_norms(model)
+        for value in (norm.running_mean, norm.running_var)
+        if value is not None
+    ]
+    if not mine or dist.get_world_size() == 1:
+        return
+    flat = torch.cat([value.flatten() for value in mine])
+    with Peers().collective("the average of running statistics"):
+        dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for value, part in zip(mine, torch.split(flat, [v.numel() for v in mine]), strict=True):
+        value.copy_(part)
 
 
 def count(parameters: Iterable[torch.Tensor]) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
-from shardwise.app.recipes.core.recipe import Inputs, Recipe, RecipeConfig
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
@@ -27,7 +27,6 @@ class TrainingJob:
     """What the command line starts.
 
     Args:
-        recipe: what trains.
         config: what the user asks for.
         folder: who has chosen the folder of the run.
         options: the file that repeats the command, which a run keeps.
@@ -37,14 +36,9 @@ class TrainingJob:
     """
 
     def __init__(
-        self,
-        recipe: Recipe,
-        config: RecipeConfig,
-        folder: Folder = Folder.NAMED,
-        options: str = "",
+        self, config: RecipeConfig, folder: Folder = Folder.NAMED, options: str = ""
     ) -> None:
         self.config = config
-        self._recipe = recipe
         self._folder = folder
         self._options = options
         self._inputs: Inputs | None = None
@@ -53,7 +47,7 @@ class TrainingJob:
     def span_hosts(self) -> None:
         """Note that the job is over several hosts."""
         sharding = replace(self.config.train.sharding, over_hosts=True)
-        self.config = replace(self.config, train=replace(self.config.train, sharding=sharding))
+        self.config = self.config.with_train(sharding=sharding)
 
     def be_replica(self, replica: ReplicaWorld) -> None:
         """Note that this process is a rank of a replica that is a world of its own."""
@@ -61,7 +55,7 @@ class TrainingJob:
         if replica.number:
             out = RunDir(output.out).replicas / str(replica.number)
             output = replace(output, out=out)
-        self.config = replace(self.config, train=replace(self.config.train, output=output))
+        self.config = self.config.with_train(output=output)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a rank finds for itself: its data, in its world."""
@@ -79,10 +73,9 @@ class TrainingJob:
 
     def begin_folder(self) -> RunDir:
         """Make the folder of the run, and delete what is to be overwritten."""
-        output = self._checked().train.output
-        files = RunDir(output.out)
-        files.begin(decided(output))
-        return files
+        config = self._checked().config
+        config.files.begin(decided(config.train.output))
+        return config.files
 
     def choose_folder(self) -> str | None:
         """Choose the folder of the run, if the user has not: ``runs/lm-2`` beside ``runs/lm``.
@@ -104,8 +97,7 @@ class TrainingJob:
             why = f"the newest run beside {output.out}"
         if out == output.out:
             return None
-        train = replace(self.config.train, output=replace(output, out=out))
-        self.config = replace(self.config, train=train)
+        self.config = self.config.with_train(output=replace(output, out=out))
         return f"run        {out}; {why}"
 
     def show_dry_run(self, world: World) -> None:
@@ -115,11 +107,10 @@ class TrainingJob:
             UserError: the configuration is wrong, or does not fit the world.
         """
         self.config.check_dry_run(world)
-        from shardwise.app.recipes.core.dry_run import describe  # imports torch
-        from shardwise.app.recipes.core.plan import reporting
+        from shardwise.app.recipes.core.plan import describe, reporting  # imports torch
 
         config = self.config
-        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        blueprint, example = config.blueprint(), config.example()
         with reporting("--dry-run", "`shardwise inspect` shows who holds what"):
             print(describe(blueprint, config.train, example, world))
 
@@ -139,8 +130,8 @@ class TrainingJob:
             reporting,
         )
 
-        config = replace(self.config, train=self._checked().train)
-        blueprint, example = self._recipe.blueprint(config), self._recipe.example(config)
+        config = self._checked().config
+        blueprint, example = config.blueprint(), config.example()
         with reporting("--plan", "leave out --plan to train all the same"):
             plan = plan_training(blueprint, config.train, example, world)
             print(plan, flush=True)
@@ -163,7 +154,7 @@ class TrainingJob:
 
     def lock_folder(self) -> AbstractContextManager[None]:
         """See :func:`locked`."""
-        return locked(RunDir(self._checked().train.output.out))
+        return locked(self._checked().config.files)
 
     def check_folder(self) -> str | None:
         """Check that the run may begin, or go on; see :func:`check_folder`.
@@ -177,7 +168,7 @@ class TrainingJob:
         position = check_folder(inputs)
         if inputs.span.left(position, inputs.train.examples_per_step(self._size)):
             return None
-        if not RunDir(inputs.train.output.out).is_finished():
+        if not inputs.config.files.is_finished():
             return None
         span = inputs.span
         option = "--steps" if span.steps is not None and position.step >= span.steps else "--epochs"
@@ -190,7 +181,7 @@ class TrainingJob:
         """Write the page of the run once more if its ranks were killed. Its lock is free again."""
         from shardwise.app.recipes.core.report import write_report_of_lost
 
-        write_report_of_lost(RunDir(self._checked().train.output.out))
+        write_report_of_lost(self._checked().config.files)
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""
@@ -198,7 +189,7 @@ class TrainingJob:
         with importing():  # here, and not before: it takes seconds
             from shardwise.app.recipes.core.training import train
 
-            assemble = self._recipe.assemble()
+            assemble = self.config.assemble()
         train(inputs, assemble, world, signals, self._options)
 
     def _checked(self) -> Inputs:

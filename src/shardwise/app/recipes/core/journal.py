@@ -14,11 +14,11 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.checkpointing import Best
-from shardwise.app.recipes.core.rundir import RunDir, naming
-from shardwise.app.recipes.core.sinks import Sink
+from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.runs.files import naming
 from shardwise.app.runs.metrics import MAX_LINE, parse_line, without_nan
 from shardwise.app.runs.ranks import RanksFile, RankStep
 from shardwise.base.errors import CheckpointError
@@ -26,9 +26,12 @@ from shardwise.checkpoint.disk.files import open_file
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import LOST, job_id
 
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.sinks import Sink
 
-class Journal(Protocol):
-    """Where the training loop records what happens."""
+
+class Journal:
+    """Where the training loop records what happens: every rank but rank 0 records nothing."""
 
     def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
         """Record a step, and what each rank says of it."""
@@ -46,26 +49,7 @@ class Journal(Protocol):
         """Record at once that the training failed: there may be little time for more."""
 
 
-class NoJournal:
-    """The journal of every rank but rank 0."""
-
-    def step(self, metrics: StepMetrics, ranks: Sequence[RankStep] = ()) -> None:
-        """Do nothing."""
-
-    def evaluated(self, step: int, values: Mapping[str, float]) -> None:
-        """Do nothing."""
-
-    def saved(self) -> None:
-        """Do nothing."""
-
-    def best(self, best: Best) -> None:
-        """Do nothing."""
-
-    def failed(self, error: BaseException) -> None:
-        """Do nothing."""
-
-
-class FileJournal:
+class FileJournal(Journal):
     """Writes ``metrics.jsonl`` and ``ranks.jsonl``, and passes metrics to other sinks.
 
     Args:

@@ -37,8 +37,8 @@ from shardwise.app.runs.ranks import RankStep
 from shardwise.base import devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
+from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
-from shardwise.optim import OptimizerInBackward
 from shardwise.transport.peers import Peers
 
 RECENT = 20  # steps over which speed is averaged
@@ -225,10 +225,11 @@ class Loop:
 
     def _clip(self) -> torch.Tensor:
         """Clip the gradients of the step, unless backward did; return their norm."""
-        optimizer = self._task.optimizer
-        if isinstance(optimizer, OptimizerInBackward):
-            assert optimizer.grad_norm is not None
-            return optimizer.grad_norm
+        if self._config.stepping is Stepping.IN_BACKWARD:
+            in_backward: Any = self._task.optimizer
+            assert in_backward.grad_norm is not None
+            norm: torch.Tensor = in_backward.grad_norm
+            return norm
         limit = self._config.optimizer.clip_grad or math.inf
         return clip_grad_norm_(list(self._task.module.parameters()), limit)
 

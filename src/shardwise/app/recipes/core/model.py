@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,29 +16,10 @@ from shardwise.base import devices
 from shardwise.insight.planning import models
 from shardwise.insight.planning.machine import device_reported_as
 
-
-def build(
-    settings: dict[str, Any], vocab_size: int | None, separator: int | None
-) -> PreTrainedModel:
-    """Build a causal language model on the meta device; see :func:`.models.build`.
-
-    Raises:
-        OptionError: ``transformers`` cannot make a causal language model of the settings.
-    """
-    with naming_model():
-        return models.build(settings, vocab_size, separator)
-
-
-def build_classifier(
-    settings: dict[str, Any], classes: int, device: str = "meta"
-) -> PreTrainedModel:
-    """Build an image classifier; see :func:`.models.build_classifier`.
-
-    Raises:
-        OptionError: ``transformers`` cannot make an image classifier of the settings.
-    """
-    with naming_model():
-        return models.build_classifier(settings, classes, device)
+# Those of the planner; what cannot be built is a mistake in --model here, an OptionError.
+build = naming_model()(models.build)
+build_classifier = naming_model()(models.build_classifier)
+decoder_layers = naming_model()(models.decoder_layers)
 
 
 def config_json(model: PreTrainedModel) -> str:
@@ -53,16 +33,6 @@ def initialize(model: PreTrainedModel, seed: int) -> None:
     """Initialize the shards; the values depend on the seed alone, not on the mesh."""
     torch.manual_seed(seed)
     materialize(model)
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the repeated blocks: the longest list of modules in the model.
-
-    Raises:
-        OptionError: the model has no list of modules.
-    """
-    with naming_model():
-        return models.decoder_layers(model)
 
 
 def next_token_loss(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:

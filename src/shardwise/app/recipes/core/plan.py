@@ -1,7 +1,8 @@
-"""``--plan``: what a training needs and how fast it will be, before it is started.
+"""``--plan`` and ``--dry-run``: what a training needs, before it is started.
 
 The plan rehearses the step of the recipe itself: its model, sharded as it will be, its batches and
-its loss.
+its loss. A dry run adds who would hold what, as the inspector says it. What this host has does not
+matter then: the ranks may be meant for others.
 """
 
 from __future__ import annotations
@@ -12,19 +13,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
+from rich.table import Table
+from rich.text import Text
 
-from shardwise.app.recipes.core.build import check_param_groups
+from shardwise.app.recipes.core.build import DTYPES, check_param_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Example
 from shardwise.app.recipes.core.timeline import PREDICTION
 from shardwise.base import devices
 from shardwise.base.units import binary_size
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
-from shardwise.frontends.strategies import Checkpointing, MeshError, WantedMesh
+from shardwise.frontends.blocks import store_in
+from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.inspect.api import plan as layout_of
+from shardwise.insight.inspect.report import GroupReport, Report
+from shardwise.insight.inspect.text import add_figures, plain_table, rendered
+from shardwise.insight.inspect.words import counted, fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.insight.planning.fit import nearest
 from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
@@ -36,7 +45,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.insight.planning.text import verdict
+from shardwise.insight.planning.text import needs, verdict
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
@@ -190,11 +199,8 @@ def _changes(before: Settings, after: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def kept_for_the_run(plan: ModelPlan | None) -> Iterator[None]:
+def kept_for_the_run(plan: ModelPlan) -> Iterator[None]:
     """Hand a plan to the rank that makes the folder of the run, in a file."""
-    if plan is None:
-        yield
-        return
     with tempfile.TemporaryDirectory(prefix="shardwise-plan-") as folder:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
@@ -206,3 +212,73 @@ def kept_for_the_run(plan: ModelPlan | None) -> Iterator[None]:
             yield
         finally:
             os.environ.pop(PLAN_FILE, None)
+
+
+# -- --dry-run ------------------------------------------------------------------------------------
+
+
+def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world: World) -> str:
+    """Describe what a training would hold, without a newline at the end.
+
+    Args:
+        blueprint: its model.
+        config: what it is asked for.
+        example: its batches and its loss.
+        world: of how many ranks.
+
+    Raises:
+        RehearsalError, UntraceableError: the training cannot be rehearsed.
+    """
+    plan = plan_training(blueprint, config, example, world, Rehearsed.FIRST)
+    layout = layout_for(blueprint, config, plan)
+    return rendered([Text(_head(plan, layout)), _groups(layout), Text(), *needs(plan)])
+
+
+def layout_for(blueprint: Blueprint, config: TrainConfig, plan: ModelPlan) -> Report:
+    """Return who holds what of one copy of the model, in the dtype that it is kept in."""
+    store_in(blueprint.model, DTYPES[config.sharding.shard_dtype])
+    return layout_of(blueprint, WantedMesh((SHARD,), plan.settings.sharding.shape[-1:]))
+
+
+def _head(plan: ModelPlan, layout: Report) -> str:
+    sharding = plan.settings.sharding
+    shards = layout.grid.size
+    cut = f"every parameter is split into {shards} {'shard' if shards == 1 else 'shards'}"
+    over = f"sharding   {plan.settings.strategy.value} over {sharding}"
+    replicas = sharding.shape[0] if len(sharding.shape) == 2 else 1
+    copies = f"{over}\n           {cut}; {replicas} copies of the model"
+    groups = counted(layout.groups, "group")
+    return (
+        f"model      {layout.model}, {layout.numel:,} parameters in {groups}\n"
+        f"{over + ': ' + cut if replicas == 1 else copies}"
+    )
+
+
+def _groups(layout: Report) -> Table:
+    """The groups; equal ones share a row, and so do ranks that hold the same of one."""
+    table = plain_table("group")
+    add_figures(table, "count", "parameters", "padding", "ranks", "elements", "MiB")
+    rows = fold(
+        layout.groups,
+        name=lambda group: group.name,
+        kind=lambda group: tuple(each.tiling for each in group.parameters),
+    )
+    own = "the rest" if len(layout.groups) > 1 else "the model"
+    for row in rows:
+        for cells in _rows(layout, row.full_name or own, len(row.members), row.first):
+            table.add_row(*map(Text, cells))
+    if len(layout.groups) > 1:
+        whole = GroupReport("", layout.parameters)
+        for cells in _rows(layout, "total", len(layout.groups), whole):
+            table.add_row(*map(Text, cells))
+    return table
+
+
+def _rows(layout: Report, name: str, count: int, group: GroupReport) -> Iterator[list[str]]:
+    """Cells of a group: a row for the ranks that hold the same number of elements."""
+    facts = [name, str(count), f"{group.numel:,}", f"{group.padding:,}"]
+    for numel, ranks in groupby(layout.grid.ranks, key=group.numel_on):
+        held = list(ranks)
+        mib = f"{group.nbytes_on(held[0]) / 2**20:,.2f}"
+        yield [*facts, ranks_in_words(held), f"{numel:,}", mib]
+        facts = [""] * len(facts)

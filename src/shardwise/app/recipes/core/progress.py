@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -17,8 +16,8 @@ from shardwise.base.units import printable, show
 LABEL = 11  # columns of "sharding   ", with which the lines about a run begin
 
 
-class Display(Protocol):
-    """Where a run prints."""
+class Display:
+    """Where a run prints: every rank but rank 0 prints nothing."""
 
     def say(self, text: str) -> None:
         """Print a line."""
@@ -33,23 +32,7 @@ class Display(Protocol):
         """End, after training succeeded or failed."""
 
 
-class Silence:
-    """The display of every rank but rank 0."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def begin(self, done: int, steps: int, unit: str) -> None:
-        """Do nothing."""
-
-    def step(self, metrics: StepMetrics) -> None:
-        """Do nothing."""
-
-    def end(self) -> None:
-        """Do nothing."""
-
-
-class Lines:
+class Lines(Display):
     """One line per step, for pipes, log files and grep."""
 
     def __init__(self) -> None:
@@ -67,9 +50,6 @@ class Lines:
     def step(self, metrics: StepMetrics) -> None:
         """Print the step."""
         print(metrics.line(self._unit), flush=True)
-
-    def end(self) -> None:
-        """Do nothing."""
 
 
 class _Figures(ProgressColumn):
@@ -103,7 +83,7 @@ class _Figures(ProgressColumn):
         return text
 
 
-class Bar:
+class Bar(Display):
     """A progress bar with the newest figures, for a terminal."""
 
     def __init__(self, console: Console) -> None:
@@ -160,7 +140,7 @@ def brief(count: int) -> str:
 def make_display(rank: int) -> Display:
     """Return the display for this rank and its standard output."""
     if rank != 0:
-        return Silence()
+        return Display()
     if sys.stdout.isatty():
         console = Console()
         if console.is_terminal and not console.is_dumb_terminal:

@@ -1,27 +1,30 @@
 """What a recipe is: a configuration, what it refers to once it is checked, and a task to train.
 
     config.check(world)                -> Inputs    without torch: mistakes are reported at once
-    recipe.assemble()(inputs, place)   -> Task      on every rank, with torch
-    recipe.blueprint(config)           -> Blueprint the model alone, for a plan
-    recipe.example(config)             -> Example   its batches and its loss, for a plan
+    config.assemble()(inputs, place)   -> Task      on every rank, with torch
+    config.blueprint()                 -> Blueprint the model alone, for a plan
+    config.example()                   -> Example   its batches and its loss, for a plan
 
 The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
 
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Position, TrainingSpan
+from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
+from shardwise.insight.schema.option import Config
+from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import TrainConfig
 
 if TYPE_CHECKING:
@@ -39,80 +42,124 @@ if TYPE_CHECKING:
 Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 
 
-class RecipeConfig(Protocol):
-    """The configuration of one kind of training: a frozen dataclass."""
+class RecipeConfig(Config):
+    """The configuration of one kind of training: the base of frozen dataclasses.
 
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
+    A module with the name of the recipe has ``assemble(inputs, place)``, ``blueprint(config)`` and
+    ``example(config)``. It is imported when it is needed: torch and transformers take seconds.
+
+    Attributes:
+        recipe: name of the kind on the command line.
+        train: what does not depend on model and data.
+    """
+
+    recipe: ClassVar[str]
+    train: TrainConfig  # a field of each of them, at its place among the options
+
+    @classmethod
+    def for_model(cls, model: str) -> RecipeConfig | None:
+        """Return the configuration with the defaults that go with ``--model``; None: all have one.
+
+        Raises:
+            OptionError: no model has this name.
+        """
+        del model
+        return None
+
+    @classmethod
+    def for_pretrained(cls, name: str) -> RecipeConfig:
+        """Return the same for ``--from``, where that is an option.
+
+        Raises:
+            OptionError: there is no such model, or it has no weights.
+        """
+        raise NotImplementedError
 
     @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
+    def files(self) -> RunDir:
+        """The folder of the run."""
+        return RunDir(self.train.output.out)
+
+    def with_train(self, **changes: Any) -> Self:
+        """Return this configuration with other settings in ``train``."""
+        train: dict[str, Any] = {"train": replace(self.train, **changes)}
+        return replace(self, **train)
 
     def check(self, world: World) -> Inputs:
-        """Find the model and the data; raise ``UserError`` if the training is not possible."""
+        """Find the model and the data, without torch.
+
+        Raises:
+            UserError: one line that says why the training is not possible.
+        """
+        raise NotImplementedError
 
     def check_world(self, world: World) -> None:
-        """Raise ``UserError`` unless the configuration fits the world; looks at no files."""
+        """Check that the configuration fits the world; look at no files.
+
+        Raises:
+            OptionError: it does not fit.
+        """
+        resolve_sharding(self.train.sharding, world.size, world.hosts)
 
     def check_dry_run(self, world: World) -> None:
-        """Raise ``UserError`` unless ``--dry-run`` is possible; looks at no data and no folder."""
+        """Check what ``--dry-run`` needs: no data, no folder.
+
+        Raises:
+            UserError: one line that says what is wrong.
+        """
+        self.check_values()
+        self.check_world(world)
+
+    def assemble(self) -> Assemble:
+        """Import what builds model, optimizer and data on one rank."""
+        assemble: Assemble = self._module().assemble
+        return assemble
+
+    def blueprint(self) -> Blueprint:
+        """Return the model, without memory, and how it would be sharded."""
+        blueprint: Blueprint = self._module().blueprint(self)
+        return blueprint
+
+    def example(self) -> Example:
+        """Return the batches and the loss."""
+        example: Example = self._module().example(self)
+        return example
+
+    def _module(self) -> ModuleType:
+        return import_module(f"shardwise.app.recipes.{self.recipe}")
 
 
-class Inputs(Protocol):
+class Inputs:
     """A configuration that was checked, and what it refers to."""
+
+    config: RecipeConfig
 
     @property
     def recipe(self) -> str:
         """Name of the recipe on the command line."""
+        return self.config.recipe
 
     @property
     def train(self) -> TrainConfig:
         """What does not depend on model and data."""
+        return self.config.train
 
     @property
     def span(self) -> TrainingSpan:
         """How long the training is."""
+        raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
         """Return config, model and data for ``run.json``: what is the same in every session."""
+        raise NotImplementedError
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Raise ``OptionError`` unless a run with these facts can go on as this one."""
+        """Check that a run with these facts can go on as this one.
 
-
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """One kind of training.
-
-    Attributes:
-        name: on the command line.
-        config: the configuration with all its defaults.
-        module: has ``assemble(inputs, place)``, ``blueprint(config)`` and ``example(config)``. It
-            is imported when it is needed: torch and transformers take seconds.
-        config_for: returns the configuration with the defaults that go with ``--model``.
-        config_from: the same for ``--from``; ``None``: the recipe does not have it.
-    """
-
-    name: str
-    config: RecipeConfig
-    module: str
-    config_for: Callable[[str], RecipeConfig] | None = None
-    config_from: Callable[[str], RecipeConfig] | None = None
-
-    def assemble(self) -> Assemble:
-        """Import what builds model, optimizer and data on one rank."""
-        assemble: Assemble = import_module(self.module).assemble
-        return assemble
-
-    def blueprint(self, config: RecipeConfig) -> Blueprint:
-        """Return the model of a configuration, without memory, and how it would be sharded."""
-        blueprint: Blueprint = import_module(self.module).blueprint(config)
-        return blueprint
-
-    def example(self, config: RecipeConfig) -> Example:
-        """Return the batches and the loss of a configuration."""
-        example: Example = import_module(self.module).example(config)
-        return example
+        Raises:
+            OptionError: naming what differs.
+        """
+        raise NotImplementedError
 
 
 #: Environment variable: the file with the plan, for the rank that makes the folder of the run.

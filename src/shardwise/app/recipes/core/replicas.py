@@ -67,6 +67,10 @@ class Replicas:
         """Take part from now on; return the step that this replica is at."""
         return step
 
+    def has_peers(self) -> bool:
+        """Whether others train already, so that this one need not load a checkpoint: none do."""
+        return False
+
     def outer_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which the model of every replica has the outer parameters."""
         return self._diloco.outer_parameters()

@@ -43,19 +43,17 @@ import re
 import shutil
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.app.runs import files
+from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import is_partial
 from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.files import open_file
+from shardwise.checkpoint.disk.files import open_file, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.option import OptionError, flatten
@@ -71,125 +69,8 @@ _MAX_PATH = 4095  # bytes, of Linux
 _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
 
 
-@dataclass(frozen=True)
-class RunDir:
-    """The folder of a run and the paths in it.
-
-    Attributes:
-        root: the folder.
-    """
-
-    root: Path
-
-    @property
-    def run_json(self) -> Path:
-        """Configuration, versions, outcome. A folder with this file is a run."""
-        return self.root / files.RECORD
-
-    @property
-    def options(self) -> Path:
-        """The options of the last session, as ``--config`` reads them."""
-        return self.root / files.OPTIONS
-
-    @property
-    def model_config(self) -> Path:
-        """The model's configuration, as transformers reads it."""
-        return self.root / "config.json"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Folder of the tokenizer, as transformers saves it; see :meth:`keep_tokenizer`."""
-        return self.root / TOKENIZER
-
-    @property
-    def generation_config(self) -> Path:
-        """How the model generates, as transformers reads it."""
-        return self.root / "generation_config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One line per step."""
-        return self.root / files.METRICS
-
-    @property
-    def timeline(self) -> Path:
-        """Folder of the timeline."""
-        return self.root / "timeline"
-
-    @property
-    def sample(self) -> Path:
-        """The text that the model writes at the end."""
-        return self.root / files.SAMPLE
-
-    @property
-    def weights(self) -> Path:
-        """The full model at the end, in one file."""
-        return self.root / "model.safetensors"
-
-    @property
-    def ranks(self) -> Path:
-        """How long each rank computed and waited, a line every few seconds."""
-        return self.root / files.RANKS
-
-    @property
-    def layout(self) -> Path:
-        """Who holds what, as the inspector's page."""
-        return self.root / files.LAYOUT
-
-    @property
-    def plan(self) -> Path:
-        """What was predicted of the run."""
-        return self.root / files.PLAN
-
-    @property
-    def report(self) -> Path:
-        """The page of the run."""
-        return self.root / files.REPORT
-
-    @property
-    def confusion(self) -> Path:
-        """The confusion matrix."""
-        return self.root / files.CONFUSION
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of checkpoints."""
-        return self.root / files.CHECKPOINTS
-
-    @property
-    def adapters(self) -> Path:
-        """Folder of the adapters at the end, in the format of peft."""
-        return self.root / "adapters"
-
-    @property
-    def merged(self) -> Path:
-        """Folder of the weights at the end, with the adapters merged into them."""
-        return self.root / "merged"
-
-    @property
-    def lock(self) -> Path:
-        """The file that a run keeps locked while it trains."""
-        return self.root / files.LOCK
-
-    @property
-    def quorum(self) -> Path:
-        """What happened among replicas that are worlds of their own, a line each."""
-        return self.root / files.QUORUM
-
-    @property
-    def replicas(self) -> Path:
-        """Folder of the runs of all such replicas but the first."""
-        return self.root / files.REPLICAS
-
-    @property
-    def wandb(self) -> Path:
-        """Folder that Weights & Biases writes to."""
-        return self.root / "wandb"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Folder of event files."""
-        return self.root / "tensorboard"
+class RunDir(RunFiles):
+    """The folder of a run, in which a training may begin."""
 
     def check(self, config: OutputConfig) -> None:
         """Check that a run may begin, or go on, here. Changes nothing.
@@ -286,7 +167,7 @@ class RunDir:
             return False
         except OSError:  # a file, or a folder of somebody else
             return True
-        return not all(map(self._is_trace, found)) or files.is_locked(self.lock)
+        return not all(map(self._is_trace, found)) or lock_of(self.lock) is Lock.HELD
 
     def was_begun_by(self, job: str | None) -> bool:
         """Return whether a job has begun, or resumed, the run that is here.
@@ -461,45 +342,13 @@ def check_same_model(
     raise OptionError("--model", f"{now['name']}, another model", expected)
 
 
-def _beside(path: Path) -> str:
-    """Return the prefix of temporary files that will replace another file."""
-    return f".{path.name}."
-
-
-@contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the name of a file to an ``OSError``: a write knows only its descriptor."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a small file atomically, and flush it to disk.
 
     Raises:
         OSError: it cannot be written; the error names it.
     """
-    with naming(path):
-        _write_text(path, text)
-
-
-def _write_text(path: Path, text: str) -> None:
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=_beside(path))
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp keeps it from others; a file of a run is as readable as any.
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    replace_file(path, text.encode())
 
 
 _MOST_BYTES = 300  # of a holder: the name of a host, and a number

@@ -5,31 +5,30 @@ Only rank 0 has sinks. A sink that cannot be opened ends a run before its first 
 
 from __future__ import annotations
 
-import netrc
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.training import LogName
 
 
-class Sink(Protocol):
+class Sink:
     """Something that draws curves."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Take the values of a step."""
 
     def flush(self) -> None:
-        """Flush to disk what is written to disk."""
+        """Flush to disk what does not get there by itself."""
 
     def close(self, failed: BaseException | None) -> None:
         """End, after training has ended, or failed with an error."""
 
 
-class TensorBoard:
+class TensorBoard(Sink):
     """TensorBoard's event files.
 
     Args:
@@ -57,7 +56,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Sink):
     """A run of Weights & Biases, by its own package.
 
     Its environment variables choose the project, the entity and the mode. Without an account on
@@ -103,9 +102,6 @@ class Wandb:
         """Log the values; this waits for no network."""
         self._attempt(lambda: self._run.log({"step": step, **values}))
 
-    def flush(self) -> None:
-        """Do nothing: its service writes by itself."""
-
     def close(self, failed: BaseException | None) -> None:
         """End the run, finished or failed."""
         self._attempt(lambda: self._run.finish(exit_code=0 if failed is None else 1))
@@ -129,6 +125,8 @@ def _has_account() -> bool:
     """Return whether a key for Weights & Biases is on this host."""
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
+    import netrc
+
     host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
     try:
         entries = netrc.netrc(os.environ.get("NETRC"))
@@ -137,25 +135,24 @@ def _has_account() -> bool:
     return host is not None and entries.authenticators(host) is not None
 
 
-def open_sink(
-    name: LogName, folder: Path, done: int, identity: str, config: Mapping[str, Any]
-) -> Sink | None:
-    """Open a sink.
+def open_sinks(
+    names: Collection[LogName], folder: Path, done: int, identity: str, config: Mapping[str, Any]
+) -> list[Sink]:
+    """Open the sinks of a run, beside ``metrics.jsonl``, which every run has.
 
     Args:
-        name: which one; None is returned for ``metrics.jsonl``, which every run has.
+        names: which.
         folder: of the run.
         done: steps done before.
         identity: of the run.
         config: of the run.
 
     Raises:
-        UserError: it cannot be opened.
+        UserError: one cannot be opened.
     """
-    match name:
-        case LogName.TENSORBOARD:
-            return TensorBoard(folder / "tensorboard", done)
-        case LogName.WANDB:
-            return Wandb(folder, identity, config)
-        case LogName.JSONL:
-            return None
+    sinks: list[Sink] = []
+    if LogName.TENSORBOARD in names:
+        sinks.append(TensorBoard(folder / "tensorboard", done))
+    if LogName.WANDB in names:
+        sinks.append(Wandb(folder, identity, config))
+    return sinks

@@ -8,13 +8,15 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import Stopped
-from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.timeline import Recording, record
-from shardwise.insight.timeline.merged import prediction_from_json
+
+if TYPE_CHECKING:
+    from shardwise.insight.planning.clock import StepTime
+    from shardwise.insight.timeline import Recording
 
 #: The file beside that of ``PLAN_FILE``: what ``--plan`` says of a step, moment by moment.
 PREDICTION = "prediction.json"
@@ -25,6 +27,8 @@ def read_prediction() -> StepTime | None:
     planned = os.environ.get(PLAN_FILE)
     if planned is None:
         return None
+    from shardwise.insight.timeline.merged import prediction_from_json
+
     path = Path(planned).with_name(PREDICTION)
     try:
         return prediction_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
@@ -77,6 +81,8 @@ class TimelineOfRun:
             yield
             return
         if self._recording is None:
+            from shardwise.insight.timeline import record  # few trainings need it
+
             recording = record(self._folder, prediction=self._prediction)
             try:
                 recording.__enter__()

@@ -34,18 +34,13 @@ from shardwise.app.recipes.core.loop import Loop
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
-from shardwise.app.recipes.core.replicas import LooseReplicas, ReplicaCheckpoints
-from shardwise.app.recipes.core.report import report_under_way, write_report
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
-from shardwise.app.recipes.core.sinks import Sink, open_sink
 from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.base import devices
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
-from shardwise.insight.inspect.api import inspect
-from shardwise.insight.inspect.page import page as inspect_page
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
@@ -136,23 +131,19 @@ def train_connected(
     torch.manual_seed(inputs.train.seed * readers.size + readers.rank)
     output = inputs.train.output
     files = RunDir(output.out)
-    checkpoints = (
-        Checkpoints(
-            files.checkpoints,
-            output.keep_last,
-            task.position,
-            device=place.device,
-            base=task.base,
-        )
-        if task.replicas is None or place.replica is not None
-        else ReplicaCheckpoints(files.checkpoints, output.keep_last, place.mesh, task.position)
-    )
+    folder, keep = files.checkpoints, output.keep_last
+    if task.replicas is None or place.replica is not None:
+        checkpoints = Checkpoints(folder, keep, task.position, device=place.device, base=task.base)
+    else:
+        from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
+
+        checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
     run = _Run(inputs, place, task, files, checkpoints, options, host_names)
     position = _joined(run, _resume(run))
     if world.rank == 0:
         _train_and_record(run, position, signals)
     else:
-        _train(run, position, journal.NoJournal(), signals)
+        _train(run, position, journal.Journal(), signals)
 
 
 def place_for(
@@ -207,12 +198,6 @@ def _how_to_go_on_without(run: _Run, newest: int) -> str:
     return how_to_go_on_without(run.checkpoints.path(newest), older[-1])
 
 
-def _trains_already(run: _Run) -> bool:
-    """Whether other replicas are further than any checkpoint."""
-    replicas = run.task.replicas
-    return isinstance(replicas, LooseReplicas) and replicas.has_peers()
-
-
 def _joined(run: _Run, position: Position) -> Position:
     """Join the other replicas, if there are any that train apart; return how far this one is."""
     replicas = run.task.replicas
@@ -232,8 +217,9 @@ def _take_folder(run: _Run) -> int | None:
     if run.place.replica is not None:
         # The launcher has looked at the folder. What is in it may be of an earlier start.
         run.files.make()
-        saved = run.checkpoints.steps()
-        return saved[-1] if saved and not _trains_already(run) else None
+        saved, replicas = run.checkpoints.steps(), run.task.replicas
+        has_peers = replicas is not None and replicas.has_peers()  # further than any checkpoint
+        return saved[-1] if saved and not has_peers else None
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
@@ -247,6 +233,12 @@ def _take_folder(run: _Run) -> int | None:
 
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
     """Train on rank 0, and write the files of the run."""
+    # Here, and not before: other ranks have no use for them.
+    from shardwise.app.recipes.core.report import report_under_way, write_report
+    from shardwise.app.recipes.core.sinks import open_sinks
+    from shardwise.insight.inspect.api import inspect
+    from shardwise.insight.inspect.page import page as inspect_page
+
     task, files, say = run.task, run.files, run.place.display.say
     facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
     facts["model"]["parameters"] = count(task.module.parameters())
@@ -267,7 +259,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     log: journal.FileJournal | None = None
     failed: BaseException | None = None
     try:
-        sinks = _sinks(run, record.identity, position.step)
+        logs, config = run.inputs.train.output.logs, facts["config"]
+        sinks = open_sinks(logs, files.root, position.step, record.identity, config)
         log = journal.FileJournal(files, record, task.unit, position.step, sinks)
         write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
         with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
@@ -290,14 +283,6 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     write_report(files)
     say(f"report     {files.report}")
     say(f"run        {files.root}")
-
-
-def _sinks(run: _Run, identity: str, done: int) -> list[Sink]:
-    """Open where metrics go, beside ``metrics.jsonl``."""
-    config, root = run.inputs.facts()["config"], run.files.root
-    names = sorted(run.inputs.train.output.logs, key=lambda name: name.value)
-    opened = (open_sink(name, root, done, identity, config) for name in names)
-    return [sink for sink in opened if sink is not None]
 
 
 def _train(

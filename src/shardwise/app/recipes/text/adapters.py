@@ -13,7 +13,7 @@ from shardwise import FSDPModule
 from shardwise.app.recipes.core.checkpointing import on_rank_zero
 from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.lora import Frozen, decided, frozen_bytes, parse_lora
+from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes, parse_lora
 from shardwise.base import devices
 from shardwise.base.units import brief_size
 from shardwise.checkpoint.disk.commit import delete

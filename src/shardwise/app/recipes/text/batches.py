@@ -13,7 +13,7 @@ position of what was trained on, whatever was read beyond that.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -24,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from shardwise.app.recipes.core.build import kept_between_forwards
+from shardwise.app.recipes.core.build import evaluating
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.progress import brief
@@ -33,8 +33,8 @@ from shardwise.app.recipes.text.chat import ChatData, ChatLines
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
-    ChatLoss,
     ChatRows,
+    TargetBatch,
     survey,
     target_loss,
 )
@@ -53,16 +53,6 @@ from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 VALIDATION_SEQUENCES = 64
-
-
-class Tokens(Protocol):
-    """Tokens one after another, of which any part can be read."""
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-
-    def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """Return tokens ``start`` .. ``start + length``, int64 of shape (length,)."""
 
 
 class TextBatches:
@@ -84,48 +74,72 @@ class TextBatches:
 
 
 class ValidationLoss:
-    """The loss on sequences spread evenly over the validation text, divided among ranks.
+    """The loss on what is not trained on, divided among ranks.
 
     Args:
         model: the model to evaluate.
-        stream: the tokens to evaluate it on.
-        config: length and batch size.
-        world: this rank.
+        loss: of the model on a batch: its sum, and what the sum of all batches is divided by.
+        batches: returns those of this rank, in host memory. Equally many on every rank, since every
+            forward takes all ranks.
         device: where this rank computes.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        stream: Tokens,
-        config: LmConfig,
-        world: World,
+        loss: Callable[[nn.Module, Any], tuple[float, float]],
+        batches: Callable[[], Iterable[Any]],
         device: torch.device,
     ) -> None:
         self._model = model
-        self._batch_size = config.train.batch_size
-        self._world = world
+        self._loss = loss
+        self._batches = batches
         self._device = device
-        # Equally many on every rank, since every forward takes all ranks.
-        total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
-        room = len(stream) - (config.seq_length + 1)
-        starts = [room * i // max(1, total - 1) for i in range(total)]
-        rows = [stream.read(start, config.seq_length + 1) for start in starts]
-        self._mine = [torch.from_numpy(row) for row in rows[world.rank :: world.size]]
 
-    @torch.no_grad()
     def __call__(self) -> dict[str, float]:
         """Return the mean over all ranks, in nats per token."""
-        self._model.eval()
-        total = torch.zeros(1, dtype=torch.float64)
-        with kept_between_forwards(self._model):
-            for first in range(0, len(self._mine), self._batch_size):
-                rows = self._mine[first : first + self._batch_size]
-                loss = next_token_loss(self._model, torch.stack(rows).to(self._device))
-                total += loss.item() * len(rows)
-        self._model.train()
+        total = torch.zeros(2, dtype=torch.float64)
+        with evaluating(self._model):
+            for batch in self._batches():
+                sums = self._loss(self._model, batch.to(self._device))
+                total += torch.tensor(sums, dtype=torch.float64)
         everyone = Peers().gather_numbers(total, "the sum of validation losses")
-        return {"validation_loss": everyone.sum().item() / (len(self._mine) * self._world.size)}
+        loss, count = everyone.sum(0).tolist()
+        return {"validation_loss": loss / count}
+
+
+def _loss_of_sequences(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
+    return next_token_loss(model, tokens).item() * len(tokens), len(tokens)
+
+
+def _loss_of_chats(model: nn.Module, batch: TargetBatch) -> tuple[float, float]:
+    return target_loss(model, batch).item(), batch.target_count
+
+
+def loss_on_tokens(
+    model: nn.Module,
+    read: Callable[[int, int], NDArray[np.int64]],
+    size: int,
+    config: LmConfig,
+    world: World,
+    device: torch.device,
+) -> ValidationLoss:
+    """Return the loss on sequences spread evenly over tokens, which are read now.
+
+    Args:
+        model: the model to evaluate.
+        read: returns tokens by the first one and their number, int64.
+        size: how many there are.
+        config: length and batch size.
+        world: this rank.
+        device: where this rank computes.
+    """
+    total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
+    length = config.seq_length + 1
+    starts = [(size - length) * i // max(1, total - 1) for i in range(total)]
+    mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
+    batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
+    return ValidationLoss(model, _loss_of_sequences, lambda: batches, device)
 
 
 #: Evaluates a model: names and values, such as ``validation_loss``.
@@ -192,12 +206,13 @@ def open_data(
 
 
 def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
+    held = text.validation
     files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
     return LmData(
         batches=TextBatches(text, config, device),
-        evaluation=lambda model: ValidationLoss(model, text.validation, config, world, device),
+        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
-        f"{brief(len(text.validation))} for validation; {files}",
+        f"{brief(len(held))} for validation; {files}",
     )
 
 
@@ -228,7 +243,9 @@ def _open_documents(
     batches = streams if busy or jumps else ReadAhead(streams, world.size, device)
     return LmData(
         batches=batches,
-        evaluation=lambda model: ValidationLoss(model, held, config, world, device),
+        evaluation=lambda model: loss_on_tokens(
+            model, lambda at, count: held[at : at + count], len(held), config, world, device
+        ),
         summary=summary,
         position=batches,
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
@@ -258,7 +275,9 @@ def _open_chats(
         batches = ReadAhead(batches, world.size, device)
     return LmData(
         batches=batches,
-        evaluation=lambda model: ChatLoss(model, held, config.train.batch_size, world, device),
+        evaluation=lambda model: ValidationLoss(
+            model, _loss_of_chats, lambda: held.batches(config.train.batch_size, world), device
+        ),
         summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
         f"{vocabulary.used:,} tokens",
         notes="; ".join(f"{part}{note}" for part, note in given.items() if note),
@@ -273,17 +292,8 @@ AHEAD = 8  # batches: room for a source that stands still for some steps, and ne
 END = 5.0  # seconds that the thread gets to end, after which it is left to the process's end
 
 
-class Readable(Protocol):
-    """Data in host memory that know where they stand."""
-
-    def batch(self, position: int, count: int) -> Any:
-        """Examples ``position`` .. ``position + count``: what has a method ``to``, for devices."""
-
-    def state(self) -> dict[str, Any]:
-        """Where they stand: tensors and plain values that do not change."""
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from it."""
+class Readable(Data, Resumable, Protocol):
+    """Data in host memory that know where they stand; batches have a method ``to``, for devices."""
 
 
 @dataclass(frozen=True)
@@ -376,28 +386,9 @@ class ReadAhead:
         self._data.load_state(state, where)
 
 
-class HeldTokens:
-    """Tokens in memory, with the interface of a ``ByteStream``.
-
-    Args:
-        tokens: one after another.
-    """
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = np.array(tokens, dtype=np.int64)
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self._tokens)
-
-    def read(self, start: int, length: int) -> NDArray[np.int64]:
-        """Tokens ``start`` .. ``start + length``."""
-        return self._tokens[start : start + length]
-
-
 def validation_tokens(
     source: StreamSource, vocabulary: Vocabulary, length: int, count: int
-) -> HeldTokens:
+) -> NDArray[np.int64]:
     """Tokens for ``count`` sequences that are not trained on, or for all that there are.
 
     Raises:
@@ -416,4 +407,4 @@ def validation_tokens(
             f"{len(tokens)} tokens for validation (one document in {VALIDATION_SHARE})",
             f"at least {length + 1} with --seq-length {length}, or --eval-data with others",
         )
-    return HeldTokens(tokens[:wanted])
+    return np.array(tokens[:wanted], dtype=np.int64)

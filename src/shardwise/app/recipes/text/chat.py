@@ -168,31 +168,31 @@ class ChatLines:
     def __init__(self, option: str, paths: Sequence[Path]) -> None:
         self.option = option
         self.paths = tuple(paths)
-        # Of each line: which file, its number there, its first byte, and its size.
-        self._file, self._number = array("q"), array("q")
-        self._offset, self._size = array("q"), array("q")
+        # Four numbers of each line, as :meth:`add` gets them.
+        self._places = array("q")
 
     def __len__(self) -> int:
         """Return the number of lines."""
-        return len(self._file)
+        return len(self._places) // 4
 
     def add(self, file: int, number: int, offset: int, size: int) -> None:
         """Add a line, by its file's number, its own number there (from 1), and where it lies."""
-        self._file.append(file)
-        self._number.append(number)
-        self._offset.append(offset)
-        self._size.append(size)
+        self._places.extend((file, number, offset, size))
+
+    def _place(self, index: int) -> array[int]:
+        return self._places[4 * index : 4 * index + 4]
 
     def of(self, indices: Sequence[int]) -> ChatLines:
         """Return some of the lines."""
         some = ChatLines(self.option, self.paths)
         for i in indices:
-            some.add(self._file[i], self._number[i], self._offset[i], self._size[i])
+            some.add(*self._place(i))
         return some
 
     def where(self, index: int) -> str:
         """Return option, file and line, for errors."""
-        return _where(self.option, self.paths[self._file[index]], self._number[index])
+        file, number, _, _ = self._place(index)
+        return _where(self.option, self.paths[file], number)
 
     def read(self, index: int) -> Chat | Completion:
         """Return what a line says.
@@ -201,11 +201,12 @@ class ChatLines:
             ChatError: the file has changed since it was checked.
             UserError: the file cannot be read any more.
         """
-        path = self.paths[self._file[index]]
+        which, _, offset, size = self._place(index)
+        path = self.paths[which]
         try:
             with path.open("rb") as file:
-                file.seek(self._offset[index])
-                line = file.read(self._size[index])
+                file.seek(offset)
+                line = file.read(size)
         except OSError as error:
             raise UserError(
                 f"{self.option}: {path} cannot be read any more: {error.strerror}"

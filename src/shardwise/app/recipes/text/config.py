@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,22 +10,20 @@ from typing import Annotated, Any
 
 from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import Every, TrainingSpan
-from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.text.chat import ChatData, load_chats
 from shardwise.app.recipes.text.data import TextData, load_text
 from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
-from shardwise.app.recipes.text.lora import Frozen, fingerprint, parse_lora
-from shardwise.app.recipes.text.packing import Packing
-from shardwise.app.recipes.text.published import find_pretrained
+from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
-from shardwise.insight.planning.presets import LLAMAS, LlamaShape, longest_sequence
+from shardwise.insight.planning.presets import LLAMAS, longest_sequence
 from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
     SAMPLE,
     TRAINING,
     Bounds,
-    Config,
     Count,
     Natural,
     NotNegative,
@@ -35,7 +34,6 @@ from shardwise.insight.schema.option import (
     option,
     require,
 )
-from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
@@ -63,31 +61,20 @@ class Defaults:
     lr: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class LlamaPreset:
-    """A Llama, and how it is trained.
-
-    Attributes:
-        shape: of the model.
-        defaults: of its training.
-    """
-
-    shape: LlamaShape
-    defaults: Defaults
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings, as in a ``config.json`` of ``transformers``."""
-        return self.shape.settings()
-
-
+#: The Llamas that are trained by name, with the defaults that go with each.
 PRESETS = {
-    name: LlamaPreset(shape=LLAMAS[name], defaults=defaults)
-    for name, defaults in {
-        "llama-tiny": Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
-        "llama-34m": Defaults(steps=1000, batch_size=4, seq_length=512, lr=1e-3),
-        "llama-150m": Defaults(steps=2000, batch_size=8, seq_length=1024, lr=4e-4),
-    }.items()
+    "llama-tiny": Defaults(steps=600, batch_size=4, seq_length=128, lr=2e-3),
+    "llama-34m": Defaults(steps=1000, batch_size=4, seq_length=512, lr=1e-3),
+    "llama-150m": Defaults(steps=2000, batch_size=8, seq_length=1024, lr=4e-4),
 }
+
+
+class Packing(enum.Enum):
+    """How chats are laid out in rows; see :mod:`.conversations`."""
+
+    PACKED = "packed"
+    PADDED = "padded"
+
 
 #: The model that is trained if none is named.
 DEFAULT_MODEL = "llama-tiny"
@@ -98,8 +85,10 @@ FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LmConfig(Config):
+class LmConfig(RecipeConfig):
     """A training of a language model."""
+
+    recipe = "lm"
 
     model: str = field(metadata=model_option(PRESETS))
     pretrained: str | None = field(
@@ -236,8 +225,7 @@ class LmConfig(Config):
     @classmethod
     def for_model(cls, model: str) -> LmConfig:
         """Return the configuration with the defaults that go with ``--model``."""
-        preset = PRESETS.get(model)
-        defaults = FOR_CONFIG_FILES if preset is None else preset.defaults
+        defaults = PRESETS.get(model, FOR_CONFIG_FILES)
         return cls(
             model=model,
             seq_length=defaults.seq_length,
@@ -270,11 +258,6 @@ class LmConfig(Config):
                 optimizer=OptimizerConfig(lr=defaults.lr),
             ),
         )
-
-    @property
-    def files(self) -> RunDir:
-        """The folder of the run."""
-        return RunDir(self.train.output.out)
 
     @property
     def prompt_text(self) -> str:
@@ -355,7 +338,7 @@ class LmConfig(Config):
         Raises:
             OptionError: it does not fit.
         """
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
+        super().check_world(world)
         with_microbatches(self, world.size)
 
     def settings(self) -> dict[str, Any]:
@@ -366,11 +349,11 @@ class LmConfig(Config):
         """
         if self.pretrained is not None:
             return find_pretrained(self.pretrained)
-        return find_settings(self.model, {name: each.settings() for name, each in PRESETS.items()})
+        return find_settings(self.model, {name: LLAMAS[name].settings() for name in PRESETS})
 
 
 @dataclass(frozen=True)
-class LmInputs:
+class LmInputs(Inputs):
     """A checked configuration, and what it refers to.
 
     Attributes:
@@ -379,16 +362,9 @@ class LmInputs:
         text: the data.
     """
 
-    recipe = "lm"
-
     config: LmConfig
     settings: dict[str, Any]
     text: TextData | Documents | ChatData
-
-    @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
-        return self.config.train
 
     @property
     def span(self) -> TrainingSpan:
@@ -472,5 +448,4 @@ def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:
     )
     each = tokens // smallest
     size = max(n for n in range(1, min(config.train.batch_size, each) + 1) if each % n == 0)
-    train = replace(config.train, batch_size=size, accumulate=each // size)
-    return replace(config, train=train)
+    return config.with_train(batch_size=size, accumulate=each // size)

@@ -4,13 +4,21 @@ At the beginning the ranks divide the lines of the files, tokenize them, and tel
 long the documents are. From that every rank makes the same rows. The order of rows is a function of
 seed and position, as for all data here. Documents are tokenized again when their row is needed, so
 that no rank holds tokens of all chats.
+
+    packed      | a a a a a b b b | c c c c c c d . |
+    positions   | 0 1 2 3 4 0 1 2 | 0 1 2 3 4 5 0 0 |
+    padded      | a a a a a . . . | b b b . . . . . | c c c c c c . . | d . . . . . . . |
+
+No document is cut at the end of a row, and none attends to another: the positions of a packed row
+begin anew with each document, from which attention in ``transformers`` makes a block-diagonal mask.
 """
 
 from __future__ import annotations
 
+import bisect
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.app.recipes.core.build import kept_between_forwards
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.app.recipes.text.chat import ChatLines
-from shardwise.app.recipes.text.packing import Packing, Rows, lay_out
+from shardwise.app.recipes.text.config import Packing
 from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
@@ -69,6 +76,10 @@ def target_loss(model: nn.Module, batch: TargetBatch) -> torch.Tensor:
     )
 
 
+def _numbers() -> array[int]:
+    return array("q")
+
+
 @dataclass
 class Survey:
     """The documents of chat files, without their tokens.
@@ -83,18 +94,13 @@ class Survey:
         dropped: documents that were left out, since nothing to train on was left of them.
     """
 
-    lines: array[int]
-    parts: array[int]
-    lengths: array[int]
+    lines: array[int] = field(default_factory=_numbers)
+    parts: array[int] = field(default_factory=_numbers)
+    lengths: array[int] = field(default_factory=_numbers)
     split: int = 0
     truncated: int = 0
     lost: int = 0
     dropped: int = 0
-
-    @classmethod
-    def empty(cls) -> Survey:
-        """Return the survey of no lines."""
-        return cls(array("q"), array("q"), array("q"))
 
     def add(self, line: int, documents: Sequence[MaskedTokens], length: int) -> None:
         """Add the documents of a line, of which each is cut to ``length`` tokens."""
@@ -143,7 +149,7 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
     Raises:
         UserError: a line cannot be used, the same on every rank: the first that a rank met with.
     """
-    found = Survey.empty()
+    found = Survey()
     problem: UserError | None = None
     first = len(lines) * world.rank // world.size
     last = len(lines) * (world.rank + 1) // world.size
@@ -156,7 +162,7 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
     for _, each in everyone:
         if each is not None:
             raise each
-    whole = Survey.empty()
+    whole = Survey()
     for part, _ in everyone:
         whole.extend(part)
     if not whole.lengths:
@@ -166,6 +172,67 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
             "shorter chats, or a larger --seq-length",
         )
     return whole
+
+
+class Rows:
+    """Which documents each row holds.
+
+    Args:
+        rows: for each row, the numbers of its documents.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        # Two arrays: a list of lists would take more memory than the documents of a row.
+        self._documents = array("q", (number for row in rows for number in row))
+        self._starts = array("q", [0])
+        for row in rows:
+            self._starts.append(self._starts[-1] + len(row))
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self._starts) - 1
+
+    def __getitem__(self, row: int) -> Sequence[int]:
+        """Return the numbers of the documents of a row."""
+        return self._documents[self._starts[row] : self._starts[row + 1]]
+
+
+def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> Rows:
+    """Return in which row each document goes.
+
+    Packed rows are filled by the best-fit decreasing heuristic: from the longest document to the
+    shortest, each goes into the fullest row that has room for it.
+
+    Args:
+        lengths: tokens of each document, 1 .. ``capacity``.
+        capacity: tokens of a row.
+        packing: how many documents may share a row.
+    """
+    if packing is Packing.PADDED:
+        return Rows([[number] for number in range(len(lengths))])
+    rows: list[list[int]] = []
+    # Rows by the tokens that they have room for, and the sizes of room that there are, ascending.
+    with_room: dict[int, list[int]] = {}
+    rooms: list[int] = []
+    for number in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[number]
+        at = bisect.bisect_left(rooms, length)
+        if at == len(rooms):
+            row, room = len(rows), capacity
+            rows.append([])
+        else:
+            room = rooms[at]
+            row = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[at]
+        rows[row].append(number)
+        left = room - length
+        if left:
+            if left not in with_room:
+                with_room[left] = []
+                bisect.insort(rooms, left)
+            with_room[left].append(row)
+    return Rows(rows)
 
 
 class ChatRows:
@@ -227,6 +294,17 @@ class ChatRows:
             positions[row, at:] = torch.arange(length - at)
         return TargetBatch(tokens, targets, positions if packed else None)
 
+    def batches(self, size: int, world: World) -> Iterator[TargetBatch]:
+        """Return all rows in order, as this rank's batches; equally many on every rank.
+
+        Args:
+            size: rows of a batch.
+            world: this rank.
+        """
+        for first in range(0, len(self), size * world.size):
+            mine = range(first + world.rank, first + size * world.size, world.size)
+            yield self.batch([row if row < len(self) else None for row in mine])
+
     def _documents(self, row: int) -> Sequence[MaskedTokens]:
         return [self._document(number) for number in self._rows[row]]
 
@@ -266,46 +344,6 @@ class ChatBatches:
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
         """Do nothing; see :meth:`state`."""
-
-
-class ChatLoss:
-    """The loss on chats that are not trained on, divided among ranks.
-
-    Args:
-        model: the model to evaluate.
-        rows: what to evaluate it on.
-        batch_size: rows of a forward.
-        world: this rank.
-        device: where this rank computes.
-    """
-
-    def __init__(
-        self, model: nn.Module, rows: ChatRows, batch_size: int, world: World, device: torch.device
-    ) -> None:
-        self._model = model
-        self._rows = rows
-        self._batch_size = batch_size
-        self._world = world
-        self._device = device
-
-    @torch.no_grad()
-    def __call__(self) -> dict[str, float]:
-        """Return the mean over all targets of all ranks, in nats per token."""
-        self._model.eval()
-        total = torch.zeros(2, dtype=torch.float64)
-        size, ranks = self._batch_size, self._world.size
-        with kept_between_forwards(self._model):
-            # Equally many forwards on every rank, since every forward takes all ranks.
-            for first in range(0, len(self._rows), size * ranks):
-                mine = range(first + self._world.rank, first + size * ranks, ranks)
-                rows = [row if row < len(self._rows) else None for row in mine]
-                batch = self._rows.batch(rows)
-                loss = target_loss(self._model, batch.to(self._device))
-                total += torch.tensor([loss.item(), batch.target_count], dtype=torch.float64)
-        self._model.train()
-        everyone = Peers().gather_numbers(total, "the sum of validation losses")
-        loss, count = everyone.sum(0).tolist()
-        return {"validation_loss": loss / count}
 
 
 @torch.no_grad()

@@ -356,12 +356,6 @@ class Sequences:
         return np.stack(rows)
 
 
-def decode(tokens: Iterable[int]) -> str:
-    """Return tokens as text; separators become blank lines, invalid UTF-8 is replaced."""
-    pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
-    return b"".join(pieces).decode("utf-8", errors="replace")
-
-
 _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
 
 
@@ -386,6 +380,9 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
 
+    def as_transformers(self) -> Any:
+        """Return a tokenizer of ``transformers`` with the same ids."""
+
 
 class Bytes:
     """A token is a byte of UTF-8."""
@@ -400,8 +397,49 @@ class Bytes:
         return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of bytes."""
-        return decode(tokens)
+        """Return the text of bytes; separators become blank lines, invalid UTF-8 is replaced."""
+        pieces = (b"\n\n" if token >= SEPARATOR else bytes([token]) for token in tokens)
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def as_transformers(self) -> Any:
+        """Return what a run without ``--tokenizer`` saves."""
+        return byte_tokenizer()
+
+
+#: The end-of-text token of :func:`byte_tokenizer`, which is the separator.
+END_OF_TEXT = "<|endoftext|>"
+
+
+def byte_tokenizer() -> Any:
+    """Return a fast tokenizer of ``transformers`` whose ids are bytes, and 256 for the end of text.
+
+    Byte-level BPE without merges has one token per byte.
+
+    Special tokens inside a text are read as bytes (``split_special_tokens``): a document that
+    spells one out means those characters.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # Characters of Latin-1 stand for themselves, and those above it for the other bytes, in order.
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {each: ord(each) for each in alphabet if ord(each) < SEPARATOR}
+    others = (byte for byte in range(SEPARATOR) if chr(byte) not in vocabulary)
+    vocabulary |= dict(zip(alphabet[len(vocabulary) :], [*others], strict=True))
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [tokenizers.AddedToken(END_OF_TEXT, special=True, normalized=False)]
+    )
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        split_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
 
 
 class Tokenizer:
@@ -500,6 +538,10 @@ class Tokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def as_transformers(self) -> Any:
+        """Return the tokenizer itself."""
+        return self.tokenizer
 
 
 def load_vocabulary(tokenizer: str | None, option: str = "--tokenizer") -> Vocabulary:

@@ -21,7 +21,7 @@ from torch import nn
 from shardwise import fully_shard
 from shardwise.app.recipes.core.build import kept_between_forwards
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.app.recipes.text.byte_tokenizer import byte_tokenizer
+from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable

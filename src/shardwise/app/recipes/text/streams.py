@@ -33,7 +33,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -266,16 +266,6 @@ class StreamBatches:
         self._open.clear()
 
 
-class DocumentOrder(Protocol):
-    """The documents of one stream, once each."""
-
-    def __next__(self) -> str:
-        """Return the next document; raise ``StopIteration`` after the last one."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the position in the order: plain values that JSON can hold."""
-
-
 @dataclass(frozen=True)
 class StreamPart:
     """One stream of documents in one epoch.
@@ -305,7 +295,7 @@ class ShuffleBuffer:
     size: int = 0
     seed: int = 0
 
-    def order(self, part: StreamPart, where: Mapping[str, Any] | None) -> DocumentOrder:
+    def order(self, part: StreamPart, where: Mapping[str, Any] | None) -> _InOrder | _Shuffled:
         """Return the documents of a part from a position on; None: from the beginning.
 
         Raises:
@@ -319,7 +309,7 @@ class ShuffleBuffer:
 
 
 class _InOrder:
-    """Documents in the order of the source.
+    """The documents of a part, once each, in the order of the source.
 
     Args:
         part: which.
@@ -343,7 +333,7 @@ class _InOrder:
 
 
 class _Shuffled:
-    """Documents of a block in the order that the seed decides, block after block.
+    """The same, block after block, those of a block in the order that the seed decides.
 
     Args:
         part: which.

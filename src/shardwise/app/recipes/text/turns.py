@@ -17,7 +17,7 @@ is trained on, with the turns before it, just as the model meets them at inferen
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -254,10 +254,7 @@ def _in_spans(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int
     The last, since tokenizers may report tokens of white space as empty, or without it. A token
     that begins in front of the assistant's text and ends in it is the assistant's.
     """
-    return list(_inside(offsets, spans))
-
-
-def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> Iterator[bool]:
+    found = []
     ahead = iter(sorted(spans))
     start, stop = next(ahead, (0, 0))
     for _, end in offsets:
@@ -266,4 +263,5 @@ def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
             if following is None:
                 break
             start, stop = following
-        yield start < end <= stop
+        found.append(start < end <= stop)
+    return found

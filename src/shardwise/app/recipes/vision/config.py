@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
 from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import TrainingSpan
-from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
+from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
@@ -22,7 +23,6 @@ from shardwise.insight.schema.option import (
     SHARDING,
     TRAINING,
     Bounds,
-    Config,
     Count,
     Natural,
     NotNegative,
@@ -33,7 +33,6 @@ from shardwise.insight.schema.option import (
     option,
     require,
 )
-from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
 # --fake-data stands in for ImageNet, with few images to evaluate on: noise is not worth a wait.
@@ -45,7 +44,7 @@ Folders = tuple[ImageFolder, ImageFolder]
 
 
 @dataclass(frozen=True, kw_only=True)
-class VisionConfig(Config):
+class VisionConfig(RecipeConfig):
     """What the configurations of all trainings on images have in common."""
 
     train: TrainConfig
@@ -56,38 +55,11 @@ class VisionConfig(Config):
         ),
     )
 
-    @property
-    def files(self) -> RunDir:
-        """The folder of the run."""
-        return RunDir(self.train.output.out)
 
-    def check_world(self, world: World) -> None:
-        """Check that the configuration fits the world; look at no files.
-
-        Raises:
-            OptionError: it does not fit.
-        """
-        resolve_sharding(self.train.sharding, world.size, world.hosts)
-
-    def check_dry_run(self, world: World) -> None:
-        """Check what ``--dry-run`` needs: no data, no folder.
-
-        Raises:
-            UserError: one line that says what is wrong.
-        """
-        self.check_values()
-        self.check_world(world)
-
-
-class VisionInputs:
+class VisionInputs(Inputs):
     """What the checked configurations of all trainings on images have in common."""
 
     config: VisionConfig
-
-    @property
-    def train(self) -> TrainConfig:
-        """What does not depend on model and data."""
-        return self.config.train
 
     @property
     def span(self) -> TrainingSpan:
@@ -106,6 +78,8 @@ class VisionInputs:
 @dataclass(frozen=True, kw_only=True)
 class MnistConfig(VisionConfig):
     """A training of a convolutional network on MNIST."""
+
+    recipe = "mnist"
 
     data_dir: Path | None = field(
         default=None, metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH")
@@ -154,8 +128,6 @@ class MnistInputs(VisionInputs):
         test: images to evaluate on.
     """
 
-    recipe = "mnist"
-
     config: MnistConfig
     training: IdxSet
     test: IdxSet
@@ -189,6 +161,9 @@ class MnistInputs(VisionInputs):
 @dataclass(frozen=True, kw_only=True)
 class ImageFolderConfig(VisionConfig):
     """A training of a model of ``transformers`` on images in folders."""
+
+    #: Setting of the model -> option that changes it.
+    model_options: ClassVar[Mapping[str, str]] = {}
 
     data_dir: Path | None = field(
         default=None,
@@ -234,21 +209,22 @@ class ImageFolderConfig(VisionConfig):
         """
         self.check_values()
         self.check_world(world)
-        folders = self._folders()
+        if self.fake_data:
+            require(self.data_dir is None, "--fake-data", "--data-dir too", "one of the two")
+            folders = None
+        elif self.data_dir is None:
+            raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
+        else:
+            folders = find_images(self.data_dir)
         check_extras(["transformers", "PIL"], self.train.output.logs)
         return folders
 
-    def _folders(self) -> Folders | None:
-        if self.fake_data:
-            require(self.data_dir is None, "--fake-data", "--data-dir too", "one of the two")
-            return None
-        if self.data_dir is None:
-            raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
-        return find_images(self.data_dir)
+
+C = TypeVar("C", bound=ImageFolderConfig, covariant=True)
 
 
 @dataclass(frozen=True)
-class ImageFolderInputs(VisionInputs):
+class ImageFolderInputs(VisionInputs, Generic[C]):
     """A checked configuration, and what it refers to.
 
     Attributes:
@@ -257,11 +233,7 @@ class ImageFolderInputs(VisionInputs):
         folders: images to train on and to evaluate on; None for fake data.
     """
 
-    recipe: ClassVar[str]
-    #: Setting of the model -> option that changes it.
-    model_options: ClassVar[Mapping[str, str]] = {}
-
-    config: ImageFolderConfig
+    config: C
     settings: dict[str, Any]
     folders: Folders | None
 
@@ -299,7 +271,9 @@ class ImageFolderInputs(VisionInputs):
         now = self.facts()
         # First, since the default of --image-size may go with the model.
         check_same_model(
-            _without_size(before.get("model", {})), _without_size(now["model"]), self.model_options
+            _without_size(before.get("model", {})),
+            _without_size(now["model"]),
+            self.config.model_options,
         )
         check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
         _check_same_images(before, now)
@@ -326,6 +300,8 @@ def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> Non
 @dataclass(frozen=True, kw_only=True)
 class ImagenetConfig(ImageFolderConfig):
     """A training of a residual network; the defaults are ImageNet's published schedule."""
+
+    recipe = "imagenet"
 
     model: str = field(default="resnet50", metadata=model_option(RESNETS))
     train: TrainConfig = field(
@@ -369,22 +345,13 @@ class ImagenetConfig(ImageFolderConfig):
         require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
         return find_settings(self.model, RESNETS)
 
-    def check(self, world: World) -> ImagenetInputs:
+    def check(self, world: World) -> ImageFolderInputs[Self]:
         """Check everything that can be checked without torch, and list the images.
 
         Raises:
             UserError: one line that says what is wrong.
         """
-        return ImagenetInputs(self, self.settings(), self.find_folders(world))
-
-
-@dataclass(frozen=True)
-class ImagenetInputs(ImageFolderInputs):
-    """A checked configuration, and what it refers to."""
-
-    recipe = "imagenet"
-
-    config: ImagenetConfig
+        return ImageFolderInputs(self, self.settings(), self.find_folders(world))
 
 
 # -- Vision Transformers ---------------------------------------------------------------------------
@@ -393,6 +360,9 @@ class ImagenetInputs(ImageFolderInputs):
 @dataclass(frozen=True, kw_only=True)
 class VitConfig(ImageFolderConfig):
     """A training of a Vision Transformer."""
+
+    recipe = "vit"
+    model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
 
     model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
     layers: Annotated[int, Bounds(least=1, most=10_000)] | None = field(
@@ -437,8 +407,7 @@ class VitConfig(ImageFolderConfig):
         size = find_settings(model, _presets()).get("image_size", 224)
         if not isinstance(size, int):
             size = _NOT_SQUARE
-        train = replace(default.train, batch_size=preset.batch_size)
-        return replace(default, image_size=size, train=train)
+        return replace(default, image_size=size).with_train(batch_size=preset.batch_size)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the model, as in a ``config.json``.
@@ -466,24 +435,14 @@ class VitConfig(ImageFolderConfig):
         require(isinstance(layers, int) and layers >= 1, "--layers", layers, "1 or more")
         return settings
 
-    def check(self, world: World) -> VitInputs:
+    def check(self, world: World) -> ImageFolderInputs[Self]:
         """Check everything that can be checked without torch, and list the images.
 
         Raises:
             UserError: one line that says what is wrong.
         """
-        return VitInputs(self, self.settings(), self.find_folders(world))
+        return ImageFolderInputs(self, self.settings(), self.find_folders(world))
 
 
 def _presets() -> dict[str, dict[str, Any]]:
     return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
-
-
-@dataclass(frozen=True)
-class VitInputs(ImageFolderInputs):
-    """A checked configuration, and what it refers to."""
-
-    recipe = "vit"
-    model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
-
-    config: VitConfig

@@ -21,6 +21,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
@@ -52,9 +53,16 @@ class ImageFolder:
         """Return the number of images."""
         return sum(map(len, self.names))
 
+    @cached_property
     def ends(self) -> list[int]:
-        """Return, for each class, the index after its last image."""
+        """For each class, the index after its last image."""
         return list(accumulate(map(len, self.names)))
+
+    def at(self, index: int) -> tuple[Path, int]:
+        """Return the file of an image, and the number of its class."""
+        number = bisect.bisect_right(self.ends, index)
+        before = self.ends[number - 1] if number else 0
+        return self.root / self.classes[number] / self.names[number][index - before], number
 
     def fingerprint(self) -> str:
         """Return a text that changes when names or classes change."""
@@ -62,25 +70,6 @@ class ImageFolder:
         for name, images in zip(self.classes, self.names, strict=True):
             digest.update("\0".join((name, *images, "")).encode(errors="surrogateescape"))
         return digest.hexdigest()
-
-
-class Lookup:
-    """Finds images by index.
-
-    Args:
-        folder: where they are.
-    """
-
-    def __init__(self, folder: ImageFolder) -> None:
-        self._folder = folder
-        self._ends = folder.ends()
-
-    def at(self, index: int) -> tuple[Path, int]:
-        """Return the file of an image, and its class."""
-        number = bisect.bisect_right(self._ends, index)
-        before = self._ends[number - 1] if number else 0
-        name = self._folder.names[number][index - before]
-        return self._folder.root / self._folder.classes[number] / name, number
 
 
 def find_images(data: Path) -> tuple[ImageFolder, ImageFolder]:

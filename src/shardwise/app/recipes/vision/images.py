@@ -19,7 +19,7 @@ import torch
 from PIL import Image
 
 from shardwise.app.recipes.core.position import Shuffle
-from shardwise.app.recipes.vision.files import ImageFolder, Lookup
+from shardwise.app.recipes.vision.files import ImageFolder
 from shardwise.base.mixing import mix
 from shardwise.elastic.errors import UserError
 
@@ -135,15 +135,14 @@ class FolderImages:
     """
 
     def __init__(self, folder: ImageFolder, size: int, augment: Augment, threads: int) -> None:
-        self._count = len(folder)
-        self._lookup = Lookup(folder)
+        self._folder = folder
         self._size = size
         self._augment = augment
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
 
     def __len__(self) -> int:
         """Return the number of images."""
-        return self._count
+        return len(self._folder)
 
     def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
         """Read some of them; see :meth:`Images.read`.
@@ -151,7 +150,7 @@ class FolderImages:
         Raises:
             UserError: a file cannot be read as an image.
         """
-        found = [self._lookup.at(index) for index in indices]
+        found = [self._folder.at(index) for index in indices]
         paths = [path for path, _ in found]
         pixels = np.stack(list(self._threads.map(self._decode, paths, keys)))
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255

@@ -1,7 +1,8 @@
-"""What all trainings on images have in common: loss, evaluation, and the file at the end."""
+"""What all trainings on images have in common: loss, evaluation, and the files at the end."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +11,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.app.recipes.core.build import RunningStatistics, kept_between_forwards
+from shardwise.app.recipes.core.build import average_running_statistics, evaluating
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
-from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
     FAKE_VALIDATION,
+    ImageFolderConfig,
     ImageFolderInputs,
     VisionInputs,
 )
-from shardwise.app.recipes.vision.confusion import plot_confusion
 from shardwise.app.recipes.vision.images import (
     Augment,
     Batch,
@@ -56,7 +57,7 @@ class ImageData:
     classes: Sequence[str]
 
     @classmethod
-    def of(cls, inputs: ImageFolderInputs) -> ImageData:
+    def of(cls, inputs: ImageFolderInputs[ImageFolderConfig]) -> ImageData:
         """Open the images that a configuration refers to."""
         config, classes = inputs.config, inputs.classes
         training: Images
@@ -73,64 +74,63 @@ class ImageData:
         return cls(name=name, training=training, validation=validation, classes=classes)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Classifier:
-    """A model that classifies images, and how it is trained.
-
-    Attributes:
-        name: what the model is called.
-        model: after sharding.
-        config_json: of the model, as ``transformers`` reads it; None: the model is not theirs.
-        optimizer: over the model's shards.
-        schedule: of the learning rate.
-        load: builds the same model from a safetensors file, on this rank's device.
-        loaded_into: what ``load`` makes: ``a plain module``.
-    """
-
-    name: str
-    model: FSDPModule
-    config_json: str | None = None
-    optimizer: torch.optim.Optimizer
-    schedule: Schedule
-    load: Callable[[Path], nn.Module]
-    loaded_into: str
-
-
 def vision_task(
-    inputs: VisionInputs, place: TrainContext, data: ImageData, classifier: Classifier
+    inputs: VisionInputs,
+    place: TrainContext,
+    data: ImageData,
+    *,
+    name: str,
+    model: FSDPModule,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    load: Callable[[Path], nn.Module],
+    loaded_into: str,
+    config_json: str | None = None,
 ) -> Task:
     """Return the task of training a classifier.
 
     At the end the model is written as one safetensors file, loaded again and evaluated: what
     others get from the file is what was trained.
+
+    Args:
+        inputs: what the user asks for.
+        place: where this rank trains.
+        data: images with their classes.
+        name: what the model is called.
+        model: after sharding.
+        optimizer: over the model's shards.
+        schedule: of the learning rate.
+        load: builds the same model from a safetensors file, on this rank's device.
+        loaded_into: what ``load`` makes: ``a plain module``.
+        config_json: of the model, as ``transformers`` reads it; None: the model is not theirs.
     """
-    train, world, model = inputs.train, place.world, classifier.model
+    train, world = inputs.train, place.world
     assert isinstance(model, nn.Module)
     at_a_time = inputs.config.eval_batch_size or train.batch_size
     evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
-    files = RunDir(train.output.out)
+    files = inputs.config.files
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
         on_rank_zero(f"writing {files.weights}", lambda: _write_file(checkpoint, files.weights))
         say(f"weights    {files.weights}")
-        scores = evaluation(classifier.load(files.weights))
+        scores = evaluation(load(files.weights))
         if world.rank == 0:
             say(
                 f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
-                f"{classifier.loaded_into}; {results['accuracy']:.4f} before"
+                f"{loaded_into}; {results['accuracy']:.4f} before"
             )
-            title = f"{classifier.name} on {data.name}"
+            title = f"{name} on {data.name}"
             plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
             say(f"confusion  {files.confusion}")
         return {**results, "accuracy_of_file": scores.accuracy}
 
     return Task(
-        model_name=classifier.name,
+        model_name=name,
         model=model,
-        model_config=classifier.config_json,
-        optimizer=classifier.optimizer,
-        schedule=classifier.schedule,
+        model_config=config_json,
+        optimizer=optimizer,
+        schedule=schedule,
         data=TrainingImages(data.training, train.seed, train.batch_size * world.size, place.device),
         loss=classification_loss,
         evaluate=lambda: evaluation(model).values(),
@@ -143,7 +143,7 @@ def vision_task(
                 f"{len(data.validation):,} for validation; {len(data.classes)} classes",
             )
         ],
-        after_step=RunningStatistics(model).average,
+        after_step=functools.partial(average_running_statistics, model),
         finish=finish,
     )
 
@@ -250,7 +250,6 @@ class Evaluation:
         self._world = world
         self._device = device
 
-    @torch.no_grad()
     def __call__(self, model: nn.Module) -> Scores:
         """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
         mine = range(self._world.rank, len(self._images), self._world.size)
@@ -259,9 +258,7 @@ class Evaluation:
         rounds = -(-len(self._images) // per_round)
         sums = torch.zeros(2, dtype=torch.float64)
         confusion = torch.zeros(self._classes**2, dtype=torch.int64)
-        training = model.training
-        model.eval()
-        with kept_between_forwards(model):
+        with evaluating(model):
             for turn in range(rounds):
                 indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
                 # A rank that has none left looks at the first image again, uncounted.
@@ -269,7 +266,6 @@ class Evaluation:
                 logits = logits_of(model, images.to(self._device)).cpu()
                 if indices:
                     sums += self._tally(logits, classes, confusion)
-        model.train(training)
         with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
@@ -286,3 +282,56 @@ class Evaluation:
         hits = (likeliest == classes[:, None]).any(dim=1).sum()
         loss = F.cross_entropy(logits, classes, reduction="sum")
         return torch.stack([loss.double(), hits.double()])
+
+
+# -- the confusion matrix, as a picture ------------------------------------------------------------
+
+BLUE, RED, WHITE = (31, 95, 168), (192, 57, 43), (255, 255, 255)
+#: More classes than this are shown without names and numbers, which would be unreadable.
+_FEW = 20
+_LONGEST = 24  # letters of a name
+
+
+def plot_confusion(
+    counts: Sequence[Sequence[int]], classes: Sequence[str], title: str, path: Path
+) -> None:
+    """Draw a confusion matrix into a PNG.
+
+    Args:
+        counts: number of images by class (row) and predicted class (column).
+        classes: their names.
+        title: above the chart.
+        path: the file; replaced once the new one is complete.
+    """
+    few = len(classes) <= _FEW
+    cell = 48 if few else max(1, 960 // len(classes))
+    font = ImageFont.load_default(14)
+    shown = [name[:_LONGEST] for name in classes]
+    left = 24 + int(max(map(font.getlength, shown))) if few else 24
+    names = left if few else 24  # those of columns stand upright, above them
+    top, size = 40 + names, cell * len(classes)
+    image = Image.new("RGB", (max(left + size, 480) + 24, top + size + 40), WHITE)
+    draw = ImageDraw.Draw(image)
+    total, right = sum(map(sum, counts)), sum(row[i] for i, row in enumerate(counts))
+    draw.text((12, 12), f"{title}: {right:,} of {total:,} correct", "black", font)
+    draw.text((left, top + size + 12), "row: class; column: predicted class", "black", font)
+    for i, (name, row) in enumerate(zip(shown, counts, strict=True)):
+        if few:
+            draw.text((12, top + (i + 0.5) * cell), name, "black", font, "lm")
+            upright = Image.new("RGB", (names, 18), WHITE)
+            ImageDraw.Draw(upright).text((0, 9), name, "black", font, "lm")
+            turned = upright.rotate(90, expand=True)
+            image.paste(turned, (left + int((i + 0.5) * cell) - 9, top - names - 4))
+        for j, n in enumerate(row):
+            # By row, so that a rare class is as legible as a frequent one. Mistakes are few: the
+            # root makes them visible beside what is right.
+            shade = (n / max(1, sum(row))) ** 0.5
+            color = tuple(round(255 + shade * (each - 255)) for each in BLUE)
+            x, y = left + j * cell, top + i * cell
+            draw.rectangle((x, y, x + cell - 1, y + cell - 1), color)
+            if few and n:
+                ink = WHITE if shade > 0.45 else BLUE if i == j else RED
+                draw.text((x + cell / 2, y + cell / 2), f"{n}", ink, font, "mm")
+    temporary = path.with_name(f".{path.name}")
+    image.save(temporary, format="png")
+    temporary.replace(path)
