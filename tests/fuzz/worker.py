@@ -149,7 +149,7 @@ class _Rank:
                 if report.ends:
                     _leave(0)
 
-    def _reconnects(self) -> bool:
+    def _reconnects(self, seconds: float = 4.0) -> bool:
         """Leave the process group, and enter a new one if all other ranks do so too, and soon.
 
         To leave tells peers that wait in a collective that nobody comes.
@@ -162,7 +162,7 @@ class _Rank:
         keys = [f"left {self._worlds} {rank}" for rank in range(self._place.world)]
         self._store.set(keys[self._place.rank], "")
         try:
-            self._store.wait(keys, timedelta(seconds=4))
+            self._store.wait(keys, timedelta(seconds=seconds))
             self.connect()
         except RuntimeError:  # DistStoreError, of a peer that hangs or is gone
             return False
@@ -186,7 +186,7 @@ class _Rank:
             if unit.torch_ran:
                 self._torch = Execution(unit.program, runtime("torch")).run()
                 if self._torch.raised is not None:
-                    self._reconnects()
+                    self._reconnects(60.0)  # it ended at one place on all ranks: all come
         trace = Execution(unit.program, runtime(unit.runtime)).run()
         tolerance = tolerance_of([unit.program.dtype, unit.program.precision])
         from_torch: str | None = "?"
