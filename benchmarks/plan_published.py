@@ -1,7 +1,7 @@
 """Plans held against tables that others measured on GPUs: memory, and tokens per second.
 
     python benchmarks/plan_published.py
-    python benchmarks/plan_published.py --markdown      # the table of docs/plan.md
+    python benchmarks/plan_published.py --markdown      # a table of benchmarks/measurements.md
 
 The figures are torchtitan's (``docs/performance.md`` and
 ``benchmarks/llama3_h100_202412_torchtitan.md`` of its repository): PyTorch's FSDP2, compute in

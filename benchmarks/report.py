@@ -32,7 +32,7 @@ from _tables import TABLES
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [
     ROOT / "docs" / "benchmarks.md",
-    ROOT / "docs" / "gpu.md",
+    ROOT / "benchmarks" / "gpu.md",
     ROOT / "benchmarks" / "measurements.md",
 ]
 PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"

@@ -27,6 +27,7 @@ PAGES = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "benchmarks/gpu.md": "gpu.md",
     "benchmarks/measurements.md": "measurements.md",
 }
 

@@ -443,7 +443,7 @@ def test_a_plan_says_what_a_rank_needs_at_its_peak() -> None:
 
 
 def test_the_documentation_has_no_made_up_results() -> None:
-    page = Path(__file__).parents[2] / "docs" / "gpu.md"
+    page = Path(__file__).parents[2] / "benchmarks" / "gpu.md"
     assert "made-up" not in page.read_text()
     results = Path(__file__).parents[2] / "benchmarks" / "results"
     for path in results.glob("*gpu*.json"):
