@@ -9,7 +9,7 @@ import copy
 import enum
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,8 +58,7 @@ class _Steps:
             register_optimizer_step_pre_hook(self._check_states)
             # A closure makes gradients, and a step may drop them at its end: both ends count.
             register_optimizer_step_pre_hook(self._count)
-            register_optimizer_step_post_hook(self._count)
-            register_optimizer_step_post_hook(self._let_go)
+            register_optimizer_step_post_hook(self._end_step)
 
     def forms_of(self, params: Iterable[torch.Tensor]) -> list[ShardedParam]:
         """Return the sharded forms of those of ``params`` that are sharded."""
@@ -88,16 +87,18 @@ class _Steps:
         self._are_checked[optimizer] = False
 
     def _count(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for group in optimizer.param_groups:
-            for form in self.forms_of(group["params"]):
-                # Torch's optimizers leave a parameter without a gradient as it is.
-                form.steps += form.parameter.grad is not None
+        for form in self._held_by(optimizer):
+            form.count_step()
 
-    def _let_go(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _end_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for form in self._held_by(optimizer):
+            form.count_step()
+            if form.offload.disk is not None:
+                form.offload.let_go(form.local)
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[ShardedParam]:
         for group in optimizer.param_groups:
-            for form in self.forms_of(group["params"]):
-                if form.offload.disk is not None:
-                    form.offload.let_go(form.local)
+            yield from self.forms_of(group["params"])
 
 
 _steps = _Steps()
@@ -343,6 +344,10 @@ class ShardedParam:
             self.parameter.grad = None
         if growth is not Growth.NONE:
             self.run_hooks()
+
+    def count_step(self) -> None:
+        """Count a step of an optimizer, which leaves a parameter without a gradient as it is."""
+        self.steps += self.parameter.grad is not None
 
     def run_hooks(self) -> None:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
