@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
@@ -22,9 +22,6 @@ from torch.utils._python_dispatch import (
 )
 
 __all__ = ["DTensorSpec", "is_traceable_wrapper_subclass_type"]
-
-#: The code that runs operations on shapes of whole tensors, to know those of their results.
-FINDS_SHAPES = ShardingPropagator._propagate_tensor_meta_non_cached.__code__
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -35,6 +32,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a ``DTensor``, and any other tensor as it is."""
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def code_that_finds_shapes() -> CodeType:
+    """Return the code that runs operations on shapes of whole tensors, to know those of results."""
+    # Here, since trainings can do without this name of torch's.
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    return ShardingPropagator._propagate_tensor_meta_non_cached.__code__
 
 
 def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

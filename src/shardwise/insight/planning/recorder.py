@@ -522,6 +522,9 @@ _EXCEPTIONS = {
 }
 
 
+_FINDS_SHAPES = dtensor.code_that_finds_shapes()
+
+
 def _source(frame: FrameType | None) -> _Source | None:
     """Find out who calls the operation whose frame this is: the first caller that is not torch.
 
@@ -529,7 +532,7 @@ def _source(frame: FrameType | None) -> _Source | None:
     """
     while frame is not None:
         code = frame.f_code
-        if code is dtensor.FINDS_SHAPES:
+        if code is _FINDS_SHAPES:
             return None
         source = _source_of_file(code.co_filename)
         if source is not None:
