@@ -12,8 +12,7 @@ has never computed anything, so it has a single thread and a rank starts in mill
 rendezvous store lives in the parent on a port that the kernel chose: there is no port to race for.
 
 What takes longer is a rank's first step: DTensor works out each operation anew for each shape. So
-the ranks of one file of tests live on, with their process group, until the next file: see
-:func:`run_ranks`.
+ranks live on, with their process group, for the next test: see :func:`run_ranks`.
 
 A rank that raises ends the run at once: the others are killed and the parent raises
 :class:`RanksFailedError` with the rank's own traceback. A rank that hangs ends it after ``timeout``
@@ -153,8 +152,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call ``fn(rank, world_size, *args, **kwargs)`` on every rank of a world.
 
-    The world is that of the last run of the same file and size, if that run returned and both have
-    the usual backend and timeout. Else it is new.
+    The world is that of the last run of the same size, if that run returned and both have the usual
+    backend and timeout. Else it is new.
 
     Args:
         fn: a function of a module (not a lambda, not nested): ranks import it.
@@ -196,7 +195,7 @@ def run_ranks(
             )
             for rank in range(world_size)
         ]
-        then = _Then.STAY if usual and world.runs < _RUNS_OF_A_WORLD else _Then.LEAVE
+        then = _Then.STAY if usual and len(world.ran) < _RUNS_OF_A_WORLD else _Then.LEAVE
         outcomes = world.run(jobs, then, timeout, stop_at_failure=not expect_failures)
     if not world.ends:
         _kept[world_size] = world
@@ -206,9 +205,9 @@ def run_ranks(
     return outcomes if expect_failures else [outcome.result for outcome in outcomes]
 
 
-#: After so many runs a world has many process groups.
+#: After that many runs a world has many process groups.
 _RUNS_OF_A_WORLD = 20
-#: Worlds whose ranks wait for their next function, by size: of one file of tests.
+#: Worlds whose ranks wait for their next function, by size.
 _kept: dict[int, _World] = {}
 
 
@@ -229,7 +228,7 @@ class _World:
 
     def __init__(self, world_size: int) -> None:
         self.store = _store(0, is_master=True)
-        self.runs = 0
+        self.ran: list[str] = []
         self.ends = False
         self.jobs: Sequence[_Job] = []
         self.processes: list[ForkServerProcess] = []
@@ -266,12 +265,12 @@ class _World:
         self, jobs: Sequence[_Job], then: _Then, timeout: float, *, stop_at_failure: bool
     ) -> list[Outcome]:
         """Give all ranks their jobs, and wait; return their outcomes or raise what went wrong."""
-        self.runs += 1
         self.jobs, self.then, self.outcomes = jobs, then, {}
         for job, pipe in zip(jobs, self.pipes, strict=True):
             with suppress(BrokenPipeError):  # it is dead, which is noted below
                 pipe.send_bytes(pickle.dumps(job))
         self.started = time.monotonic()  # the server was waited for, which may have to import torch
+        self.ran.append(os.environ.get("PYTEST_CURRENT_TEST", "a function").removesuffix(" (call)"))
         deadline = self.started + timeout
         failed = False
         while len(self.outcomes) < len(self.jobs):
@@ -347,7 +346,10 @@ class _World:
 
     def _failure_report(self) -> str:
         failures = [outcome for outcome in self.outcomes.values() if not outcome.ok]
-        return "\n\n".join(outcome.describe(len(self.jobs)) for outcome in failures)
+        parts = [outcome.describe(len(self.jobs)) for outcome in failures]
+        if earlier := self.ran[:-1]:
+            parts.append("The same ranks ran before: " + ", ".join(earlier))
+        return "\n\n".join(parts)
 
     def _hang_report(self, timeout: float) -> str:
         hung = [job for job in self.jobs if job.rank not in self.outcomes]
