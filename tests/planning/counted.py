@@ -6,6 +6,7 @@ and optimizer hold. :func:`planned` rehearses the same. Both return values to co
 
 from __future__ import annotations
 
+import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -194,7 +195,7 @@ class LanguageTraining(Training):
             vocab_size=48,
             hidden_size=32,
             intermediate_size=56,
-            num_hidden_layers=2,
+            num_hidden_layers=1,
             num_attention_heads=4,
             use_cache=False,
         )
@@ -254,10 +255,15 @@ def planned(training: Training, rank: int) -> Found:
     return Found({kind: most.get(kind, 0) for kind in EXACT}, sent)
 
 
-def counted(training: Training) -> list[Found]:
-    """Train in real processes; return what each rank counted in its third step."""
-    found: list[Found] = run_ranks(count, training.world_size, training, processes=Processes.NEW)
-    return found
+def counted(*trainings: Training) -> list[list[Found]]:
+    """Train in real processes, one after the other; return what each rank counted in each.
+
+    Args:
+        trainings: of one size of the world.
+    """
+    [size] = {each.world_size for each in trainings}
+    by_rank = run_ranks(count, size, trainings, processes=Processes.NEW)
+    return [list(found) for found in zip(*by_rank, strict=True)]
 
 
 class Counts:
@@ -298,10 +304,14 @@ class Counts:
         self.sent.clear()
 
 
-def count(rank: int, world_size: int, training: Training) -> Found:
-    """Train on one rank, and count in the third step."""
-    with on_host(rank, training.per_host) if training.per_host else nullcontext():
-        return _count(training)
+def count(rank: int, world_size: int, trainings: Sequence[Training]) -> list[Found]:
+    """Train on one rank, and count in the steps after the second."""
+    found = []
+    for training in trainings:
+        with on_host(rank, training.per_host) if training.per_host else nullcontext():
+            found.append(_count(training))
+        gc.collect()  # the next has its memory
+    return found
 
 
 def _count(training: Training) -> Found:
