@@ -497,18 +497,6 @@ def test_other_settings_are_refused_by_name() -> None:
     assert list(world.round_of(0).members) == [0]
 
 
-def test_a_suspended_server_takes_nobody_for_silent_when_it_wakes() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
-    for number in world.replicas:
-        world.pause(number)
-    world.now += 1000.0
-    world.look()
-    assert list(world.attempt.members) == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -26,8 +26,6 @@ from typing import Any
 
 from shardwise.base import plain
 
-#: A clock that jumps by more seconds between two looks was suspended, and so was who is not heard.
-_SUSPENDED = 1.0
 #: Attempts of a round with the same members, after which one member at a time is left out.
 _PATIENCE = 2
 #: Seconds without a sign of life that are no sign of anything: a busy machine takes that long.
@@ -236,8 +234,6 @@ class Coordinator:
         self._groups: dict[tuple[tuple[int, str], ...], int] = {}
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
-        self._looked: float | None = None
-        self._trust_silence_from = 0.0
         self._events: list[Event] = []
 
     def look(
@@ -246,7 +242,7 @@ class Coordinator:
         """Look at the replicas, and change the plan.
 
         Args:
-            now: in seconds, of a clock that never goes back.
+            now: in seconds, of a clock that stands still while this process is suspended.
             reports: the report of each replica, as it was received.
             silence: for each connection, by :func:`client_name`: seconds since it was last heard.
 
@@ -254,13 +250,7 @@ class Coordinator:
             What has happened. Then the plan has changed, if anything has.
         """
         self._events, before = [], self.plan
-        if self._looked is not None and now - self._looked > _SUSPENDED:
-            gap = now - self._looked
-            self._trust_silence_from = now + _SUSPENDED
-            self._began = None if self._began is None else self._began + gap
-            self._called_at = None if self._called_at is None else self._called_at + gap
-        self._looked = now
-        self._see(reports, silence, now >= self._trust_silence_from)
+        self._see(reports, silence)
         self._note_lost()
         if self.plan.version < 0 or self._is_headless:
             self._come_together(now)
@@ -278,9 +268,7 @@ class Coordinator:
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def _see(
-        self, reports: Mapping[int, bytes], silence: Mapping[str, float], trusted: bool
-    ) -> None:
+    def _see(self, reports: Mapping[int, bytes], silence: Mapping[str, float]) -> None:
         seen: dict[int, _Seen] = {}
         for replica, text in sorted(reports.items()):
             try:
@@ -291,7 +279,7 @@ class Coordinator:
             heard = [silence.get(name) for name in names]
             is_connected = all(each is not None for each in heard)
             limit = max(self._deadline, _LEAST_SILENCE)
-            silent = trusted and any(s is not None and s >= limit for s in heard)
+            silent = any(s is not None and s >= limit for s in heard)
             if report.incarnation in self.plan.refused:
                 continue
             seen[replica] = _Seen(report, is_connected, silent)

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable
 
 from shardwise.base import plain
 from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
+from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
@@ -111,7 +111,7 @@ class QuorumServer:
             for replica, text in self._store.values(REPORT).items()
             if replica.isdecimal() and len(replica) < 10
         }
-        events = self._coordinator.look(time.monotonic(), reports, self._store.silence())
+        events = self._coordinator.look(process_clock().now(), reports, self._store.silence())
         for event in events:
             self._record(event)
         if self._coordinator.plan != before:

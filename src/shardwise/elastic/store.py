@@ -22,6 +22,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from shardwise.elastic.clock import Clock, process_clock
 from shardwise.elastic.network import format_endpoint
 
 CLOSED = "closed/"  # the server sets this key plus a client's name when it loses the client
@@ -39,7 +40,6 @@ _TICK = 0.01  # seconds
 # _TICK * _MAX_STRANGERS / _ACCEPTS_PER_TICK = 0.25 s until others push it out.
 _ACCEPTS_PER_TICK = 10
 _POLLS = 0.01, 0.2  # seconds between two looks for a key: at first, and later
-_WAIT = 0.25  # seconds that a client waits at a time
 _UNASKED = bytes(8)  # number of a message that answers no request
 
 
@@ -160,36 +160,6 @@ def _that_fit(values: list[bytes]) -> list[bytes]:
     return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
 
 
-class _Limit:
-    """A limit for a wait. The time for which this process is suspended does not count.
-
-    Otherwise a host that was suspended in the middle of a request would take its server for silent
-    as soon as it wakes. That may even be its own server, which was suspended with it.
-
-    Args:
-        seconds: the limit.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[float]:
-        """Yield the seconds for one wait; it may end with ``TimeoutError``, and another may follow.
-
-        Raises:
-            TimeoutError: the limit was reached before.
-        """
-        if self._left <= 0:
-            raise TimeoutError
-        seconds = max(0.001, min(self._left, _WAIT))
-        began = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            yield seconds
-        # A wait that took longer than it may was suspended.
-        self._left -= min(time.monotonic() - began, seconds)
-
-
 @dataclass(frozen=True)
 class _Client:
     """A connection whose other end has proven that it holds the token."""
@@ -216,11 +186,13 @@ class StoreServer:
     Args:
         listener: the listening socket, which this closes.
         token: what clients must hold. An empty one keeps out other programs, not enemies.
+        clock: by which clients are silent; by default that of this process.
     """
 
-    def __init__(self, listener: socket.socket, token: bytes) -> None:
+    def __init__(self, listener: socket.socket, token: bytes, clock: Clock | None = None) -> None:
         self._listener = listener
         self._token = token
+        self._clock = clock or process_clock()
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
@@ -253,8 +225,11 @@ class StoreServer:
         return {client.name.decode(errors="replace"): client.address for client in clients}
 
     def silence(self) -> dict[str, float]:
-        """Return how long each client that is connected has sent nothing, in seconds."""
-        now, heard = time.monotonic(), dict(self._heard)
+        """Return how long each client that is connected has sent nothing, in seconds.
+
+        The time for which this process was suspended does not count.
+        """
+        now, heard = self._clock.now(), dict(self._heard)
         return {name.decode(errors="replace"): now - at for name, at in heard.items()}
 
     def values(self, prefix: str) -> dict[str, bytes]:
@@ -266,9 +241,10 @@ class StoreServer:
                 {key: value for key, value in self._values.items() if key.startswith(start)}
             )
         )
-        limit = _Limit(_HANDSHAKE)
-        while self._thread.is_alive() and not found.done():
-            with limit.wait() as seconds:
+        for seconds in self._clock.waits(_HANDSHAKE):
+            if found.done() or not self._thread.is_alive():
+                break
+            with contextlib.suppress(TimeoutError):
                 found.result(seconds)
         values = found.result().items() if found.done() else ()
         return {key[len(start) :].decode(errors="replace"): value for key, value in values}
@@ -384,7 +360,7 @@ class StoreServer:
         if earlier is not None:
             earlier.end(b"dropped", "another connection has its name")
         self._clients[client.name] = client
-        self._heard[client.name] = time.monotonic()
+        self._heard[client.name] = self._clock.now()
         reason: str | None = "the connection was closed"
         try:
             await self._answer(client)
@@ -403,7 +379,7 @@ class StoreServer:
         """Answer the requests of a client until its goodbye."""
         while True:
             number, request, *arguments = await self._message(client.connection, client.session)
-            self._heard[client.name] = time.monotonic()
+            self._heard[client.name] = self._clock.now()
             if request == b"goodbye":
                 return
             try:
@@ -460,7 +436,7 @@ class GuardedStore(Store):
         super().__init__()
         self.set_timeout(timedelta(seconds=seconds))
         self._at = f"store at {format_endpoint(address, port)}"
-        self._seconds = seconds
+        self._seconds, self._clock = seconds, process_clock()
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()
         self._received = bytearray()
@@ -470,7 +446,7 @@ class GuardedStore(Store):
             try:
                 self.peer = str(self._socket.getpeername()[0])
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._session = self._shake_hands(token, _Limit(seconds))
+                self._session = self._shake_hands(token, self._clock.waits(seconds))
                 self._socket.sendall(self._session.seal(name.encode()))
             except BaseException:
                 self._socket.close()
@@ -478,7 +454,7 @@ class GuardedStore(Store):
         except TimeoutError:
             raise self._silent() from None
 
-    def _shake_hands(self, token: bytes, limit: _Limit) -> _Session:
+    def _shake_hands(self, token: bytes, limit: Iterator[float]) -> _Session:
         """Prove that this end holds the token, and let the other end prove the same."""
         nonce = secrets.token_bytes(_NONCE)
         self._socket.sendall(_MAGIC + nonce)
@@ -595,16 +571,15 @@ class GuardedStore(Store):
         return answer
 
     def _take_turn(self) -> None:
-        limit, is_taken = _Limit(self._seconds), False
-        while not is_taken:
-            try:
-                with limit.wait() as seconds:
-                    is_taken = self._turn.acquire(timeout=seconds)
-            except TimeoutError:
-                raise self._silent() from None
+        try:
+            for seconds in self._clock.waits(self._seconds):
+                if self._turn.acquire(timeout=seconds):
+                    return
+        except TimeoutError:
+            raise self._silent() from None
 
     def _exchange(self, *fields: bytes) -> list[bytes]:
-        limit = _Limit(self._seconds)
+        limit = self._clock.waits(self._seconds)
         number = next(self._numbers).to_bytes(len(_UNASKED))
         message = self._session.seal(number, *fields)
         self._socket.settimeout(self._seconds)
@@ -622,11 +597,11 @@ class GuardedStore(Store):
                 self._end = kind, answer[1].decode()
                 raise ConnectionError
 
-    def _first(self, count: int, limit: _Limit) -> bytes:
+    def _first(self, count: int, limit: Iterator[float]) -> bytes:
         """Return the first bytes that have arrived, and keep them, so that no error loses any."""
         while len(self._received) < count:
-            with limit.wait() as seconds:
-                self._socket.settimeout(seconds)
+            self._socket.settimeout(next(limit))
+            with contextlib.suppress(TimeoutError):
                 arrived = self._socket.recv(2**16)
                 if not arrived:
                     raise ConnectionError("the connection was closed")
