@@ -117,7 +117,7 @@ class Agent(LocalElasticAgent):
         self._restarts = restarts
         self._signals = signals
         self._ranks: list[LocalRank] = []
-        self._starting = StartWatch(self._ranks, say)
+        self._starting = StartWatch(self._ranks, self._say)
         self._phase = _Phase.RUNNING
         self._outcome: Outcome | None = None
         self._stopped_since: float | None = None
@@ -132,16 +132,19 @@ class Agent(LocalElasticAgent):
             UserError: the hosts did not come together, or were lost.
         """
         try:
-            with _environment():
-                self.run()
+            self.run()
         finally:
             self._kill_ranks()
+            for rank in self._ranks:
+                rank.close()
             self._meeting.shutdown()
             self._folder.cleanup()
         noted = self._signals.noted
         verdict, outcome = self._meeting.verdict, self._outcome
+        if verdict is None and outcome is not None and outcome.exit_code:
+            return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
-            say("Stopped while waiting for the other hosts.")
+            self._say("Stopped while waiting for the other hosts.")
             return 128 + (noted[0] if noted else signal.SIGTERM)
         return outcome.exit_code or (1 if verdict.text else 0)
 
@@ -165,7 +168,7 @@ class Agent(LocalElasticAgent):
             LocalRank(worker.global_rank, pids[worker.local_rank], self._logs.of(worker.local_rank))
             for worker in worker_group.workers
         ]
-        self._starting = StartWatch(self._ranks, say)
+        self._starting = StartWatch(self._ranks, self._say)
         return dict(pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -196,6 +199,10 @@ class Agent(LocalElasticAgent):
         # Ranks that torch's agent is still to stop have nothing to save: they would have ended.
         self._kill_ranks()
         super()._shutdown(*args, **kwargs)
+
+    def _say(self, text: str) -> None:
+        """Tell the user."""
+        say(text)
 
     # -- the ranks ---------------------------------------------------------------------------------
 
@@ -276,13 +283,27 @@ class Agent(LocalElasticAgent):
             return self._end_regrouping()
         first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
         self._kill_ranks()
-        code = _show(first, self._meeting.nproc * self._meeting.hosts)
-        self._logs.lost = f"rank {first.rank} {how_failed(first)}"
+        self._tell_failed(first)
         if secondary:
-            return Outcome(code, Result.SECONDARY)
+            return Outcome(first.exit_code, Result.SECONDARY)
         mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
         final = mistakes or self._signals.noted
-        return Outcome(code, Result.FAILED if final else Result.CRASHED)
+        return Outcome(first.exit_code, Result.FAILED if final else Result.CRASHED)
+
+    def _tell_failed(self, rank: LocalRank) -> None:
+        """Tell the user, and the next generation of ranks, which rank failed first."""
+        self._logs.lost = f"rank {rank.rank} {how_failed(rank)}"
+        of = f"error: rank {rank.rank} of {self._meeting.nproc * self._meeting.hosts}"
+        if rank.report is not None:
+            if rank.report.ending is not Ending.USER:
+                self._say(f"{of} failed:")
+            self._say(rank.report.text)
+            return
+        if tail := rank.tail():
+            self._say(tail)
+        killed = rank.code == -signal.SIGKILL
+        memory = " (the system may have run out of memory)" if killed else ""
+        self._say(f"{of} {how_failed(rank)}{memory}")
 
     def _lacks_cause(self, failed: list[LocalRank]) -> bool:
         """Whether ranks here were affected by another one here, which has not reported yet."""
@@ -299,13 +320,14 @@ class Agent(LocalElasticAgent):
     def _stop_early(self) -> Outcome:
         self._kill_ranks()
         signum = self._signals.noted[0]
-        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        text = f"Stopped by {signal_name(signum)} before the first step; there was nothing to save."
+        self._say(text)
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill(self, how: str) -> Outcome:
         self._kill_ranks()
         signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
-        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        self._say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill_ranks(self) -> None:
@@ -329,7 +351,7 @@ class Agent(LocalElasticAgent):
             return
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
-            say(outcome.farewell)
+            self._say(outcome.farewell)
         text = verdict.text
         if self._meeting.is_alone:
             attempt = self._meeting.generation + 1
@@ -338,7 +360,7 @@ class Agent(LocalElasticAgent):
         elif text:
             self._logs.lost = text  # names the host
         if text:
-            say(f"{verdict.label:<11}{text}")
+            self._say(f"{verdict.label:<11}{text}")
 
 
 _STOPPED = tuple(-signum for signum in STOP_SIGNALS)
@@ -353,6 +375,8 @@ class _RankLogs(LogsSpecs):
 
     Attributes:
         lost: who was lost in the generation before, and how; empty: none was.
+        more: variables of all ranks.
+        shown: whether the first rank writes to our own output.
     """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
@@ -360,6 +384,8 @@ class _RankLogs(LogsSpecs):
         self._folder = folder
         self._meeting = rendezvous
         self.lost = ""
+        self.more: dict[str, str] = {}
+        self.shown = True
 
     @property
     def root_log_dir(self) -> str:
@@ -380,6 +406,7 @@ class _RankLogs(LogsSpecs):
             folder.mkdir()
             env[PARENT_PID], env[JOB] = str(os.getpid()), self._meeting.job_id
             env[LOST] = self.lost
+            env.update(self.more)
             report = folder / "report"
             report.touch()  # a rank may fail before anything else is done here
             env[REPORT] = str(report)
@@ -388,7 +415,7 @@ class _RankLogs(LogsSpecs):
             env.setdefault("OMP_NUM_THREADS", threads)
             self._name_interfaces(env)
             # Rank 0 writes to the user. The output of the others is kept in case they crash.
-            shown = env["RANK"] == "0"
+            shown = self.shown and env["RANK"] == "0"
             files.stdouts[local_rank] = "" if shown else str(folder / "stdout")
             files.stderrs[local_rank] = "" if shown else str(folder / "stderr")
             files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
@@ -484,6 +511,14 @@ class LocalRank:
         return self.report is not None and self.report.ending is Ending.PEER
 
     @property
+    def exit_code(self) -> int:
+        """What the run ends with if this rank failed first."""
+        if self.report is not None:
+            return self.report.exit_code
+        code = self.code or 1
+        return 128 - code if code < 0 else code
+
+    @property
     def failed_at(self) -> float:
         """When it failed, in seconds on the monotonic clock."""
         return self.ended_at if self.report is None else self.report.time
@@ -523,8 +558,8 @@ class LocalRank:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Set what torch's agent reads from the environment, and keep its log from the user."""
+def agents_environment() -> Iterator[None]:
+    """Set what torch's agents read from the environment, and keep its log from the user."""
     ours = {
         # All hosts run the same number of ranks, so ranks follow from the number of the host.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
@@ -579,20 +614,3 @@ def how_failed(rank: LocalRank) -> str:
         return f"failed: {rank.report.text.strip().rpartition(chr(10))[2]}"
     code = rank.code or 1
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def _show(rank: LocalRank, nproc: int) -> int:
-    """Show the user why a rank failed; return the exit code of the run."""
-    if rank.report is not None:
-        if rank.report.ending is not Ending.USER:
-            say(f"error: rank {rank.rank} of {nproc} failed:")
-        say(rank.report.text)
-        return rank.report.exit_code
-    code, how = rank.code or 1, how_failed(rank)
-    if -code == signal.SIGKILL:
-        how += " (the system may have run out of memory)"
-    tail = rank.tail()
-    if tail:
-        say(tail)
-    say(f"error: rank {rank.rank} of {nproc} {how}")
-    return 128 - code if code < 0 else code
