@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -32,6 +34,12 @@ if what == "hang" or what == "kill":
     time.sleep(600)
 sys.exit(3 if what == "fail" else 0)
 """
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class Trial:
