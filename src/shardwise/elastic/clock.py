@@ -58,6 +58,26 @@ class Clock:
         raise TimeoutError
 
 
+class Timers:
+    """How long this host has seen what it sees, by a clock of its own.
+
+    Args:
+        clock: in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since: dict[str, tuple[object, float]] = {}
+
+    def elapsed(self, name: str, seen: object) -> float:
+        """Return for how many seconds the value of this name has been the same."""
+        now = self._clock()
+        last = self._since.get(name)
+        if last is None or last[0] != seen:
+            self._since[name] = last = (seen, now)
+        return now - last[1]
+
+
 @functools.cache
 def process_clock() -> Clock:
     """Return a clock of this process, at which a thread looks."""

@@ -49,7 +49,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
-from shardwise.elastic.clock import Clock, process_clock
+from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes, Terms
 from shardwise.elastic.membership import (
@@ -60,7 +60,6 @@ from shardwise.elastic.membership import (
     Next,
     Rules,
     Standing,
-    Timers,
     Verdict,
     counted,
 )
