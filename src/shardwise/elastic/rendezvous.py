@@ -641,7 +641,7 @@ class Rendezvous(RendezvousHandler):
         server = self._server
         if server is None:
             return losses
-        closed, silence = server.values(CLOSED), server.silence()
+        silence, closed = server.silence(), server.values(CLOSED)  # who is in neither said goodbye
         served = self._timers.elapsed("served", self._id)
         for host in state.hosts:
             if host.id == self._id or host.loss is HostLoss.DEAD:

@@ -7,7 +7,6 @@ that follows. The server parses nothing that others send. Messages are signed, n
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import hmac
 import itertools
@@ -138,10 +137,9 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
         case b"set", pairs:
             values.update(zip(pairs[::2], pairs[1::2], strict=True))
             return [b"done"]
-        case b"get", keys if all(key in values for key in keys):
-            return [b"done", *_that_fit([values[key] for key in keys])]
-        case b"get", _:
-            return [b"missing"]
+        case b"get", keys:
+            found = [value for value in map(values.get, keys) if value is not None]
+            return [b"done", *_that_fit(found)] if len(found) == len(keys) else [b"missing"]
         case b"check", keys:
             return [b"done" if all(key in values for key in keys) else b"missing"]
         case b"add", [key, amount]:
@@ -160,7 +158,7 @@ def _that_fit(values: list[bytes]) -> list[bytes]:
     return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Client:
     """A connection whose other end has proven that it holds the token."""
 
@@ -169,6 +167,7 @@ class _Client:
     connection: socket.socket
     session: _Session
     task: asyncio.Task[None]
+    heard: float  # when it sent its last message
 
     def end(self, how: bytes, reason: str) -> None:
         """Say why the connection ends, and end it."""
@@ -196,11 +195,10 @@ class StoreServer:
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
-        # Used by that thread alone.
+        # Other threads change single values, and look at copies: the interpreter does each at once.
         self._values: dict[bytes, bytes] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._clients: dict[bytes, _Client] = {}
-        self._heard: dict[bytes, float] = {}  # when each client sent its last message
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def start(self) -> None:
         """Serve from now on."""
@@ -217,7 +215,7 @@ class StoreServer:
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key. Clients cannot change those that begin with ``server/``."""
-        self._call(lambda: self._values.update({key.encode(): value}))
+        self._values[key.encode()] = value
 
     def clients(self) -> dict[str, str]:
         """Return the address that each client comes from, by name, in the order of connections."""
@@ -229,34 +227,23 @@ class StoreServer:
 
         The time for which this process was suspended does not count.
         """
-        now, heard = self._clock.now(), dict(self._heard)
-        return {name.decode(errors="replace"): now - at for name, at in heard.items()}
+        now, clients = self._clock.now(), list(self._clients.values())
+        return {client.name.decode(errors="replace"): now - client.heard for client in clients}
 
     def values(self, prefix: str) -> dict[str, bytes]:
-        """Return all values whose keys begin with a prefix, by the rest of the key."""
-        found: concurrent.futures.Future[dict[bytes, bytes]] = concurrent.futures.Future()
-        start = prefix.encode()
-        self._call(
-            lambda: found.set_result(
-                {key: value for key, value in self._values.items() if key.startswith(start)}
-            )
-        )
-        for seconds in self._clock.waits(_HANDSHAKE):
-            if found.done() or not self._thread.is_alive():
-                break
-            with contextlib.suppress(TimeoutError):
-                found.result(seconds)
-        values = found.result().items() if found.done() else ()
-        return {key[len(start) :].decode(errors="replace"): value for key, value in values}
+        """Return all values whose keys begin with a prefix, by the rest of the key.
+
+        The reason for which a client was lost is among them once :meth:`clients` lacks that client.
+        """
+        start, values = prefix.encode(), dict(self._values)
+        found = {key: value for key, value in values.items() if key.startswith(start)}
+        return {key[len(start) :].decode(errors="replace"): found[key] for key in found}
 
     def forget(self, prefix: str) -> None:
         """Delete all keys that begin with a prefix."""
-
-        def delete() -> None:
-            for key in [key for key in self._values if key.startswith(prefix.encode())]:
-                del self._values[key]
-
-        self._call(delete)
+        for key in list(self._values):
+            if key.startswith(prefix.encode()):
+                self._values.pop(key, None)
 
     def drop(self, name: str, reason: str) -> None:
         """End the connection to a client on purpose. It raises :class:`StoreDroppedError`."""
@@ -267,11 +254,14 @@ class StoreServer:
             self._loop.call_soon_threadsafe(function)
 
     def _drop(self, name: bytes, reason: str) -> None:
-        client = self._clients.pop(name, None)
-        self._heard.pop(name, None)
+        client = self._clients.get(name)
         if client is not None:
-            self._values[CLOSED.encode() + name] = reason.encode()
+            self._lose(client, reason)
             client.end(b"dropped", reason)
+
+    def _lose(self, client: _Client, reason: str) -> None:
+        self._values[CLOSED.encode() + client.name] = reason.encode()
+        del self._clients[client.name]  # whoever does not find it finds the reason
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -327,7 +317,8 @@ class StoreServer:
                     (name,) = await self._message(connection, session)
                 self._strangers.pop(task, None)
                 address = str(connection.getpeername()[0])
-                await self._serve_client(_Client(name, address, connection, session, task))
+                now = self._clock.now()
+                await self._serve_client(_Client(name, address, connection, session, task, now))
         finally:
             self._strangers.pop(task, None)
 
@@ -360,7 +351,6 @@ class StoreServer:
         if earlier is not None:
             earlier.end(b"dropped", "another connection has its name")
         self._clients[client.name] = client
-        self._heard[client.name] = self._clock.now()
         reason: str | None = "the connection was closed"
         try:
             await self._answer(client)
@@ -371,15 +361,16 @@ class StoreServer:
             reason = getattr(error, "strerror", None) or str(error)
         finally:
             if self._clients.get(client.name) is client:
-                del self._clients[client.name], self._heard[client.name]
                 if reason is not None:
-                    self._values[CLOSED.encode() + client.name] = reason.encode()
+                    self._lose(client, reason)
+                else:
+                    del self._clients[client.name]
 
     async def _answer(self, client: _Client) -> None:
         """Answer the requests of a client until its goodbye."""
         while True:
             number, request, *arguments = await self._message(client.connection, client.session)
-            self._heard[client.name] = self._clock.now()
+            client.heard = self._clock.now()
             if request == b"goodbye":
                 return
             try:
