@@ -96,6 +96,13 @@ class Agent(LocalElasticAgent):
         rendezvous: where the hosts meet.
         restarts: how often the job may be restarted after a failure.
         signals: what asks to stop.
+
+    Attributes:
+        meeting: where the hosts meet.
+        restarts: as passed.
+        signals: as passed.
+        ranks: of this host, in this generation.
+        logs: where they write, and their environment.
     """
 
     def __init__(
@@ -110,14 +117,14 @@ class Agent(LocalElasticAgent):
             monitor_interval=POLL,
         )
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
-        self._logs = _RankLogs(Path(self._folder.name), rendezvous)
-        super().__init__(spec, self._logs, exit_barrier_timeout=5.0)
+        self.logs = _RankLogs(Path(self._folder.name), rendezvous)
+        super().__init__(spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
-        self._meeting = rendezvous
-        self._restarts = restarts
-        self._signals = signals
-        self._ranks: list[LocalRank] = []
-        self._starting = StartWatch(self._ranks, self._say)
+        self.meeting = rendezvous
+        self.restarts = restarts
+        self.signals = signals
+        self.ranks: list[LocalRank] = []
+        self._starting = StartWatch(self.ranks, self._say)
         self._phase = _Phase.RUNNING
         self._outcome: Outcome | None = None
         self._stopped_since: float | None = None
@@ -135,12 +142,12 @@ class Agent(LocalElasticAgent):
             self.run()
         finally:
             self._kill_ranks()
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.close()
-            self._meeting.shutdown()
+            self.meeting.shutdown()
             self._folder.cleanup()
-        noted = self._signals.noted
-        verdict, outcome = self._meeting.verdict, self._outcome
+        noted = self.signals.noted
+        verdict, outcome = self.meeting.verdict, self._outcome
         if verdict is None and outcome is not None and outcome.exit_code:
             return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
@@ -151,9 +158,9 @@ class Agent(LocalElasticAgent):
     # -- what torch's agent asks for ---------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.close()
-        spec, generation = worker_group.spec, self._meeting.generation
+        spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
         self._phase, self._outcome, self._stopped_since = _Phase.RUNNING, None, None
@@ -164,31 +171,31 @@ class Agent(LocalElasticAgent):
             pids = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._ranks = [
-            LocalRank(worker.global_rank, pids[worker.local_rank], self._logs.of(worker.local_rank))
+        self.ranks = [
+            LocalRank(worker.global_rank, pids[worker.local_rank], self.logs.of(worker.local_rank))
             for worker in worker_group.workers
         ]
-        self._starting = StartWatch(self._ranks, self._say)
+        self._starting = StartWatch(self.ranks, self._say)
         return dict(pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        order = self._meeting.order()
+        order = self.meeting.order()
         if self._outcome is None:
             self._outcome = self._watch(order)
-            if all(rank.has_stepped for rank in self._ranks):
-                self._meeting.report_step()
+            if all(rank.has_stepped for rank in self.ranks):
+                self.meeting.report_step()
             if self._outcome is not None:
                 self._phase = _Phase.ENDED
-                self._meeting.end(self._outcome)
-        verdict = self._meeting.verdict
+                self.meeting.end(self._outcome)
+        verdict = self.meeting.verdict
         if verdict is None or self._outcome is None:
-            if self._outcome is not None and len(self._signals.noted) > 1:
+            if self._outcome is not None and len(self.signals.noted) > 1:
                 return RunResult(
                     WorkerState.FAILED
                 )  # there is no reason to wait for the other hosts
             return RunResult(WorkerState.HEALTHY)
         self._show_verdict(self._outcome)
-        if verdict.next.begins_again and not self._signals.noted:
+        if verdict.next.begins_again and not self.signals.noted:
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
             ended = {worker.global_rank: None for worker in worker_group.workers}
@@ -208,37 +215,37 @@ class Agent(LocalElasticAgent):
 
     def _watch(self, order: Order) -> Outcome | None:
         """Look at the ranks; return how they ended, or None while they run."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.poll()
-        if failed := [rank for rank in self._ranks if self._has_failed(rank)]:
-            at_once = order is Order.ABORT or len(self._signals.noted) > 1
+        if failed := [rank for rank in self.ranks if self._has_failed(rank)]:
+            at_once = order is Order.ABORT or len(self.signals.noted) > 1
             limit = SECONDARY if self._lacks_cause(failed) else SETTLE
-            if at_once or are_settled(self._ranks, failed, limit):
+            if at_once or are_settled(self.ranks, failed, limit):
                 return self._by_signal(self._fail(failed))
             return None
-        if all(rank.code is not None for rank in self._ranks):
+        if all(rank.code is not None for rank in self.ranks):
             return self._by_signal(self._finish())
         if order is Order.ABORT:
             self._kill_ranks()
             return Outcome(1)
-        if len(self._signals.noted) > 1:
+        if len(self.signals.noted) > 1:
             return self._by_signal(self._kill("at once"))
         self._ask_to_stop(order)
         self._starting.look()
-        if any(self._has_stopped(rank) for rank in self._ranks):
+        if any(self._has_stopped(rank) for rank in self.ranks):
             self._stopped_since = self._stopped_since or time.monotonic()
             if time.monotonic() - self._stopped_since > STOP_GRACE:
-                if self._phase is _Phase.REGROUPING and not self._signals.noted:
+                if self._phase is _Phase.REGROUPING and not self.signals.noted:
                     return self._end_regrouping()
                 return self._by_signal(self._kill("without waiting for all ranks"))
         return None
 
     def _by_signal(self, outcome: Outcome) -> Outcome:
-        if self._signals.noted:
-            interrupted = self._signals.noted[0] == signal.SIGINT
+        if self.signals.noted:
+            interrupted = self.signals.noted[0] == signal.SIGINT
             by = StoppedBy.INTERRUPT if interrupted else StoppedBy.TERMINATE
             return replace(outcome, stopped_by=by)
-        if any(self._has_stopped(rank) for rank in self._ranks):
+        if any(self._has_stopped(rank) for rank in self.ranks):
             return replace(outcome, stopped_by=StoppedBy.RANK)
         return outcome
 
@@ -255,28 +262,28 @@ class Agent(LocalElasticAgent):
         if self._phase is not _Phase.RUNNING:
             return
         # Ranks that have not completed a step have nothing to save, and would not stop in order.
-        training = all(rank.stage is Stage.TRAINING for rank in self._ranks)
-        if self._signals.noted:
-            self._phase, signum = _Phase.STOPPING, self._signals.noted[0]
+        training = all(rank.stage is Stage.TRAINING for rank in self.ranks)
+        if self.signals.noted:
+            self._phase, signum = _Phase.STOPPING, self.signals.noted[0]
         elif order is Order.SAVE_AND_STOP and training:
             self._phase, signum = _Phase.REGROUPING, signal.SIGTERM
         else:
             return
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.send(signum)
 
     def _finish(self) -> Outcome:
-        words = [rank.report for rank in self._ranks if rank.stopped and rank.report]
+        words = [rank.report for rank in self.ranks if rank.stopped and rank.report]
         if words:
             return Outcome(words[0].exit_code, farewell=words[0].text)
-        if any(self._has_stopped(rank) for rank in self._ranks):
-            signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
+        if any(self._has_stopped(rank) for rank in self.ranks):
+            signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
             return Outcome(128 + signum, farewell=f"Stopped by {signal_name(signum)}.")
         return Outcome(0)
 
     def _fail(self, failed: list[LocalRank]) -> Outcome:
         secondary = all(rank.is_secondary for rank in failed)
-        if secondary and self._signals.noted:
+        if secondary and self.signals.noted:
             # These ranks lost a peer that had already stopped, as asked.
             return self._stop_early()
         if secondary and self._phase is _Phase.REGROUPING:
@@ -287,13 +294,13 @@ class Agent(LocalElasticAgent):
         if secondary:
             return Outcome(first.exit_code, Result.SECONDARY)
         mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
-        final = mistakes or self._signals.noted
+        final = mistakes or self.signals.noted
         return Outcome(first.exit_code, Result.FAILED if final else Result.CRASHED)
 
     def _tell_failed(self, rank: LocalRank) -> None:
         """Tell the user, and the next generation of ranks, which rank failed first."""
-        self._logs.lost = f"rank {rank.rank} {how_failed(rank)}"
-        of = f"error: rank {rank.rank} of {self._meeting.nproc * self._meeting.hosts}"
+        self.logs.lost = f"rank {rank.rank} {how_failed(rank)}"
+        of = f"error: rank {rank.rank} of {self.meeting.nproc * self.meeting.hosts}"
         if rank.report is not None:
             if rank.report.ending is not Ending.USER:
                 self._say(f"{of} failed:")
@@ -307,9 +314,9 @@ class Agent(LocalElasticAgent):
 
     def _lacks_cause(self, failed: list[LocalRank]) -> bool:
         """Whether ranks here were affected by another one here, which has not reported yet."""
-        runs = any(rank.code is None and rank.report is None for rank in self._ranks)
-        is_here = self._meeting.hosts == 1  # else the other hosts are asked, see membership.py
-        is_asked = self._phase is not _Phase.RUNNING or bool(self._signals.noted)
+        runs = any(rank.code is None and rank.report is None for rank in self.ranks)
+        is_here = self.meeting.hosts == 1  # else the other hosts are asked, see membership.py
+        is_asked = self._phase is not _Phase.RUNNING or bool(self.signals.noted)
         return runs and is_here and not is_asked and all(rank.is_secondary for rank in failed)
 
     def _end_regrouping(self) -> Outcome:
@@ -319,19 +326,19 @@ class Agent(LocalElasticAgent):
 
     def _stop_early(self) -> Outcome:
         self._kill_ranks()
-        signum = self._signals.noted[0]
+        signum = self.signals.noted[0]
         text = f"Stopped by {signal_name(signum)} before the first step; there was nothing to save."
         self._say(text)
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill(self, how: str) -> Outcome:
         self._kill_ranks()
-        signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
+        signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
         self._say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill_ranks(self) -> None:
-        killed = [rank for rank in self._ranks if rank.code is None]
+        killed = [rank for rank in self.ranks if rank.code is None]
         for rank in killed:
             rank.send(signal.SIGKILL)
         deadline = time.monotonic() + _DEATH
@@ -346,19 +353,19 @@ class Agent(LocalElasticAgent):
 
     def _show_verdict(self, outcome: Outcome) -> None:
         """Say how the generation ended and what follows, once."""
-        verdict = self._meeting.take_verdict()
+        verdict = self.meeting.take_verdict()
         if verdict is None:
             return
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
             self._say(outcome.farewell)
         text = verdict.text
-        if self._meeting.is_alone:
-            attempt = self._meeting.generation + 1
-            text = f"{attempt} of {self._restarts}, from the last checkpoint"
+        if self.meeting.is_alone:
+            attempt = self.meeting.generation + 1
+            text = f"{attempt} of {self.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
-            self._logs.lost = text  # names the host
+            self.logs.lost = text  # names the host
         if text:
             self._say(f"{verdict.label:<11}{text}")
 

@@ -45,18 +45,18 @@ class _Replica(Agent):
         self._is_given_up = False
         threads = str(max(1, usable_cores() // (ranks * replica.count)))
         threads = os.environ.get("OMP_NUM_THREADS", threads)
-        self._logs.more = {JOB: launcher.job, "OMP_NUM_THREADS": threads}
-        self._logs.shown = replica.number == 0
+        self.logs.more = {JOB: launcher.job, "OMP_NUM_THREADS": threads}
+        self.logs.shown = replica.number == 0
 
     def give_up(self) -> None:
         """Kill its ranks, without a word. Call it until it has ended: it may be starting."""
         self._is_given_up = True
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.send(signal.SIGKILL)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._replica = replace(self._replica, restarts=self._meeting.generation)
-        self._logs.more |= self._replica.environment()
+        self._replica = replace(self._replica, restarts=self.meeting.generation)
+        self.logs.more |= self._replica.environment()
         self._launcher.in_round.discard(self._replica.number)
         pids = super()._start_workers(worker_group)
         self._launcher.started(self._replica, [*pids.values()])
@@ -79,17 +79,17 @@ class _Replica(Agent):
     def _tell_failed(self, rank: LocalRank) -> None:
         if not self._is_given_up:
             self._failure, why = rank, how_failed(rank)
-            self._logs.lost = f"replica {self._replica.number} {why}"
+            self.logs.lost = f"replica {self._replica.number} {why}"
             self._launcher.lost(self._replica, why)
 
     def _show_verdict(self, outcome: Outcome) -> None:
-        verdict, failure = self._meeting.take_verdict(), self._failure
+        verdict, failure = self.meeting.take_verdict(), self._failure
         if verdict is not None and outcome.farewell:
             self._launcher.say_once("farewell", outcome.farewell)
-        is_over = self._is_given_up or self._signals.noted or self._launcher.finished
+        is_over = self._is_given_up or self.signals.noted or self._launcher.finished
         if verdict is None or verdict.next is not Next.FAIL or failure is None or is_over:
             return
-        number, limit = self._replica.number, f" (--max-restarts {self._restarts})"
+        number, limit = self._replica.number, f" (--max-restarts {self.restarts})"
         if failure.report is not None:
             say(f"replica {number}: {failure.report.text}")
             limit = "" if failure.report.ending is Ending.USER else limit

@@ -163,9 +163,11 @@ def _share(store: Path, rank: int, seconds: float) -> PairLink:
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     try:
-        meeting = dist.FileStore(str(store), 2)
+        meeting = dist.FileStore(str(store), 2)  # type: ignore[attr-defined]
         limit = timedelta(seconds=seconds)
-        dist.init_process_group("gloo", store=meeting, rank=rank, world_size=2, timeout=limit)
+        dist.init_process_group(
+            devices.GLOO.name, store=meeting, rank=rank, world_size=2, timeout=limit
+        )
         transport = select_transport(dist.group.WORLD, devices.CPU, "shm")
         large, small = (_seconds(transport, numel) for numel in (_NUMEL, 1))
     except (RuntimeError, ValueError, OSError) as error:
