@@ -231,7 +231,7 @@ def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds:
             while a.optimizer.rounds == (rounds,):
                 pool.submit(a.step, 1.0).result(30)
         finally:
-            a.membership._lost_at, a.membership._lost_for = 0.0, LONG  # ends a step that hangs
+            a.membership._lost_at = -LONG  # ends a step that hangs
             a.optimizer.leave()
     assert a.optimizer.rounds == (rounds + 1,)
 
@@ -287,9 +287,26 @@ def test_time_for_which_a_replica_was_suspended_does_not_count(
     clock = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
     a.step(1.0)
-    a.membership._note_lost(ConnectionError("gone"))
     assert a.step(1.0) == 3.0
     a.optimizer.leave()
+
+
+def test_a_server_that_was_suspended_waits_for_those_who_are_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trial(2) as world:
+        a, b = (world.replica(number) for number in range(2))
+        world.join(a, b)
+        clock, plans = time.monotonic, world.server._coordinator
+
+        def step_late() -> float:
+            while not plans.plan.called:
+                time.sleep(0.01)
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+            time.sleep(0.1)  # for several looks
+            return b.step(4.0)
+
+        assert world.together(lambda: a.step(2.0), step_late) == [3.0, 3.0]
 
 
 def test_garbage_in_the_store_harms_nobody() -> None:

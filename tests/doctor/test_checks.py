@@ -45,12 +45,12 @@ HOST = Facts(
     address="10.0.0.1",
     towards="eth0",
     resolved="10.0.0.1",
-    probe=Probe(accelerators=GPUS),
+    probe=Probe("", GPUS, PairLink(gbit=80.0, ms=0.01)),
     files=4096,
     temporary_free=2**30,
-    memory=PairLink(gbit=80.0, ms=0.01),
     shm_free=2**30,
 )
+MUTE = Probe("", GPUS, PairLink("no room"))
 OTHER = replace(
     HOST,
     rank=1,
@@ -282,7 +282,11 @@ def test_backends_choose_interfaces_as_they_document_it() -> None:
     ("change", "level", "text"),
     [
         ({"files": 100}, Level.FAIL, "host 0 (a): 100 open files per process, a rank may need "),
-        ({"memory": PairLink("no room")}, Level.WARN, "host 0 (a): shared memory: no room"),
+        (
+            {"probe": Probe("", GPUS, PairLink("no room"))},
+            Level.WARN,
+            "host 0 (a): shared memory: no room",
+        ),
         ({"shm_free": 2**20}, Level.WARN, "host 0 (a): 1 MiB free in /dev/shm"),
         ({"shm_free": -1}, Level.OK, "4096 files, shared memory works"),
         ({"tasks": 255}, Level.FAIL, "host 0 (a): 255 more processes and threads can be started: "),
@@ -330,8 +334,7 @@ def test_links_that_are_slow(link: PairLink, advice: str) -> None:
 
 
 def test_what_ranks_of_one_host_exchange() -> None:
-    mute = replace(OTHER, memory=PairLink("it needs Linux"))
-    first, second = check_within_hosts([HOST, mute], LINKS)
+    first, second = check_within_hosts([HOST, replace(OTHER, probe=MUTE)], LINKS)
     both = "shared memory 80.00 Gbit/s, 0.01 ms; messages 10.00 Gbit/s, 0.20 ms"
     assert first.text == f"host 0 (a): {both}"
     assert second.text == "host 1 (b): no shared memory; messages 10.00 Gbit/s, 0.20 ms"

@@ -24,9 +24,8 @@ ALONE = Nodes(1, 0, "127.0.0.1", 0)
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(facts, "measure_shared_memory", lambda: PairLink(gbit=1.0, ms=1.0))
     there = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
-    monkeypatch.setattr(facts, "probe_rank", lambda: Probe(accelerators=there))
+    monkeypatch.setattr(facts, "probe_ranks", lambda: Probe("", there, PairLink(gbit=1.0, ms=1.0)))
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -154,9 +155,12 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(fact
         resolved=ESCAPES,
         towards="eth0; rm -rf ~",
         settings={"GLOO_SOCKET_IFNAME": ESCAPES},
-        memory=replace(facts.memory, error=ESCAPES * 50),
         localhost=ESCAPES,
-        probe=Probe("", Accelerators(ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES)),
+        probe=Probe(
+            "",
+            Accelerators(ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES),
+            PairLink(ESCAPES * 50),
+        ),
     )
     nodes, said = host_0(), list[Finding]()
     with socket.create_server(("127.0.0.2", 0)) as trap:
@@ -428,6 +432,9 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
 # ---- reading and showing ----
 
 
+PROBE = asdict(Probe())
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -447,16 +454,16 @@ def test_a_host_connects_to_addresses_only_that_hosts_of_the_job_could_have(
         {"interfaces": {ESCAPES: []}},
         {"towards": 1},
         {"settings": {"LD_PRELOAD": "x"}},
-        {"memory": {"error": ""}},
-        {"memory": {"error": "", "gbit": "fast", "ms": 1.0, "ahead": 0.0}},
-        {"memory": {"error": "", "gbit": float("nan"), "ms": 1.0, "ahead": 0.0}},
         {"files": None},
         {"localhost": 1},
         {"temporary": ESCAPES},
         {"temporary_free": -1},
         {"tasks": "many"},
         {"probe": {}},
-        {"probe": {"error": "", "accelerators": []}},
+        {"probe": {**PROBE, "accelerators": []}},
+        {"probe": {**PROBE, "memory": {"error": ""}}},
+        {"probe": {**PROBE, "memory": {"error": "", "gbit": "fast", "ms": 1.0, "ahead": 0.0}}},
+        {"probe": {**PROBE, "memory": {"error": "", "gbit": math.nan, "ms": 1.0, "ahead": 0.0}}},
         {"more": 1},
     ],
     ids=str,

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import resource
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from shardwise.app.doctor import measure
 from shardwise.app.doctor.measure import (
     EchoServer,
-    PairLink,
     measure_connection,
-    measure_shared_memory,
 )
-from shardwise.base.scratch import libc
-
-needs_futex = pytest.mark.skipif(not libc.has_futex(), reason="needs a futex")
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "STREAM", 0.05)
     monkeypatch.setattr(measure, "DRAIN", 5.0)
-    monkeypatch.setattr(measure, "COPYING", 0.05)
 
 
 @pytest.fixture
@@ -112,52 +102,3 @@ def test_a_peer_that_hangs_up_is_an_error() -> None:
         port = listener.getsockname()[1]
         assert measure_connection("127.0.0.1", port).error.startswith(f"127.0.0.1:{port}: ")
     thread.join(0.1)
-
-
-# -- shared memory ---------------------------------------------------------------------------------
-
-
-@needs_futex
-def test_shared_memory_has_a_bandwidth_and_a_round_trip() -> None:
-    link = measure_shared_memory()
-    assert link.error == ""
-    assert link.gbit > 0
-    assert 0 < link.ms < 1000
-
-
-@needs_futex
-@pytest.mark.parametrize(
-    ("program", "start"), [("/bin/true", measure.START), ("/usr/bin/yes", 0.1)]
-)
-def test_a_second_process_that_does_not_start_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, program: str, start: float, tmp_path: Path
-) -> None:
-    script = tmp_path / "program"
-    script.write_text(f"#!/bin/sh\nexec {program} >/dev/null\n")
-    script.chmod(0o755)
-    monkeypatch.setattr(measure, "START", start)
-    monkeypatch.setattr(sys, "executable", str(script))
-    assert measure_shared_memory() == PairLink("a second process did not answer")
-
-
-@needs_futex
-def test_memory_that_is_missing_is_an_error_and_leaves_nothing_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def full(*args: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    before = set(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(os, "pwrite", full)
-    assert measure_shared_memory() == PairLink("No space left on device")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
-
-
-def test_a_limit_on_files_is_one_on_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**20, 2**20))
-    assert "are limited to 1 MiB (ulimit -f)" in measure_shared_memory().error
-
-
-def test_a_machine_without_futex_has_no_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(libc, "has_futex", lambda: False)
-    assert measure_shared_memory() == PairLink("needs Linux on x86-64")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from shardwise.base import plain
 from shardwise.elastic import membership
+from shardwise.elastic.clock import Timers
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.membership import (
     Host,
@@ -22,7 +23,6 @@ from shardwise.elastic.membership import (
     Next,
     Rules,
     Standing,
-    Timers,
     Verdict,
 )
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy

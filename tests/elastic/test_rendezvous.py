@@ -15,6 +15,7 @@ import pytest
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from shardwise.elastic import membership, rendezvous
+from shardwise.elastic.clock import Clock
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes, Terms
 from shardwise.elastic.membership import JobState, Next, Verdict
@@ -54,7 +55,8 @@ class Place:
         self.signal = threading.Event()  # asks to stop while it waits
         self.gone = threading.Event()
         self._go_on = threading.Event()  # once it is suspended
-        self.rendezvous = Rendezvous(nodes, nproc, restarts, terms, self.signal.is_set)
+        self._clock = Clock()
+        self.rendezvous = Rendezvous(nodes, nproc, restarts, terms, self.signal.is_set, self._clock)
         self.thread = threading.Thread(target=self._run, daemon=True)
         _said[self.thread] = self.said
         self.thread.start()
@@ -129,8 +131,9 @@ class Place:
         mine, method = self.rendezvous, getattr(self.rendezvous, before)
 
         def hang(*args: Any) -> None:
-            hangs.set()
-            self._go_on.wait(WAIT)
+            with self._clock._lock:
+                hangs.set()
+                self._go_on.wait(WAIT)
             method(*args)
 
         setattr(mine, before, hang)

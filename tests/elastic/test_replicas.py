@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -10,6 +12,9 @@ import pytest
 
 from shardwise.elastic.replicas import ReplicaLauncher
 from shardwise.elastic.world import ReplicaWorld, find_replica
+
+# torch's agent leaves the files of its ranks to the garbage collector.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 #: A rank does what the file of its replica says for this start: end, be killed, or wait.
 _RANK = """
@@ -29,6 +34,12 @@ if what == "hang" or what == "kill":
     time.sleep(600)
 sys.exit(3 if what == "fail" else 0)
 """
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    yield
+    gc.collect()
 
 
 class Trial:
@@ -67,7 +78,7 @@ def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None
     trial.launcher.made_round([0, 1])
     assert trial.launcher.run() == 0
     assert trial.lost[0] == (1, "was killed by SIGKILL")
-    assert trial.started[:2] == ["0-0", "1-0"]
+    assert {"0-0", "1-0"} <= set(trial.started)
     assert {"0-0-0", "0-0-1", "1-0-0"} <= trial.ran
     assert not any(name.startswith("0-1") for name in trial.ran)
 
@@ -87,7 +98,7 @@ def test_other_machines_cannot_reach_the_store_of_a_replica(tmp_path: Path) -> N
         (tmp_path / "go").touch()
 
     trial = Trial(tmp_path, {"0-0": "wait go"})
-    trial.launcher._started = look
+    trial.launcher.started = look
     assert trial.launcher.run() == 0
     assert set(found) == {"127.0.0.1"}
 

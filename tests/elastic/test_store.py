@@ -259,6 +259,9 @@ def test_a_server_reads_and_deletes_keys_by_their_beginning(served: Served) -> N
     assert served.server.values("report/") == {"0": b"a", "12": b"b"}
     served.server.forget("report/")
     assert served.server.values("report") == {"s": b"c"}
+    with served.hanging():
+        served.server.put("report/1", b"d")
+        assert served.server.values("report") == {"s": b"c", "/1": b"d"}, "nobody waits"
 
 
 def test_a_server_knows_how_long_a_client_has_been_silent(served: Served) -> None:
@@ -276,6 +279,26 @@ def test_a_server_knows_how_long_a_client_has_been_silent(served: Served) -> Non
     while "quiet" in served.server.silence():
         assert time.monotonic() < until
     assert served.server.silence().keys() == {"other"}
+
+
+def test_a_client_that_is_no_longer_there_has_its_reason_already(served: Served) -> None:
+    """Else it would be taken for one that has said goodbye, or is silent."""
+    left: list[bool] = []
+
+    class Values(dict[bytes, bytes]):
+        def __setitem__(self, key: bytes, value: bytes) -> None:
+            if key.startswith(CLOSED.encode()):
+                left.append(key.removeprefix(CLOSED.encode()).decode() in served.server.clients())
+            super().__setitem__(key, value)
+
+    served.server._values = Values()
+    lost, dropped = served.client("lost"), served.client("dropped")
+    for client in (lost, dropped):
+        client.set("key", "value")
+    lost._socket.close()
+    served.server.drop("dropped", "it is of no use")
+    served.client("other").wait([f"{CLOSED}lost", f"{CLOSED}dropped"])
+    assert left == [True, True]
 
 
 def test_threads_share_a_client_and_one_that_waits_does_not_hold_up_the_others(
@@ -682,7 +705,6 @@ PROGRAM = """
 import os
 import sys
 import time
-from shardwise.elastic import store as store_module
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
 
@@ -697,15 +719,6 @@ if sys.argv[1] == "serve":
     print(listener.getsockname()[1], flush=True)
     sys.stdin.read()
     time.sleep(1000)
-elif sys.argv[1] == "look":
-    server = StoreServer(listening("127.0.0.1"), TOKEN)
-    server.start()
-    store_module._HANDSHAKE = float(sys.argv[2])
-    server.put("key", b"value")
-    server._call(lambda: hang(sys.argv[3]))
-    print("looks", flush=True)
-    print(server.values("")["key"].decode(), flush=True)
-    server.close()
 else:
     seconds = float(sys.argv[4]) if len(sys.argv) > 4 else 1000.0
     store = GuardedStore("127.0.0.1", int(sys.argv[2]), TOKEN, "killed", seconds)
@@ -772,21 +785,6 @@ def test_the_time_for_which_a_client_is_suspended_does_not_count(
         asking.send_signal(signal.SIGCONT)
         time.sleep(0.1)  # for what it does first
     assert line(asking) == "value"
-
-
-def test_the_time_for_which_a_server_is_suspended_does_not_count(
-    start: Start, tmp_path: Path
-) -> None:
-    limit = 3.0
-    looking = start("look", str(limit), "hanging")
-    assert line(looking) == "looks"
-    time.sleep(0.1)  # until it waits for the server
-    suspend(looking)
-    time.sleep(limit)
-    looking.send_signal(signal.SIGCONT)
-    time.sleep(0.1)  # for what it does first
-    (tmp_path / "hanging").touch()
-    assert line(looking) == "value"
 
 
 def test_a_server_may_be_paused_and_killed(served: Served, start: Start) -> None:

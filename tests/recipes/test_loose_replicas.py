@@ -40,7 +40,7 @@ def test_a_killed_replica_comes_back_while_the_others_train(tmp_path: Path) -> N
     data = write_text(tmp_path)
     words = (
         f"-m shardwise train lm --model config.json --data {data} --seq-length 16 --batch-size 2 "
-        "--steps 4000 --local-steps 20 --nproc 4 --replicas 2 --strategy diloco --device cpu "
+        "--steps 4000 --local-steps 4 --nproc 4 --replicas 2 --strategy diloco --device cpu "
         "--diloco-deadline 3 --max-restarts 1 --eval-every 0 --checkpoint-every 0 "
         "--sample-tokens 0 --out run"
     ).split()

@@ -20,14 +20,13 @@ No torch, no network, no clock here; see :mod:`shardwise.diloco.quorum_server` f
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardwise.base import plain
+from shardwise.elastic.clock import Timers
 
-#: A clock that jumps by more seconds between two looks was suspended, and so was who is not heard.
-_SUSPENDED = 1.0
 #: Attempts of a round with the same members, after which one member at a time is left out.
 _PATIENCE = 2
 #: Seconds without a sign of life that are no sign of anything: a busy machine takes that long.
@@ -216,37 +215,35 @@ class Coordinator:
         start_timeout: seconds that the first replica to come waits for the others.
         first: from where plans, attempts and fetches are numbered. Replicas may know those of
             another server: two servers are :data:`NUMBERS_PER_SERVER` apart at least.
+        clock: in seconds; it stands still while this process is suspended.
     """
 
     def __init__(
-        self, replicas: int, deadline: float, start_timeout: float, first: int = 0
+        self,
+        replicas: int,
+        deadline: float,
+        start_timeout: float,
+        clock: Callable[[], float],
+        first: int = 0,
     ) -> None:
         self._expected = replicas
         self._deadline = deadline
         self._start_timeout = start_timeout
         self.plan = RoundPlan(-1, deadline, first)
         self._seen: dict[int, _Seen] = {}
-        self._began: float | None = None  # of waiting for replicas to come together
-        self._called_at: float | None = None
-        self._attempted_at = 0.0
+        self._timers = Timers(clock)
         self._attempts = 0  # at this round
         self._number = self._fetch_number = first
-        self._fetched_at: dict[int, float] = {}
         self._tried: dict[int, set[int]] = {}
         self._groups: dict[tuple[tuple[int, str], ...], int] = {}
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
-        self._looked: float | None = None
-        self._trust_silence_from = 0.0
         self._events: list[Event] = []
 
-    def look(
-        self, now: float, reports: Mapping[int, bytes], silence: Mapping[str, float]
-    ) -> list[Event]:
+    def look(self, reports: Mapping[int, bytes], silence: Mapping[str, float]) -> list[Event]:
         """Look at the replicas, and change the plan.
 
         Args:
-            now: in seconds, of a clock that never goes back.
             reports: the report of each replica, as it was received.
             silence: for each connection, by :func:`client_name`: seconds since it was last heard.
 
@@ -254,23 +251,18 @@ class Coordinator:
             What has happened. Then the plan has changed, if anything has.
         """
         self._events, before = [], self.plan
-        if self._looked is not None and now - self._looked > _SUSPENDED:
-            gap = now - self._looked
-            self._trust_silence_from = now + _SUSPENDED
-            self._began = None if self._began is None else self._began + gap
-            self._called_at = None if self._called_at is None else self._called_at + gap
-        self._looked = now
-        self._see(reports, silence, now >= self._trust_silence_from)
+        self._see(reports, silence)
         self._note_lost()
-        if self.plan.version < 0 or self._is_headless:
-            self._come_together(now)
-        else:
-            self._began = None
+        is_apart = self.plan.version < 0 or self._is_headless
+        waits = is_apart and any(each.is_alive for each in self._seen.values())
+        waited = self._timers.elapsed("coming together", (waits, self.plan.welcome))
+        if waits:
+            self._come_together(waited)
         if self.plan.version >= 0:
-            self._watch_attempt(now)
-            self._watch_fetches(now)
+            self._watch_attempt()
+            self._watch_fetches()
             if self.plan.attempt is None:
-                self._begin_if_due(now)
+                self._begin_if_due()
         self.plan = replace(self.plan, live=tuple(sorted(self._members)))
         if self.plan != before:
             self.plan = replace(self.plan, number=before.number + 1)
@@ -278,9 +270,7 @@ class Coordinator:
 
     # -- who is there ------------------------------------------------------------------------------
 
-    def _see(
-        self, reports: Mapping[int, bytes], silence: Mapping[str, float], trusted: bool
-    ) -> None:
+    def _see(self, reports: Mapping[int, bytes], silence: Mapping[str, float]) -> None:
         seen: dict[int, _Seen] = {}
         for replica, text in sorted(reports.items()):
             try:
@@ -291,7 +281,7 @@ class Coordinator:
             heard = [silence.get(name) for name in names]
             is_connected = all(each is not None for each in heard)
             limit = max(self._deadline, _LEAST_SILENCE)
-            silent = trusted and any(s is not None and s >= limit for s in heard)
+            silent = any(s is not None and s >= limit for s in heard)
             if report.incarnation in self.plan.refused:
                 continue
             seen[replica] = _Seen(report, is_connected, silent)
@@ -349,16 +339,11 @@ class Coordinator:
 
     # -- the beginning -----------------------------------------------------------------------------
 
-    def _come_together(self, now: float) -> None:
+    def _come_together(self, waited: float) -> None:
         """Let the replica with the most outer steps be the first, once all are there."""
         live = {r: each.report for r, each in self._seen.items() if each.is_alive}
-        if not live:
-            self._began = None
+        if len(live) < self._expected and waited < self._start_timeout:
             return
-        self._began = now if self._began is None else self._began
-        if len(live) < self._expected and now - self._began < self._start_timeout:
-            return
-        self._began = None
         first = max(live, key=lambda replica: (live[replica].version, -replica))
         leader = live[first]
         self.plan = replace(
@@ -369,7 +354,7 @@ class Coordinator:
             fetches={},
             welcome=(*self.plan.welcome, leader.incarnation),
         )
-        self._last, self._called_at, self._attempts = None, None, 0
+        self._last, self._attempts = None, 0
         self._members[first] = leader.incarnation
         self._note(EventKind.JOINED, first)
         for replica, report in live.items():
@@ -400,7 +385,7 @@ class Coordinator:
 
     # -- catching up -------------------------------------------------------------------------------
 
-    def _watch_fetches(self, now: float) -> None:
+    def _watch_fetches(self) -> None:
         for replica, each in self._seen.items():
             report, fetch = each.report, self.plan.fetches.get(replica)
             if fetch is not None and fetch.incarnation != report.incarnation:
@@ -409,18 +394,18 @@ class Coordinator:
             if not each.is_alive:
                 continue
             if fetch is not None:
-                self._watch_fetch(now, replica, fetch)
+                self._watch_fetch(replica, fetch)
             elif not self._is_member(replica) or (
                 report.version != self.plan.version and not self._is_applying(replica)
             ):
-                self._assign(now, replica)
+                self._assign(replica)
 
-    def _watch_fetch(self, now: float, replica: int, fetch: Fetch) -> None:
+    def _watch_fetch(self, replica: int, fetch: Fetch) -> None:
         report = self._seen[replica].report
         if report.fetched == fetch.number:
             joins = not self._is_member(replica)
             self._members[replica] = report.incarnation
-            seconds = now - self._fetched_at.get(replica, now)
+            seconds = self._timers.elapsed(f"fetch of {replica}", fetch.number)
             self._drop_fetch(replica)
             self._tried.pop(replica, None)
             kind = EventKind.JOINED if joins else EventKind.CAUGHT_UP
@@ -428,7 +413,7 @@ class Coordinator:
         elif report.refetch == fetch.number or not self._can_send(fetch):
             self._tried.setdefault(replica, set()).add(fetch.source)
             self._drop_fetch(replica)
-            self._assign(now, replica)
+            self._assign(replica)
 
     def _can_send(self, fetch: Fetch) -> bool:
         each = self._seen.get(fetch.source)
@@ -436,7 +421,7 @@ class Coordinator:
             each is not None and each.is_alive and self._is_member(fetch.source)
         ) and each.report.incarnation == fetch.source_incarnation
 
-    def _assign(self, now: float, replica: int) -> None:
+    def _assign(self, replica: int) -> None:
         """Say from whom a replica gets the outer state of this round."""
         sources = [r for r in self._seen if r != replica and self._is_current(r)]
         if not sources:
@@ -452,24 +437,23 @@ class Coordinator:
         fetch = Fetch(
             self._fetch_number, report.incarnation, source, theirs.incarnation, self.plan.version
         )
-        self._fetched_at.setdefault(replica, now)
+        self._timers.elapsed(f"fetch of {replica}", fetch.number)  # from now on
         self.plan = replace(self.plan, fetches={**self.plan.fetches, replica: fetch})
 
     def _drop_fetch(self, replica: int) -> None:
         if replica in self.plan.fetches:
             rest = {r: each for r, each in self.plan.fetches.items() if r != replica}
             self.plan = replace(self.plan, fetches=rest)
-            self._fetched_at.pop(replica, None)
 
     # -- rounds ------------------------------------------------------------------------------------
 
-    def _watch_attempt(self, now: float) -> None:
+    def _watch_attempt(self) -> None:
         attempt = self.plan.attempt
         if attempt is None:
             return
         states = [self._state_in(attempt, replica) for replica in attempt.members]
         if all(state is State.AVERAGED for state in states):
-            self._commit(now, attempt)
+            self._commit(attempt)
         elif any(state in (None, State.FAILED) for state in states):
             self.plan = replace(self.plan, attempt=None)
             self._groups.clear()  # its connections are closed
@@ -488,7 +472,7 @@ class Coordinator:
             return None
         return State.FAILED if report.attempt == attempt.number else State.READY
 
-    def _commit(self, now: float, attempt: Attempt) -> None:
+    def _commit(self, attempt: Attempt) -> None:
         late = tuple(
             replica
             for replica in sorted(self._members)
@@ -496,25 +480,22 @@ class Coordinator:
         )
         self._last = attempt
         self.plan = replace(self.plan, version=attempt.version + 1, called=False, attempt=None)
-        self._called_at = None
-        seconds = now - self._attempted_at
+        seconds = self._timers.elapsed("attempt", attempt.number)
         tried = self._attempts
         self._note(EventKind.ROUND, seconds=seconds, attempt=attempt, attempts=tried, late=late)
         self._attempts = 0
 
-    def _begin_if_due(self, now: float) -> None:
+    def _begin_if_due(self) -> None:
         current = {r: each.report for r, each in self._seen.items() if self._is_current(r)}
         ready = {r: report for r, report in current.items() if self._waits(report)}
+        called = bool(ready)
+        self.plan = replace(self.plan, called=called)
+        waited = self._timers.elapsed("called", (called, self.plan.version, self.plan.welcome))
         if not ready:
-            self.plan = replace(self.plan, called=False)
-            self._called_at = None
             return
-        if self._called_at is None:
-            self._called_at = now
-            self.plan = replace(self.plan, called=True)
         awaited = sum(each.is_alive and self._is_applying(r) for r, each in self._seen.items())
         awaited += len(current) - len(ready)
-        if awaited and now - self._called_at < self._deadline:
+        if awaited and waited < self._deadline:
             return
         self._attempts += 1
         members = dict(sorted(ready.items()))
@@ -522,7 +503,7 @@ class Coordinator:
             # All live, and still they cannot reach each other: look for the one who is the cause.
             del members[sorted(members)[-(self._attempts - _PATIENCE) % len(members)]]
         self._number += 1
-        self._attempted_at = now
+        self._timers.elapsed("attempt", self._number)  # from now on
         names = {r: report.incarnation for r, report in members.items()}
         attempt = Attempt(
             number=self._number,

@@ -53,14 +53,8 @@ class MemberReport:
 
     def lacks(self, other: MemberReport) -> list[bool]:
         """Return, for each fragment, whether this member needs what the other one has."""
-        return [
-            mine != theirs
-            for mine, theirs in zip(
-                zip(self.rounds, self.digests, strict=True),
-                zip(other.rounds, other.digests, strict=True),
-                strict=True,
-            )
-        ]
+        both = zip(self.rounds, other.rounds, self.digests, other.digests, strict=True)
+        return [mine != theirs or own != sent for mine, theirs, own, sent in both]
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from shardwise.diloco.coordinator import (
     client_name,
 )
 from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
+from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
 from shardwise.transport.peers import Peers
@@ -124,8 +125,8 @@ class ReplicaSession:
         self._poll = _POLL
         self._wake = threading.Event()
         self._over = False
-        self._lost_at: float | None = None  # when the server was missed last; None: it is there
-        self._lost_for = 0.0  # seconds, without those for which this process was suspended
+        self._clock = process_clock()
+        self._lost_at: float | None = None  # since when the server is missed; None: it is there
         self._lost_why: Exception | None = None
         self._served: dict[int, int] = {}  # by the replica that receives
         self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
@@ -200,7 +201,7 @@ class ReplicaSession:
         seconds = max(_LEAST_ANSWER, self._plan.deadline)
         store = GuardedStore(self._address, self._port, self._token, name, seconds)
         self._plan = plain.read(RoundPlan, store.get(PLAN))
-        self._store, self._lost_at, self._lost_for = store, None, 0.0
+        self._store, self._lost_at = store, None
         self._send_report()
 
     def _follow(self) -> None:
@@ -228,11 +229,9 @@ class ReplicaSession:
     def _note_lost(self, why: Exception) -> None:
         if self._over:
             return
-        before, self._lost_at, self._lost_why = self._lost_at, time.monotonic(), why
-        if before is not None:
-            longest = _RETRY + max(_LEAST_ANSWER, self._plan.deadline)
-            self._lost_for += min(self._lost_at - before, longest)
-        else:
+        self._lost_why = why
+        if self._lost_at is None:
+            self._lost_at = self._clock.now()
             _log.warning(
                 "replica %s has lost the quorum at %s; it looks for it, and trains on unless it "
                 "has sent its average, which may be committed",
@@ -262,7 +261,8 @@ class ReplicaSession:
         refused = self._plan.refused.get(self.incarnation)
         if refused is not None:
             raise RanksDivergedError(refused)
-        if not self.is_connected and self._lost_for > self.timeout:
+        lost_at = self._lost_at
+        if lost_at is not None and self._clock.now() - lost_at > self.timeout:
             raise PeerLostError(
                 f"replica {self.replica} has lost the quorum at {self._server} for "
                 f"{self.timeout:g} s: {self._lost_why}"

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-import time
 from collections.abc import Callable
 
 from shardwise.base import plain
 from shardwise.diloco.coordinator import NUMBERS_PER_SERVER, Coordinator, Event, EventKind
+from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import SERVER, StoreServer
 
@@ -74,7 +74,9 @@ class QuorumServer:
         listener = listening(address, port)
         self.port = int(listener.getsockname()[1])
         first = secrets.randbelow(2**29) * NUMBERS_PER_SERVER
-        self._coordinator = Coordinator(replicas, deadline, start_timeout, first)
+        self._coordinator = Coordinator(
+            replicas, deadline, start_timeout, process_clock().now, first
+        )
         self._report = report
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
@@ -111,7 +113,7 @@ class QuorumServer:
             for replica, text in self._store.values(REPORT).items()
             if replica.isdecimal() and len(replica) < 10
         }
-        events = self._coordinator.look(time.monotonic(), reports, self._store.silence())
+        events = self._coordinator.look(reports, self._store.silence())
         for event in events:
             self._record(event)
         if self._coordinator.plan != before:

@@ -96,6 +96,13 @@ class Agent(LocalElasticAgent):
         rendezvous: where the hosts meet.
         restarts: how often the job may be restarted after a failure.
         signals: what asks to stop.
+
+    Attributes:
+        meeting: where the hosts meet.
+        restarts: as passed.
+        signals: as passed.
+        ranks: of this host, in this generation.
+        logs: where they write, and their environment.
     """
 
     def __init__(
@@ -110,14 +117,14 @@ class Agent(LocalElasticAgent):
             monitor_interval=POLL,
         )
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
-        self._logs = _RankLogs(Path(self._folder.name), rendezvous)
-        super().__init__(spec, self._logs, exit_barrier_timeout=5.0)
+        self.logs = _RankLogs(Path(self._folder.name), rendezvous)
+        super().__init__(spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
-        self._meeting = rendezvous
-        self._restarts = restarts
-        self._signals = signals
-        self._ranks: list[LocalRank] = []
-        self._starting = StartWatch(self._ranks, say)
+        self.meeting = rendezvous
+        self.restarts = restarts
+        self.signals = signals
+        self.ranks: list[LocalRank] = []
+        self._starting = StartWatch(self.ranks, self._say)
         self._phase = _Phase.RUNNING
         self._outcome: Outcome | None = None
         self._stopped_since: float | None = None
@@ -132,25 +139,28 @@ class Agent(LocalElasticAgent):
             UserError: the hosts did not come together, or were lost.
         """
         try:
-            with _environment():
-                self.run()
+            self.run()
         finally:
             self._kill_ranks()
-            self._meeting.shutdown()
+            for rank in self.ranks:
+                rank.close()
+            self.meeting.shutdown()
             self._folder.cleanup()
-        noted = self._signals.noted
-        verdict, outcome = self._meeting.verdict, self._outcome
+        noted = self.signals.noted
+        verdict, outcome = self.meeting.verdict, self._outcome
+        if verdict is None and outcome is not None and outcome.exit_code:
+            return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
-            say("Stopped while waiting for the other hosts.")
+            self._say("Stopped while waiting for the other hosts.")
             return 128 + (noted[0] if noted else signal.SIGTERM)
         return outcome.exit_code or (1 if verdict.text else 0)
 
     # -- what torch's agent asks for ---------------------------------------------------------------
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.close()
-        spec, generation = worker_group.spec, self._meeting.generation
+        spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
         self._phase, self._outcome, self._stopped_since = _Phase.RUNNING, None, None
@@ -161,31 +171,31 @@ class Agent(LocalElasticAgent):
             pids = super()._start_workers(worker_group)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._ranks = [
-            LocalRank(worker.global_rank, pids[worker.local_rank], self._logs.of(worker.local_rank))
+        self.ranks = [
+            LocalRank(worker.global_rank, pids[worker.local_rank], self.logs.of(worker.local_rank))
             for worker in worker_group.workers
         ]
-        self._starting = StartWatch(self._ranks, say)
+        self._starting = StartWatch(self.ranks, self._say)
         return dict(pids)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        order = self._meeting.order()
+        order = self.meeting.order()
         if self._outcome is None:
             self._outcome = self._watch(order)
-            if all(rank.has_stepped for rank in self._ranks):
-                self._meeting.report_step()
+            if all(rank.has_stepped for rank in self.ranks):
+                self.meeting.report_step()
             if self._outcome is not None:
                 self._phase = _Phase.ENDED
-                self._meeting.end(self._outcome)
-        verdict = self._meeting.verdict
+                self.meeting.end(self._outcome)
+        verdict = self.meeting.verdict
         if verdict is None or self._outcome is None:
-            if self._outcome is not None and len(self._signals.noted) > 1:
+            if self._outcome is not None and len(self.signals.noted) > 1:
                 return RunResult(
                     WorkerState.FAILED
                 )  # there is no reason to wait for the other hosts
             return RunResult(WorkerState.HEALTHY)
         self._show_verdict(self._outcome)
-        if verdict.next.begins_again and not self._signals.noted:
+        if verdict.next.begins_again and not self.signals.noted:
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
             ended = {worker.global_rank: None for worker in worker_group.workers}
@@ -197,41 +207,45 @@ class Agent(LocalElasticAgent):
         self._kill_ranks()
         super()._shutdown(*args, **kwargs)
 
+    def _say(self, text: str) -> None:
+        """Tell the user."""
+        say(text)
+
     # -- the ranks ---------------------------------------------------------------------------------
 
     def _watch(self, order: Order) -> Outcome | None:
         """Look at the ranks; return how they ended, or None while they run."""
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.poll()
-        if failed := [rank for rank in self._ranks if self._has_failed(rank)]:
-            at_once = order is Order.ABORT or len(self._signals.noted) > 1
+        if failed := [rank for rank in self.ranks if self._has_failed(rank)]:
+            at_once = order is Order.ABORT or len(self.signals.noted) > 1
             limit = SECONDARY if self._lacks_cause(failed) else SETTLE
-            if at_once or are_settled(self._ranks, failed, limit):
+            if at_once or are_settled(self.ranks, failed, limit):
                 return self._by_signal(self._fail(failed))
             return None
-        if all(rank.code is not None for rank in self._ranks):
+        if all(rank.code is not None for rank in self.ranks):
             return self._by_signal(self._finish())
         if order is Order.ABORT:
             self._kill_ranks()
             return Outcome(1)
-        if len(self._signals.noted) > 1:
+        if len(self.signals.noted) > 1:
             return self._by_signal(self._kill("at once"))
         self._ask_to_stop(order)
         self._starting.look()
-        if any(self._has_stopped(rank) for rank in self._ranks):
+        if any(self._has_stopped(rank) for rank in self.ranks):
             self._stopped_since = self._stopped_since or time.monotonic()
             if time.monotonic() - self._stopped_since > STOP_GRACE:
-                if self._phase is _Phase.REGROUPING and not self._signals.noted:
+                if self._phase is _Phase.REGROUPING and not self.signals.noted:
                     return self._end_regrouping()
                 return self._by_signal(self._kill("without waiting for all ranks"))
         return None
 
     def _by_signal(self, outcome: Outcome) -> Outcome:
-        if self._signals.noted:
-            interrupted = self._signals.noted[0] == signal.SIGINT
+        if self.signals.noted:
+            interrupted = self.signals.noted[0] == signal.SIGINT
             by = StoppedBy.INTERRUPT if interrupted else StoppedBy.TERMINATE
             return replace(outcome, stopped_by=by)
-        if any(self._has_stopped(rank) for rank in self._ranks):
+        if any(self._has_stopped(rank) for rank in self.ranks):
             return replace(outcome, stopped_by=StoppedBy.RANK)
         return outcome
 
@@ -248,47 +262,61 @@ class Agent(LocalElasticAgent):
         if self._phase is not _Phase.RUNNING:
             return
         # Ranks that have not completed a step have nothing to save, and would not stop in order.
-        training = all(rank.stage is Stage.TRAINING for rank in self._ranks)
-        if self._signals.noted:
-            self._phase, signum = _Phase.STOPPING, self._signals.noted[0]
+        training = all(rank.stage is Stage.TRAINING for rank in self.ranks)
+        if self.signals.noted:
+            self._phase, signum = _Phase.STOPPING, self.signals.noted[0]
         elif order is Order.SAVE_AND_STOP and training:
             self._phase, signum = _Phase.REGROUPING, signal.SIGTERM
         else:
             return
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.send(signum)
 
     def _finish(self) -> Outcome:
-        words = [rank.report for rank in self._ranks if rank.stopped and rank.report]
+        words = [rank.report for rank in self.ranks if rank.stopped and rank.report]
         if words:
             return Outcome(words[0].exit_code, farewell=words[0].text)
-        if any(self._has_stopped(rank) for rank in self._ranks):
-            signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
+        if any(self._has_stopped(rank) for rank in self.ranks):
+            signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
             return Outcome(128 + signum, farewell=f"Stopped by {signal_name(signum)}.")
         return Outcome(0)
 
     def _fail(self, failed: list[LocalRank]) -> Outcome:
         secondary = all(rank.is_secondary for rank in failed)
-        if secondary and self._signals.noted:
+        if secondary and self.signals.noted:
             # These ranks lost a peer that had already stopped, as asked.
             return self._stop_early()
         if secondary and self._phase is _Phase.REGROUPING:
             return self._end_regrouping()
         first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
         self._kill_ranks()
-        code = _show(first, self._meeting.nproc * self._meeting.hosts)
-        self._logs.lost = f"rank {first.rank} {how_failed(first)}"
+        self._tell_failed(first)
         if secondary:
-            return Outcome(code, Result.SECONDARY)
+            return Outcome(first.exit_code, Result.SECONDARY)
         mistakes = [rank for rank in failed if rank.report and rank.report.ending is Ending.USER]
-        final = mistakes or self._signals.noted
-        return Outcome(code, Result.FAILED if final else Result.CRASHED)
+        final = mistakes or self.signals.noted
+        return Outcome(first.exit_code, Result.FAILED if final else Result.CRASHED)
+
+    def _tell_failed(self, rank: LocalRank) -> None:
+        """Tell the user, and the next generation of ranks, which rank failed first."""
+        self.logs.lost = f"rank {rank.rank} {how_failed(rank)}"
+        of = f"error: rank {rank.rank} of {self.meeting.nproc * self.meeting.hosts}"
+        if rank.report is not None:
+            if rank.report.ending is not Ending.USER:
+                self._say(f"{of} failed:")
+            self._say(rank.report.text)
+            return
+        if tail := rank.tail():
+            self._say(tail)
+        killed = rank.code == -signal.SIGKILL
+        memory = " (the system may have run out of memory)" if killed else ""
+        self._say(f"{of} {how_failed(rank)}{memory}")
 
     def _lacks_cause(self, failed: list[LocalRank]) -> bool:
         """Whether ranks here were affected by another one here, which has not reported yet."""
-        runs = any(rank.code is None and rank.report is None for rank in self._ranks)
-        is_here = self._meeting.hosts == 1  # else the other hosts are asked, see membership.py
-        is_asked = self._phase is not _Phase.RUNNING or bool(self._signals.noted)
+        runs = any(rank.code is None and rank.report is None for rank in self.ranks)
+        is_here = self.meeting.hosts == 1  # else the other hosts are asked, see membership.py
+        is_asked = self._phase is not _Phase.RUNNING or bool(self.signals.noted)
         return runs and is_here and not is_asked and all(rank.is_secondary for rank in failed)
 
     def _end_regrouping(self) -> Outcome:
@@ -298,18 +326,19 @@ class Agent(LocalElasticAgent):
 
     def _stop_early(self) -> Outcome:
         self._kill_ranks()
-        signum = self._signals.noted[0]
-        say(f"Stopped by {signal_name(signum)} before the first step; there was nothing to save.")
+        signum = self.signals.noted[0]
+        text = f"Stopped by {signal_name(signum)} before the first step; there was nothing to save."
+        self._say(text)
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill(self, how: str) -> Outcome:
         self._kill_ranks()
-        signum = self._signals.noted[0] if self._signals.noted else signal.SIGTERM
-        say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
+        signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
+        self._say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
         return Outcome(128 + signum, Result.FAILED)
 
     def _kill_ranks(self) -> None:
-        killed = [rank for rank in self._ranks if rank.code is None]
+        killed = [rank for rank in self.ranks if rank.code is None]
         for rank in killed:
             rank.send(signal.SIGKILL)
         deadline = time.monotonic() + _DEATH
@@ -324,21 +353,21 @@ class Agent(LocalElasticAgent):
 
     def _show_verdict(self, outcome: Outcome) -> None:
         """Say how the generation ended and what follows, once."""
-        verdict = self._meeting.take_verdict()
+        verdict = self.meeting.take_verdict()
         if verdict is None:
             return
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
-            say(outcome.farewell)
+            self._say(outcome.farewell)
         text = verdict.text
-        if self._meeting.is_alone:
-            attempt = self._meeting.generation + 1
-            text = f"{attempt} of {self._restarts}, from the last checkpoint"
+        if self.meeting.is_alone:
+            attempt = self.meeting.generation + 1
+            text = f"{attempt} of {self.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
-            self._logs.lost = text  # names the host
+            self.logs.lost = text  # names the host
         if text:
-            say(f"{verdict.label:<11}{text}")
+            self._say(f"{verdict.label:<11}{text}")
 
 
 _STOPPED = tuple(-signum for signum in STOP_SIGNALS)
@@ -353,6 +382,8 @@ class _RankLogs(LogsSpecs):
 
     Attributes:
         lost: who was lost in the generation before, and how; empty: none was.
+        more: variables of all ranks.
+        shown: whether the first rank writes to our own output.
     """
 
     def __init__(self, folder: Path, rendezvous: Rendezvous) -> None:
@@ -360,6 +391,8 @@ class _RankLogs(LogsSpecs):
         self._folder = folder
         self._meeting = rendezvous
         self.lost = ""
+        self.more: dict[str, str] = {}
+        self.shown = True
 
     @property
     def root_log_dir(self) -> str:
@@ -380,6 +413,7 @@ class _RankLogs(LogsSpecs):
             folder.mkdir()
             env[PARENT_PID], env[JOB] = str(os.getpid()), self._meeting.job_id
             env[LOST] = self.lost
+            env.update(self.more)
             report = folder / "report"
             report.touch()  # a rank may fail before anything else is done here
             env[REPORT] = str(report)
@@ -388,7 +422,7 @@ class _RankLogs(LogsSpecs):
             env.setdefault("OMP_NUM_THREADS", threads)
             self._name_interfaces(env)
             # Rank 0 writes to the user. The output of the others is kept in case they crash.
-            shown = env["RANK"] == "0"
+            shown = self.shown and env["RANK"] == "0"
             files.stdouts[local_rank] = "" if shown else str(folder / "stdout")
             files.stderrs[local_rank] = "" if shown else str(folder / "stderr")
             files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
@@ -484,6 +518,14 @@ class LocalRank:
         return self.report is not None and self.report.ending is Ending.PEER
 
     @property
+    def exit_code(self) -> int:
+        """What the run ends with if this rank failed first."""
+        if self.report is not None:
+            return self.report.exit_code
+        code = self.code or 1
+        return 128 - code if code < 0 else code
+
+    @property
     def failed_at(self) -> float:
         """When it failed, in seconds on the monotonic clock."""
         return self.ended_at if self.report is None else self.report.time
@@ -523,8 +565,8 @@ class LocalRank:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
-    """Set what torch's agent reads from the environment, and keep its log from the user."""
+def agents_environment() -> Iterator[None]:
+    """Set what torch's agents read from the environment, and keep its log from the user."""
     ours = {
         # All hosts run the same number of ranks, so ranks follow from the number of the host.
         "TORCH_ELASTIC_WORKER_IDENTICAL": "1",
@@ -579,20 +621,3 @@ def how_failed(rank: LocalRank) -> str:
         return f"failed: {rank.report.text.strip().rpartition(chr(10))[2]}"
     code = rank.code or 1
     return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-
-
-def _show(rank: LocalRank, nproc: int) -> int:
-    """Show the user why a rank failed; return the exit code of the run."""
-    if rank.report is not None:
-        if rank.report.ending is not Ending.USER:
-            say(f"error: rank {rank.rank} of {nproc} failed:")
-        say(rank.report.text)
-        return rank.report.exit_code
-    code, how = rank.code or 1, how_failed(rank)
-    if -code == signal.SIGKILL:
-        how += " (the system may have run out of memory)"
-    tail = rank.tail()
-    if tail:
-        say(tail)
-    say(f"error: rank {rank.rank} of {nproc} {how}")
-    return 128 - code if code < 0 else code

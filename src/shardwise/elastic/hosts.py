@@ -131,6 +131,9 @@ class Nodes:
         return str(self.count) if self.least is None else f"{self.least}:{self.count}"
 
 
+HERE = Nodes(1, 0, "127.0.0.1", 0)  # a job on this host alone
+
+
 def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> bytes:
     """Return the token of a job, from a file or the environment variable ``SHARDWISE_RDZV_TOKEN``.
 

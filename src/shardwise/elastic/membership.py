@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.elastic.clock import Timers
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
 
@@ -179,22 +180,6 @@ class Verdict:
     next: Next
     text: str = ""
     label: str = "hosts"
-
-
-class Timers:
-    """How long this host has seen what it sees, by a clock of its own."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._since: dict[str, tuple[object, float]] = {}
-
-    def elapsed(self, name: str, seen: object) -> float:
-        """Return for how many seconds the value of this name has been the same."""
-        now = self._clock()
-        last = self._since.get(name)
-        if last is None or last[0] != seen:
-            self._since[name] = last = (seen, now)
-        return now - last[1]
 
 
 @dataclass(frozen=True)

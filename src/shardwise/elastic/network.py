@@ -52,30 +52,27 @@ def format_endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
+def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the address that ``host`` is; None if it is a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
 def canonical(host: str) -> str:
     """Return an address in its usual spelling, and a name as it is."""
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        return host
+    return str(_number(host) or host)
 
 
 def is_ipv6(host: str) -> bool:
     """Whether ``host`` is an IPv6 address."""
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    return True
+    return isinstance(_number(host), ipaddress.IPv6Address)
 
 
 def is_address(host: str) -> bool:
     """Whether ``host`` is an address of either kind, and not a name to be looked up."""
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
+    return _number(host) is not None
 
 
 def scope_of(address: str) -> str:

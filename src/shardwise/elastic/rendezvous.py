@@ -49,6 +49,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
+from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes, Terms
 from shardwise.elastic.membership import (
@@ -59,7 +60,6 @@ from shardwise.elastic.membership import (
     Next,
     Rules,
     Standing,
-    Timers,
     Verdict,
     counted,
 )
@@ -122,6 +122,7 @@ class Rendezvous(RendezvousHandler):
         restarts: how often to restart after a failure, with the hosts that remain.
         terms: what hosts have to agree on, and how many the job can run over.
         stopped: whether a signal asked to stop.
+        clock: by which others are silent; by default that of this process.
 
     Attributes:
         nodes: the job.
@@ -138,6 +139,7 @@ class Rendezvous(RendezvousHandler):
         restarts: int,
         terms: Terms | None = None,
         stopped: Callable[[], bool] = lambda: False,
+        clock: Clock | None = None,
     ) -> None:
         self.nodes, self.nproc = nodes, nproc
         self.generation, self.hosts = -1, 1
@@ -162,13 +164,11 @@ class Rendezvous(RendezvousHandler):
         self._failure: BaseException | None = None
         self._said = True  # whether the verdict was taken
         self._noticed: int | None = None  # how many notices were said
-        self._timers = Timers()
+        self._clock = clock or process_clock()
+        self._timers = Timers(self._clock.now)
         self._turned = 0.0  # when the thread did that last
-        self._awake_since = 0.0  # when it was suspended last, or came to serve
+        self._began = 0.0  # when the generation did
         self._claimed = 0.0  # when a backend of torch's was seen to name this host
-        self._checked = self._resumed = 0.0
-        self._woke: int | None = None  # the generation in which this host was suspended
-        self._paused = 0.0  # seconds, the longest pause before or in the last turn
         self._wake, self._closing = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._keep_in_touch, daemon=True)
 
@@ -205,7 +205,7 @@ class Rendezvous(RendezvousHandler):
                 self._ranks_store = serve_ranks(first.address, listener)
         finally:
             listener.close()
-        self.generation, self.hosts = seen.generation, len(members)
+        self.generation, self.hosts, self._began = seen.generation, len(members), self._clock.now()
         self.verdict, self._said = None, False
         if self.nodes.is_elastic:
             self._describe(index)
@@ -329,7 +329,7 @@ class Rendezvous(RendezvousHandler):
         self._report = HostReport(
             self.nodes.rank, self._own_address(), self._server_port, self._agreed()
         )
-        self._turned = time.monotonic()
+        self._turned = self._clock.now()
         self._thread.start()
 
     def _meet(self) -> Store:
@@ -346,7 +346,7 @@ class Rendezvous(RendezvousHandler):
         else:
             listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
-        self._server = StoreServer(listener, nodes.token)
+        self._server = StoreServer(listener, nodes.token, self._clock)
         self._server.start()
         decides, where = nodes.rank == 0, (nodes.address, nodes.port)
         if not self._ours:
@@ -379,7 +379,7 @@ class Rendezvous(RendezvousHandler):
 
     def _decide_from(self, state: JobState) -> None:
         """Decide from now on what is to be done, given what is known so far."""
-        self._state, self._awake_since, self._timers = state, time.monotonic(), Timers()
+        self._state, self._timers = state, Timers(self._clock.now)
         self._seen = self._publish(state)
 
     def _publish(self, state: JobState) -> JobState:
@@ -394,7 +394,7 @@ class Rendezvous(RendezvousHandler):
             self._store.close()
         self._met_at, self._store = server, store
         self._reported, self._plan = None, b""
-        self._turned = time.monotonic()
+        self._turned = self._clock.now()
 
     def _unreachable(self, error: OSError) -> UserError:
         nodes = self.nodes
@@ -528,11 +528,7 @@ class Rendezvous(RendezvousHandler):
         """Raise what has ended the thread."""
         if self._failure is not None:
             raise self._failure
-        now = time.monotonic()
-        if now - self._checked > SILENCE / 2:
-            self._resumed = now  # this process was suspended, and so was the thread
-        self._checked = now
-        if self._thread.is_alive() and now - max(self._turned, self._resumed) > 3 * SILENCE:
+        if self._thread.is_alive() and self._clock.now() - self._turned > 3 * SILENCE:
             raise LostError(self._lost(f"no answer for {3 * SILENCE:.0f} s"))
 
     def _lost(self, why: str) -> str:
@@ -581,8 +577,6 @@ class Rendezvous(RendezvousHandler):
             self._failure = error
 
     def _turn(self) -> None:
-        self._paused = 0.0
-        self._look_for_pause()
         if self._ours and self.generation < 0:
             self._go_where_they_meet()
         assert self._store is not None
@@ -595,7 +589,7 @@ class Rendezvous(RendezvousHandler):
         elif (plan := self._store.get(_PLAN)) != self._plan:
             self._plan = plan
             self._read(plain.read(JobState, plan))
-        self._turned = time.monotonic()
+        self._turned = self._clock.now()
 
     def _read(self, seen: JobState) -> None:
         """Take note of what is to be done."""
@@ -610,7 +604,6 @@ class Rendezvous(RendezvousHandler):
         here = {host.id for host in state.hosts}
         reports = self._reports(state)
         losses = self._losses(state)
-        self._look_for_pause()
         state.look(reports, losses, self._rules, self._timers)
         is_new = plain.written(state) != self._plan
         if is_new or time.monotonic() - self._claimed > _CLAIMING:
@@ -648,34 +641,20 @@ class Rendezvous(RendezvousHandler):
         server = self._server
         if server is None:
             return losses
-        closed, silence = server.values(CLOSED), server.silence()
-        self._look_for_pause()
-        awake = time.monotonic() - self._awake_since
+        silence, closed = server.silence(), server.values(CLOSED)  # who is in neither said goodbye
+        served = self._timers.elapsed("served", self._id)
         for host in state.hosts:
             if host.id == self._id or host.loss is HostLoss.DEAD:
                 continue
             if host.id in closed:
                 is_dead = _refuses(host.address, host.port)
                 # While this host was suspended, the others may have continued, and ended since.
-                self._look_for_pause()
-                is_dead = is_dead and self._woke != state.generation
+                is_dead &= not self._clock.was_suspended(self._began, SILENCE / 2)
                 why = closed[host.id].decode()
                 losses[host.id] = (HostLoss.DEAD if is_dead else HostLoss.SILENT), why
-            elif min(silence.get(host.id, math.inf), awake) > SILENCE:
+            elif min(silence.get(host.id, math.inf), served) > SILENCE:
                 losses[host.id] = HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s"
         return losses
-
-    def _look_for_pause(self) -> None:
-        """Note that this host was suspended, if the last call is too long ago.
-
-        It may have been at any place, so this comes before each decision on what others have done.
-        """
-        now = time.monotonic()
-        pause, self._turned = now - self._turned, now
-        self._paused = max(self._paused, pause)
-        if pause > SILENCE / 2:
-            self._timers = Timers()
-            self._woke, self._awake_since = self.generation, now
 
     @property
     def _serves(self) -> bool:
@@ -720,8 +699,7 @@ class Rendezvous(RendezvousHandler):
         seen, cause = self._seen, error.__cause__ or error
         silent = isinstance(cause, TimeoutError)
         why = f"no sign of life for {SILENCE:.0f} s" if silent else "the connection was closed"
-        gap = max(self._paused, time.monotonic() - self._turned)
-        suspended = gap > (2 * SILENCE if silent else SILENCE / 2)
+        suspended = self._clock.was_suspended(self._turned, SILENCE if silent else SILENCE / 2)
         if suspended or isinstance(cause, StoreDroppedError):
             raise self._left_behind() from error
         me = seen.host(self._id)

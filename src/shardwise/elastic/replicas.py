@@ -2,132 +2,100 @@
 
 A world ends when one of its ranks does. Then its other ranks are killed, and it is started again
 while the other worlds go on. Once a world has ended well, the training is complete: those that are
-not there at the end are not started again.
+not there at the end are not started again. Each world has an agent of its own, in a thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
-import subprocess
-import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
-from shardwise.elastic.agent import POLL, SETTLE, LocalRank, Signals, are_settled, how_failed
-from shardwise.elastic.errors import say, signal_name
-from shardwise.elastic.hosts import Command
-from shardwise.elastic.network import interface_towards, listening
-from shardwise.elastic.outcome import STOP_GRACE
-from shardwise.elastic.rank import STOP_SIGNALS, Ending
-from shardwise.elastic.store import serve_ranks
-from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, ReplicaWorld, usable_cores
+from torch.distributed.elastic.agent.server.api import WorkerGroup
 
-_HERE = "127.0.0.1"
-_DEATH = 30.0  # seconds that a process may take to die of SIGKILL
+from shardwise.elastic.agent import POLL, Agent, LocalRank, Signals, agents_environment, how_failed
+from shardwise.elastic.errors import say
+from shardwise.elastic.hosts import HERE, Command
+from shardwise.elastic.membership import Next
+from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result
+from shardwise.elastic.rank import Ending
+from shardwise.elastic.rendezvous import Rendezvous
+from shardwise.elastic.world import JOB, ReplicaWorld, usable_cores
+
 _LEAST_GRACE = 60.0  # seconds for the others to end, once one has
 
 
-class _World:
-    """One start of a replica.
+class _Replica(Agent):
+    """Runs a replica from its first start to its last, and does not say what others have said."""
 
-    Args:
-        replica: which one.
-        command: of a rank.
-        ranks: how many.
-        folder: for files of this start.
-        environment: variables of all ranks.
-        shown: whether its first rank writes to our own output.
-    """
+    def __init__(self, launcher: ReplicaLauncher, replica: ReplicaWorld, signals: Signals) -> None:
+        ranks, restarts = launcher.ranks, launcher.restarts
+        meeting = Rendezvous(HERE, ranks, restarts, stopped=lambda: bool(signals.noted))
+        super().__init__(launcher.command, ranks, meeting, restarts, signals)
+        self._launcher, self._replica = launcher, replica
+        self._failure: LocalRank | None = None  # of the last start
+        self._is_given_up = False
+        threads = str(max(1, usable_cores() // (ranks * replica.count)))
+        threads = os.environ.get("OMP_NUM_THREADS", threads)
+        self.logs.more = {JOB: launcher.job, "OMP_NUM_THREADS": threads}
+        self.logs.shown = replica.number == 0
 
-    def __init__(
-        self,
-        replica: ReplicaWorld,
-        command: Sequence[str],
-        ranks: int,
-        folder: Path,
-        environment: Mapping[str, str],
-        shown: bool,
-    ) -> None:
-        self.replica = replica
-        # The ranks find each other here; it serves this start alone.
-        self._store = serve_ranks(_HERE, listening(_HERE))
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self.ranks: list[LocalRank] = []
-        for rank in range(ranks):
-            own = folder / f"{replica.number}-{replica.restarts}-{rank}"
-            own.mkdir()
-            (own / "report").touch()
-            env = {
-                **os.environ,
-                **environment,
-                **replica.environment(),
-                "RANK": str(rank),
-                "WORLD_SIZE": str(ranks),
-                "LOCAL_RANK": str(rank),
-                "LOCAL_WORLD_SIZE": str(ranks),
-                "MASTER_ADDR": _HERE,
-                "MASTER_PORT": str(self._store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": str(True),
-                REPORT: str(own / "report"),
-            }
-            with contextlib.ExitStack() as files:
-                out = err = None
-                if not (shown and rank == 0):
-                    out = files.enter_context((own / "stdout").open("wb"))
-                    err = files.enter_context((own / "stderr").open("wb"))
-                process = subprocess.Popen(
-                    list(command), env=env, stdout=out, stderr=err, start_new_session=True
-                )
-            self._processes.append(process)
-            self.ranks.append(LocalRank(rank, process.pid, own))
-
-    @property
-    def pids(self) -> list[int]:
-        """The processes of its ranks."""
-        return [process.pid for process in self._processes]
-
-    def poll(self) -> None:
-        """Look at all ranks."""
+    def give_up(self) -> None:
+        """Kill its ranks, without a word. Call it until it has ended: it may be starting."""
+        self._is_given_up = True
         for rank in self.ranks:
-            rank.poll()
+            rank.send(signal.SIGKILL)
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether all ranks have ended well, or others know of one that has not."""
-        failed = [rank for rank in self.ranks if rank.failed]
-        if failed:
-            return are_settled(self.ranks, failed, SETTLE)
-        return all(rank.code is not None for rank in self.ranks)
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._replica = replace(self._replica, restarts=self.meeting.generation)
+        self.logs.more |= self._replica.environment()
+        self._launcher.in_round.discard(self._replica.number)
+        pids = super()._start_workers(worker_group)
+        self._launcher.started(self._replica, [*pids.values()])
+        return pids
 
-    @property
-    def failure(self) -> LocalRank | None:
-        """The rank that failed first, if one did."""
-        failed = [rank for rank in self.ranks if rank.failed]
-        return min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at), default=None)
+    def _say(self, text: str) -> None:
+        self._launcher.say_once(text, text)
 
-    @property
-    def has_stopped(self) -> bool:
-        """Whether it ended because a signal asked it to."""
-        return self.failure is None and any(rank.stopped for rank in self.ranks)
+    def _finish(self) -> Outcome:
+        outcome = super()._finish()
+        if not outcome.exit_code:
+            self._launcher.finished.add(self._replica.number)
+        return outcome
 
-    def send(self, signum: int) -> None:
-        """Send a signal to all ranks."""
-        for rank in self.ranks:
-            rank.send(signum)
+    def _fail(self, failed: list[LocalRank]) -> Outcome:
+        outcome = super()._fail(failed)
+        is_last = self._is_given_up or self._launcher.finished
+        return replace(outcome, result=Result.FAILED) if is_last else outcome
 
-    def end(self) -> None:
-        """Kill what still runs, and free what belongs to this start."""
-        self.send(signal.SIGKILL)
-        for rank, process in zip(self.ranks, self._processes, strict=True):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.wait(time.monotonic() + _DEATH)
-                process.wait(_DEATH)
-            rank.close()
+    def _tell_failed(self, rank: LocalRank) -> None:
+        if not self._is_given_up:
+            self._failure, why = rank, how_failed(rank)
+            self.logs.lost = f"replica {self._replica.number} {why}"
+            self._launcher.lost(self._replica, why)
+
+    def _show_verdict(self, outcome: Outcome) -> None:
+        verdict, failure = self.meeting.take_verdict(), self._failure
+        if verdict is not None and outcome.farewell:
+            self._launcher.say_once("farewell", outcome.farewell)
+        is_over = self._is_given_up or self.signals.noted or self._launcher.finished
+        if verdict is None or verdict.next is not Next.FAIL or failure is None or is_over:
+            return
+        number, limit = self._replica.number, f" (--max-restarts {self.restarts})"
+        if failure.report is not None:
+            say(f"replica {number}: {failure.report.text}")
+            limit = "" if failure.report.ending is Ending.USER else limit
+        elif tail := failure.tail():
+            say(tail)
+        say(f"replicas   replica {number} is not started again{limit}")
 
 
 class ReplicaLauncher:
@@ -138,8 +106,13 @@ class ReplicaLauncher:
         replica: the first one, not yet restarted.
         ranks: of each replica.
         restarts: how often each replica may be started again.
-        started: called with the replica and its processes.
-        lost: called with the replica and the reason.
+        started: called with the replica and its processes, in any thread.
+        lost: called with the replica and the reason, in any thread.
+
+    Attributes:
+        job: tells the job from every other one.
+        finished: the replicas that have completed the training.
+        in_round: those that were in the last round since they started.
     """
 
     def __init__(
@@ -152,24 +125,26 @@ class ReplicaLauncher:
         started: Callable[[ReplicaWorld, list[int]], object],
         lost: Callable[[ReplicaWorld, str], object],
     ) -> None:
-        self._command = command
-        self._first = replica
-        self._ranks = ranks
-        self._restarts = restarts
-        self._started = started
-        self._lost = lost
-        self._worlds: dict[int, _World] = {}
-        self._codes: dict[int, int] = {}
-        self._in_round: set[int] = set()  # replicas that were in the last round since they started
-        self._round_at = 0.0
-        self._grace: float | None = None  # when those that still run after the end are killed
-        self._stop_by: float | None = None  # the same, after a signal
-        self._has_said_farewell = False
+        self.command, self.ranks, self.restarts = command, ranks, restarts
+        self.started, self.lost = started, lost
+        self.job = uuid.uuid4().hex
         self.finished: set[int] = set()
+        self.in_round: set[int] = set()
+        self._first = replica
+        self._round_at = 0.0
+        self._saying = threading.Lock()
+        self._said: set[str] = set()
 
     def made_round(self, members: Sequence[int]) -> None:
         """Note who was in the last round. Other threads may call it."""
-        self._in_round, self._round_at = set(members), time.monotonic()
+        self.in_round, self._round_at = set(members), time.monotonic()
+
+    def say_once(self, what: str, text: str) -> None:
+        """Say something that several replicas would say. Other threads may call it."""
+        with self._saying:
+            if what not in self._said:
+                self._said.add(what)
+                say(text)
 
     def run(self) -> int:
         """Run all replicas to their end.
@@ -177,121 +152,40 @@ class ReplicaLauncher:
         Returns:
             The exit code: 0 if any has completed the training.
         """
+        numbers = range(self._first.count)
         with contextlib.ExitStack() as held:
-            folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-")))
             signals = held.enter_context(contextlib.closing(Signals()))
-            held.callback(self._end_all)
-            job = uuid.uuid4().hex
-            for number in range(self._first.count):
-                self._start(replace(self._first, number=number), folder, job, "")
-            forwarded = False
-            while self._worlds:
-                time.sleep(POLL)
-                for world in list(self._worlds.values()):
-                    world.poll()
-                    if world.has_ended:
-                        self._ended(world, folder, job, bool(signals.noted))
-                if len(signals.noted) > 1:
-                    say(f"Stopped at once by {signal_name(signals.noted[0])}.")
-                    return 128 + signals.noted[0]
-                if signals.noted and self._is_stop_over():
-                    say("Stopped without waiting for all replicas.")
-                    return 128 + signals.noted[0]
-                if signals.noted and not forwarded:
-                    forwarded = True
-                    for world in self._worlds.values():
-                        world.send(signals.noted[0])
-                self._end_stragglers()
-            if signals.noted:
-                return 128 + signals.noted[0]
-        if self.finished:
-            return 0
-        return next((code for _, code in sorted(self._codes.items()) if code), 1)
+            held.enter_context(agents_environment())
+            pool = held.enter_context(ThreadPoolExecutor(len(numbers)))
+            agents = [_Replica(self, replace(self._first, number=n), signals) for n in numbers]
+            runs = [pool.submit(agent.run_job) for agent in agents]
+            try:
+                self._watch(agents, runs, signals)
+            finally:
+                while not all(run.done() for run in runs):
+                    for agent in agents:
+                        agent.give_up()
+                    time.sleep(POLL)
+        if signals.noted:
+            return 128 + signals.noted[0]
+        return 0 if self.finished else next(filter(None, (run.result() for run in runs)), 1)
 
-    def _is_stop_over(self) -> bool:
-        """Whether a replica has stopped as asked, and others have had the time to."""
-        if self._stop_by is None and len(self._worlds) < self._first.count:
-            self._stop_by = time.monotonic() + STOP_GRACE
-        return self._stop_by is not None and time.monotonic() > self._stop_by
-
-    def _end_all(self) -> None:
-        for world in self._worlds.values():
-            world.end()
-
-    def _start(self, replica: ReplicaWorld, folder: Path, job: str, lost: str) -> None:
-        total = self._ranks * replica.count
-        environment = {
-            PARENT_PID: str(os.getpid()),
-            JOB: job,
-            LOST: lost,
-            "OMP_NUM_THREADS": os.environ.get(
-                "OMP_NUM_THREADS", str(max(1, usable_cores() // total))
-            ),
-        }
-        interface = interface_towards(_HERE)
-        if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            environment["GLOO_SOCKET_IFNAME"] = interface
-        # Blocked while ranks start: they unblock them when they can tell a stop from a crash.
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            world = _World(
-                replica,
-                self._command(replica.restarts),
-                self._ranks,
-                folder,
-                environment,
-                shown=replica.number == 0,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._in_round.discard(replica.number)
-        self._worlds[replica.number] = world
-        self._started(replica, world.pids)
-
-    def _ended(self, world: _World, folder: Path, job: str, stopping: bool) -> None:
-        replica = world.replica
-        world.end()
-        del self._worlds[replica.number]
-        failure = world.failure
-        if failure is None:
-            if world.has_stopped:
-                words = next(r.report for r in world.ranks if r.report is not None)
-                if not self._has_said_farewell:
-                    self._has_said_farewell = True
-                    say(words.text)
-                self._codes[replica.number] = words.exit_code
-            else:
-                self.finished.add(replica.number)
-            return
-        why = how_failed(failure)
-        self._codes[replica.number] = failure.code if failure.code else 1
-        if self._codes[replica.number] < 0:
-            self._codes[replica.number] = 128 - self._codes[replica.number]
-        self._lost(replica, why)
-        if stopping or self.finished:
-            return
-        mistaken = failure.report is not None and failure.report.ending is Ending.USER
-        if mistaken or replica.restarts >= self._restarts:
-            if failure.report is not None:
-                say(f"replica {replica.number}: {failure.report.text}")
-                self._codes[replica.number] = failure.report.exit_code
-            elif tail := failure.tail():
-                say(tail)
-            limit = "" if mistaken else f" (--max-restarts {self._restarts})"
-            say(f"replicas   replica {replica.number} is not started again{limit}")
-            return
-        again = replace(replica, restarts=replica.restarts + 1)
-        self._start(again, folder, job, f"replica {replica.number} {why}")
-
-    def _end_stragglers(self) -> None:
-        """End those that cannot bring anything to the result any more."""
-        if not self.finished:
-            return
-        now = time.monotonic()
-        if self._grace is None:
-            self._grace = now + _LEAST_GRACE + 2 * (now - self._round_at)
-        for number, world in list(self._worlds.items()):
-            if number not in self._in_round or now > self._grace:
-                say(f"replicas   replica {number} was not there at the end, and is ended")
-                world.end()
-                del self._worlds[number]
+    def _watch(self, agents: list[_Replica], runs: list[Future[int]], signals: Signals) -> None:
+        """Wait until all replicas have ended, and end those that hold up the others."""
+        stop_by = grace = math.inf
+        while len(ended := [run.result() for run in runs if run.done()]) < len(runs):
+            time.sleep(POLL)
+            now = time.monotonic()
+            if signals.noted and ended:
+                stop_by = min(stop_by, now + STOP_GRACE)
+            if now > stop_by:
+                say("Stopped without waiting for all replicas.")
+                return
+            if self.finished:
+                grace = min(grace, now + _LEAST_GRACE + 2 * (now - self._round_at))
+            for number, (agent, run) in enumerate(zip(agents, runs, strict=True)):
+                is_late = number not in self.in_round or now > grace
+                if self.finished and is_late and number not in self.finished and not run.done():
+                    text = f"replicas   replica {number} was not there at the end, and is ended"
+                    self.say_once(text, text)
+                    agent.give_up()

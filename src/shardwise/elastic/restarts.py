@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 
-from shardwise.elastic.hosts import Command, Nodes, Terms
+from shardwise.elastic.hosts import HERE, Command, Nodes, Terms
 from shardwise.elastic.rank import importing
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-_HERE = Nodes(1, 0, "127.0.0.1", 0)
 
 
 def run_here(command: Command, nproc: int, restarts: int) -> int:
@@ -23,7 +22,7 @@ def run_here(command: Command, nproc: int, restarts: int) -> int:
     Returns:
         The exit code of the last generation.
     """
-    return run_over_hosts(command, nproc, _HERE, restarts)
+    return run_over_hosts(command, nproc, HERE, restarts)
 
 
 def run_over_hosts(
@@ -49,11 +48,11 @@ def run_over_hosts(
     os.environ[_LOG_LEVEL] = level or "ERROR"
     # Here, and not before: it imports torch, which takes seconds.
     with importing():
-        from shardwise.elastic.agent import Agent, Signals
+        from shardwise.elastic.agent import Agent, Signals, agents_environment
         from shardwise.elastic.rendezvous import Rendezvous
 
     if level is None:
         del os.environ[_LOG_LEVEL]  # ranks have their own
-    with contextlib.closing(Signals()) as signals:
+    with contextlib.closing(Signals()) as signals, agents_environment():
         rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: bool(signals.noted))
         return Agent(command, nproc, rendezvous, restarts, signals).run_job()

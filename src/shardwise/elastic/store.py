@@ -7,7 +7,6 @@ that follows. The server parses nothing that others send. Messages are signed, n
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import contextlib
 import hmac
 import itertools
@@ -22,6 +21,7 @@ from datetime import timedelta
 from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
+from shardwise.elastic.clock import Clock, process_clock
 from shardwise.elastic.network import format_endpoint
 
 CLOSED = "closed/"  # the server sets this key plus a client's name when it loses the client
@@ -39,7 +39,6 @@ _TICK = 0.01  # seconds
 # _TICK * _MAX_STRANGERS / _ACCEPTS_PER_TICK = 0.25 s until others push it out.
 _ACCEPTS_PER_TICK = 10
 _POLLS = 0.01, 0.2  # seconds between two looks for a key: at first, and later
-_WAIT = 0.25  # seconds that a client waits at a time
 _UNASKED = bytes(8)  # number of a message that answers no request
 
 
@@ -138,10 +137,9 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
         case b"set", pairs:
             values.update(zip(pairs[::2], pairs[1::2], strict=True))
             return [b"done"]
-        case b"get", keys if all(key in values for key in keys):
-            return [b"done", *_that_fit([values[key] for key in keys])]
-        case b"get", _:
-            return [b"missing"]
+        case b"get", keys:
+            found = [value for value in map(values.get, keys) if value is not None]
+            return [b"done", *_that_fit(found)] if len(found) == len(keys) else [b"missing"]
         case b"check", keys:
             return [b"done" if all(key in values for key in keys) else b"missing"]
         case b"add", [key, amount]:
@@ -160,37 +158,7 @@ def _that_fit(values: list[bytes]) -> list[bytes]:
     return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
 
 
-class _Limit:
-    """A limit for a wait. The time for which this process is suspended does not count.
-
-    Otherwise a host that was suspended in the middle of a request would take its server for silent
-    as soon as it wakes. That may even be its own server, which was suspended with it.
-
-    Args:
-        seconds: the limit.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._left = seconds
-
-    @contextlib.contextmanager
-    def wait(self) -> Iterator[float]:
-        """Yield the seconds for one wait; it may end with ``TimeoutError``, and another may follow.
-
-        Raises:
-            TimeoutError: the limit was reached before.
-        """
-        if self._left <= 0:
-            raise TimeoutError
-        seconds = max(0.001, min(self._left, _WAIT))
-        began = time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            yield seconds
-        # A wait that took longer than it may was suspended.
-        self._left -= min(time.monotonic() - began, seconds)
-
-
-@dataclass(frozen=True)
+@dataclass
 class _Client:
     """A connection whose other end has proven that it holds the token."""
 
@@ -199,6 +167,7 @@ class _Client:
     connection: socket.socket
     session: _Session
     task: asyncio.Task[None]
+    heard: float  # when it sent its last message
 
     def end(self, how: bytes, reason: str) -> None:
         """Say why the connection ends, and end it."""
@@ -216,19 +185,20 @@ class StoreServer:
     Args:
         listener: the listening socket, which this closes.
         token: what clients must hold. An empty one keeps out other programs, not enemies.
+        clock: by which clients are silent; by default that of this process.
     """
 
-    def __init__(self, listener: socket.socket, token: bytes) -> None:
+    def __init__(self, listener: socket.socket, token: bytes, clock: Clock | None = None) -> None:
         self._listener = listener
         self._token = token
+        self._clock = clock or process_clock()
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise store", daemon=True)
-        # Used by that thread alone.
+        # Other threads change single values, and look at copies: the interpreter does each at once.
         self._values: dict[bytes, bytes] = {}
-        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
         self._clients: dict[bytes, _Client] = {}
-        self._heard: dict[bytes, float] = {}  # when each client sent its last message
+        self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
 
     def start(self) -> None:
         """Serve from now on."""
@@ -245,7 +215,7 @@ class StoreServer:
 
     def put(self, key: str, value: bytes) -> None:
         """Set a key. Clients cannot change those that begin with ``server/``."""
-        self._call(lambda: self._values.update({key.encode(): value}))
+        self._values[key.encode()] = value
 
     def clients(self) -> dict[str, str]:
         """Return the address that each client comes from, by name, in the order of connections."""
@@ -253,34 +223,27 @@ class StoreServer:
         return {client.name.decode(errors="replace"): client.address for client in clients}
 
     def silence(self) -> dict[str, float]:
-        """Return how long each client that is connected has sent nothing, in seconds."""
-        now, heard = time.monotonic(), dict(self._heard)
-        return {name.decode(errors="replace"): now - at for name, at in heard.items()}
+        """Return how long each client that is connected has sent nothing, in seconds.
+
+        The time for which this process was suspended does not count.
+        """
+        now, clients = self._clock.now(), list(self._clients.values())
+        return {client.name.decode(errors="replace"): now - client.heard for client in clients}
 
     def values(self, prefix: str) -> dict[str, bytes]:
-        """Return all values whose keys begin with a prefix, by the rest of the key."""
-        found: concurrent.futures.Future[dict[bytes, bytes]] = concurrent.futures.Future()
-        start = prefix.encode()
-        self._call(
-            lambda: found.set_result(
-                {key: value for key, value in self._values.items() if key.startswith(start)}
-            )
-        )
-        limit = _Limit(_HANDSHAKE)
-        while self._thread.is_alive() and not found.done():
-            with limit.wait() as seconds:
-                found.result(seconds)
-        values = found.result().items() if found.done() else ()
-        return {key[len(start) :].decode(errors="replace"): value for key, value in values}
+        """Return all values whose keys begin with a prefix, by the rest of the key.
+
+        The reason for which a client was lost is among them once :meth:`clients` lacks that client.
+        """
+        start, values = prefix.encode(), dict(self._values)
+        found = {key: value for key, value in values.items() if key.startswith(start)}
+        return {key[len(start) :].decode(errors="replace"): found[key] for key in found}
 
     def forget(self, prefix: str) -> None:
         """Delete all keys that begin with a prefix."""
-
-        def delete() -> None:
-            for key in [key for key in self._values if key.startswith(prefix.encode())]:
-                del self._values[key]
-
-        self._call(delete)
+        for key in list(self._values):
+            if key.startswith(prefix.encode()):
+                self._values.pop(key, None)
 
     def drop(self, name: str, reason: str) -> None:
         """End the connection to a client on purpose. It raises :class:`StoreDroppedError`."""
@@ -291,11 +254,14 @@ class StoreServer:
             self._loop.call_soon_threadsafe(function)
 
     def _drop(self, name: bytes, reason: str) -> None:
-        client = self._clients.pop(name, None)
-        self._heard.pop(name, None)
+        client = self._clients.get(name)
         if client is not None:
-            self._values[CLOSED.encode() + name] = reason.encode()
+            self._lose(client, reason)
             client.end(b"dropped", reason)
+
+    def _lose(self, client: _Client, reason: str) -> None:
+        self._values[CLOSED.encode() + client.name] = reason.encode()
+        del self._clients[client.name]  # whoever does not find it finds the reason
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
@@ -351,7 +317,8 @@ class StoreServer:
                     (name,) = await self._message(connection, session)
                 self._strangers.pop(task, None)
                 address = str(connection.getpeername()[0])
-                await self._serve_client(_Client(name, address, connection, session, task))
+                now = self._clock.now()
+                await self._serve_client(_Client(name, address, connection, session, task, now))
         finally:
             self._strangers.pop(task, None)
 
@@ -384,7 +351,6 @@ class StoreServer:
         if earlier is not None:
             earlier.end(b"dropped", "another connection has its name")
         self._clients[client.name] = client
-        self._heard[client.name] = time.monotonic()
         reason: str | None = "the connection was closed"
         try:
             await self._answer(client)
@@ -395,15 +361,16 @@ class StoreServer:
             reason = getattr(error, "strerror", None) or str(error)
         finally:
             if self._clients.get(client.name) is client:
-                del self._clients[client.name], self._heard[client.name]
                 if reason is not None:
-                    self._values[CLOSED.encode() + client.name] = reason.encode()
+                    self._lose(client, reason)
+                else:
+                    del self._clients[client.name]
 
     async def _answer(self, client: _Client) -> None:
         """Answer the requests of a client until its goodbye."""
         while True:
             number, request, *arguments = await self._message(client.connection, client.session)
-            self._heard[client.name] = time.monotonic()
+            client.heard = self._clock.now()
             if request == b"goodbye":
                 return
             try:
@@ -460,7 +427,7 @@ class GuardedStore(Store):
         super().__init__()
         self.set_timeout(timedelta(seconds=seconds))
         self._at = f"store at {format_endpoint(address, port)}"
-        self._seconds = seconds
+        self._seconds, self._clock = seconds, process_clock()
         self._numbers = itertools.count(1)
         self._turn = threading.Lock()
         self._received = bytearray()
@@ -470,7 +437,7 @@ class GuardedStore(Store):
             try:
                 self.peer = str(self._socket.getpeername()[0])
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                self._session = self._shake_hands(token, _Limit(seconds))
+                self._session = self._shake_hands(token, self._clock.waits(seconds))
                 self._socket.sendall(self._session.seal(name.encode()))
             except BaseException:
                 self._socket.close()
@@ -478,7 +445,7 @@ class GuardedStore(Store):
         except TimeoutError:
             raise self._silent() from None
 
-    def _shake_hands(self, token: bytes, limit: _Limit) -> _Session:
+    def _shake_hands(self, token: bytes, limit: Iterator[float]) -> _Session:
         """Prove that this end holds the token, and let the other end prove the same."""
         nonce = secrets.token_bytes(_NONCE)
         self._socket.sendall(_MAGIC + nonce)
@@ -595,16 +562,15 @@ class GuardedStore(Store):
         return answer
 
     def _take_turn(self) -> None:
-        limit, is_taken = _Limit(self._seconds), False
-        while not is_taken:
-            try:
-                with limit.wait() as seconds:
-                    is_taken = self._turn.acquire(timeout=seconds)
-            except TimeoutError:
-                raise self._silent() from None
+        try:
+            for seconds in self._clock.waits(self._seconds):
+                if self._turn.acquire(timeout=seconds):
+                    return
+        except TimeoutError:
+            raise self._silent() from None
 
     def _exchange(self, *fields: bytes) -> list[bytes]:
-        limit = _Limit(self._seconds)
+        limit = self._clock.waits(self._seconds)
         number = next(self._numbers).to_bytes(len(_UNASKED))
         message = self._session.seal(number, *fields)
         self._socket.settimeout(self._seconds)
@@ -622,11 +588,11 @@ class GuardedStore(Store):
                 self._end = kind, answer[1].decode()
                 raise ConnectionError
 
-    def _first(self, count: int, limit: _Limit) -> bytes:
+    def _first(self, count: int, limit: Iterator[float]) -> bytes:
         """Return the first bytes that have arrived, and keep them, so that no error loses any."""
         while len(self._received) < count:
-            with limit.wait() as seconds:
-                self._socket.settimeout(seconds)
+            self._socket.settimeout(next(limit))
+            with contextlib.suppress(TimeoutError):
                 arrived = self._socket.recv(2**16)
                 if not arrived:
                     raise ConnectionError("the connection was closed")

@@ -2,11 +2,11 @@
 
     group.py      the hosts meet at a store of host 0 and exchange what each of them found
     facts.py      the facts about one host
-    probe.py      a process started as a rank: does it start, and which accelerators does it see
-    measure.py    how fast ranks of one host, and pairs of hosts, exchange data
+    probe.py      two processes started as ranks: do they start, what they see, how fast they share
+    measure.py    how fast pairs of hosts exchange data
     checks.py     facts and measurements in, findings out
     diagnose.py   all of the above in order
 
-A host alone needs no torch: a process of its own looks at that. Several hosts meet at a store of
+A host alone needs no torch: processes of its own look at that. Several hosts meet at a store of
 torch's kind. Every wait has a time limit: see :data:`diagnose.SECONDS`.
 """

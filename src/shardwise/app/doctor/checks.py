@@ -376,9 +376,11 @@ def check_limits(hosts: Sequence[Facts]) -> list[Finding]:
             advice = f"{host.nproc} ranks need up to {tasks}; raise ulimit -u, or --pids-limit"
             found.append(fail(LIMITS, text, f"{advice} of the container"))
         found += _check_temporary(host)
-        if host.memory.error:
+        if host.probe.memory.error:
             advice = "fix it; otherwise ranks of the host send messages, which is slower"
-            found.append(warn(LIMITS, f"{host.label}: shared memory: {host.memory.error}", advice))
+            found.append(
+                warn(LIMITS, f"{host.label}: shared memory: {host.probe.memory.error}", advice)
+            )
         if 0 <= host.shm_free < _LEAST_SHM:
             text = f"{host.label}: {host.shm_free / 2**20:.0f} MiB free in /dev/shm"
             advice = "enlarge it (docker: --shm-size=1g); NCCL and data loaders use it"
@@ -452,7 +454,7 @@ def check_within_hosts(hosts: Sequence[Facts], links: Links) -> list[Finding]:
             advice = "bring up the loopback device (ip link set lo up)"
             found.append(fail(INSIDE, f"{hosts[a].label}: {link.error}", advice))
         else:
-            memory = hosts[a].memory
+            memory = hosts[a].probe.memory
             shared = "no shared memory" if memory.error else f"shared memory {memory}"
             found.append(ok(INSIDE, f"{hosts[a].label}: {shared}; messages {link}"))
     return found

@@ -13,8 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from shardwise.app.doctor.measure import PairLink, measure_shared_memory
-from shardwise.app.doctor.probe import Probe, probe_rank
+from shardwise.app.doctor.probe import Probe, probe_ranks
 from shardwise.base import plain
 from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import address_towards, addresses, interface_of, listening
@@ -67,12 +66,11 @@ class Facts:
         resolved: the first address that its own name resolves to, or what went wrong.
         settings: environment variables that choose an interface.
         localhost: why no port of ``localhost`` can be taken; empty if one can.
-        probe: a process that was started as a rank is.
+        probe: two processes that were started as ranks are.
         files: how many files a process may have open.
         tasks: how many more processes and threads may be started; -1 if nothing limits them.
         temporary: why the temporary folder cannot be written to; empty if it can.
         temporary_free: bytes free in it.
-        memory: shared memory between two of its processes.
         shm_free: bytes free in ``/dev/shm``; -1 if there is none.
     """
 
@@ -92,7 +90,6 @@ class Facts:
     tasks: int = -1
     temporary: str = ""
     temporary_free: int = 0
-    memory: PairLink = field(default_factory=PairLink)
     shm_free: int = -1
 
     @property
@@ -134,12 +131,11 @@ def collect_facts(nodes: Nodes, nproc: int) -> Facts:
         resolved=_resolve(name),
         settings={key: os.environ[key] for key in _SETTINGS if key in os.environ},
         localhost=_localhost(),
-        probe=probe_rank(),
+        probe=probe_ranks(),
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         tasks=_tasks(),
         temporary=temporary,
         temporary_free=temporary_free,
-        memory=measure_shared_memory(),
         shm_free=_shm_free(),
     )
 
