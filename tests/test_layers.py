@@ -54,7 +54,7 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["device_mesh", "module", "summon", "uninitialized"],
+        ["device_mesh", "module", "summon"],
         ["meta"],
         ["fsdp2"],
         ["strategies", "transparent"],

@@ -19,7 +19,7 @@ from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlaceme
 from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
-from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
+from shardwise.frontends.module import FSDPModule, fsdp_class_of
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
@@ -188,7 +188,7 @@ def fully_shard(
 
     groups = [group_over(its_mesh) for its_mesh in used]
     for param, (fqn, owners) in found.items():
-        mark_taken(param, forms[param])
+        setattr(param, _TAKEN, forms[param])  # for other modules that still hold it
         note_group(owners, fqn, classes)
     for group in groups:
         group.install()
@@ -435,7 +435,7 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
         each.__dict__["_fsdp_use_orig_params"] = True
     for top in tops:
         fsdp.mark_composable(top, "fully_shard")
-        become_fsdp_module(top)
+        top.__class__ = fsdp_class_of(type(top))
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
@@ -503,11 +503,6 @@ def form_of(param: nn.Parameter) -> ShardedParam | None:
     If it is tied, the modules of other calls still hold the original.
     """
     return getattr(param, _TAKEN, None)
-
-
-def mark_taken(param: nn.Parameter, form: ShardedParam) -> None:
-    """Attach the sharded form to an original parameter, for other modules that still hold it."""
-    setattr(param, _TAKEN, form)
 
 
 def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:

@@ -648,11 +648,6 @@ def fsdp_class_of(original: type[nn.Module]) -> type:
     return _CLASSES[original]
 
 
-def become_fsdp_module(module: nn.Module) -> None:
-    """Make ``module`` an instance of :class:`FSDPModule`, too."""
-    module.__class__ = fsdp_class_of(type(module))
-
-
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """Let ``module.<method_name>()`` gather and free parameters as ``forward()`` does.
 

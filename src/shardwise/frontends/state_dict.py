@@ -9,7 +9,6 @@ All three use the names of the model that was wrapped.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -35,6 +33,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from shardwise._torch import dtensor
 from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
+from shardwise.frontends.summon import is_first
 from shardwise.frontends.transparent import TransparentModule
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import check_origin
@@ -170,8 +169,18 @@ class SavingModule(TransparentModule, HasStateDictKinds):
                 if key[len(prefix) :] in dtypes:
                     state[key] = state[key].to(dtypes[key[len(prefix) :]])
         params = {f"{prefix}{name}": param for name, param in self._own_params().items()}
-        role = role_under(settings.state_dict_config, self.settings.mesh)
-        convert_saved(state, keys, params, settings, role)
+        rank0_only = getattr(settings.state_dict_config, "rank0_only", False)
+        keeps = not rank0_only or is_first(self.settings.mesh)
+        done: dict[int, Any] = {}  # tied parameters stay tied
+        for key in keys:  # in the same order on every rank
+            tie = id(params[key].form) if key in params else id(key)
+            if tie not in done:
+                value = exported(state[key], settings.state_dict_type, settings.state_dict_config)
+                done[tie] = value if keeps else None
+            if keeps:
+                state[key] = done[tie]
+            else:
+                del state[key]
         return state
 
     def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -208,27 +217,6 @@ class SavingModule(TransparentModule, HasStateDictKinds):
     def _dtypes_of_buffers(self) -> Mapping[str, torch.dtype]:
         """The dtypes to save buffers in, for those that were cast."""
         return {}
-
-
-class Role(enum.Enum):
-    """What a rank does while a state dict is saved."""
-
-    SAVES = enum.auto()
-    TAKES_PART = enum.auto()  # in gathering full tensors that another rank saves
-
-
-def role_under(config: object, mesh: DeviceMesh) -> Role:
-    """The role of this rank when full tensors are saved with a configuration.
-
-    Args:
-        config: a ``StateDictConfig`` or an ``OptimStateDictConfig``.
-        mesh: the ranks that save together.
-    """
-    only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
-        config.rank0_only
-    )
-    first = int(mesh.mesh.flatten()[0])
-    return Role.TAKES_PART if only_first and dist.get_rank() != first else Role.SAVES
 
 
 @contextmanager
@@ -285,34 +273,6 @@ def exported(
         return dtensor.wrap_local(local, dtensor.spec_of(value))
     value = dtensor.plain(value)
     return value.detach().to("cpu", copy=True) if config.offload_to_cpu else value.detach()
-
-
-def convert_saved(
-    state: dict[str, Any],
-    keys: list[str],
-    params: Mapping[str, GroupParam],
-    settings: StateDictSettings,
-    role: Role,
-) -> None:
-    """Convert values of a state dict to the type in ``settings``, in place.
-
-    Args:
-        state: the state dict.
-        keys: the keys to convert, in the same order on every rank.
-        params: the sharded parameters among them.
-        settings: the type of state dict.
-        role: whether this rank keeps the values.
-    """
-    done: dict[int, Any] = {}  # tied parameters stay tied
-    for key in keys:
-        tie = id(params[key].form) if key in params else id(key)
-        if tie not in done:
-            done[tie] = exported(state[key], settings.state_dict_type, settings.state_dict_config)
-        if role is Role.SAVES:
-            state[key] = done[tie]
-        else:
-            del state[key]
-            done[tie] = None
 
 
 def convert_loaded(
@@ -390,15 +350,10 @@ def sharded_params(model: nn.Module) -> dict[str, GroupParam]:
     return found
 
 
-_MODEL_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
-}
-_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalOptimStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig,
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
 
@@ -412,11 +367,12 @@ def state_dict_settings(
     Raises:
         TypeError: a configuration does not belong to that type.
     """
-    config = _MODEL_CONFIGS[kind]() if config is None else config
-    optim_config = _OPTIM_CONFIGS[kind]() if optim_config is None else optim_config
+    of_model, of_optim = _CONFIGS[kind]
+    config = of_model() if config is None else config
+    optim_config = of_optim() if optim_config is None else optim_config
     for name, found, expected in (
-        ("state_dict_config", config, _MODEL_CONFIGS[kind]),
-        ("optim_state_dict_config", optim_config, _OPTIM_CONFIGS[kind]),
+        ("state_dict_config", config, of_model),
+        ("optim_state_dict_config", optim_config, of_optim),
     ):
         if type(found) is not expected:
             raise TypeError(

@@ -94,8 +94,9 @@ class ShardedUnit(OptimSavingModule):
         self._settings_of_state_dicts = state_dict_settings(state_dict_type)
         self._has_parent = False
         self._buffer_dtypes: dict[str, torch.dtype] | None = None
-        for nested in units_in(module):
-            nested._has_parent = True
+        for nested in module.modules():
+            if isinstance(nested, ShardedUnit):
+                nested._has_parent = True
         for group in self.sharding_state.groups:
             group.options.keep_low_precision_grads = (
                 settings.mixed_precision.keep_low_precision_grads
@@ -178,11 +179,6 @@ class ShardedUnit(OptimSavingModule):
 
     def _dtypes_of_buffers(self) -> dict[str, torch.dtype]:
         return self._buffer_dtypes or {}
-
-
-def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """The wrappers in ``module``, including ``module`` itself."""
-    return [each for each in module.modules() if isinstance(each, ShardedUnit)]
 
 
 @dataclass(frozen=True)

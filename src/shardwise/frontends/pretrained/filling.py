@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.entries import StatePath, dotted, torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, dotted
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
@@ -271,11 +271,7 @@ def _read_converted(
 
 
 def _read_full(source: Source, dtype: torch.dtype, path: StatePath) -> torch.Tensor:
-    info = source.tensors[path]
-    full = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-    for box, _ in parts(full):
-        if box.numel:
-            source.read(path, box, full)
+    full = source.full(path)
     return full.to(dtype) if full.is_floating_point() else full
 
 

@@ -145,20 +145,7 @@ class Pieced:
         order = list(range(self.ndim))
         order[dim0], order[dim1] = order[dim1], order[dim0]
 
-        def reorder(values: Sequence[Any]) -> tuple[Any, ...]:
-            return tuple(values[dim] for dim in order)
-
-        return Pieced(
-            reorder(self.shape),
-            [
-                replace(
-                    piece,
-                    box=Box(reorder(piece.box.offsets), reorder(piece.box.sizes)),
-                    dims=reorder(piece.dims),
-                )
-                for piece in self._pieces
-            ],
-        )
+        return self._arranged(lambda values, _: tuple(values[dim] for dim in order))
 
     def split(self, sizes: int | Sequence[int], dim: int = 0) -> tuple[Pieced, ...]:
         """As ``torch.split``."""
@@ -187,40 +174,28 @@ class Pieced:
         dim %= self.ndim
         if self.shape[dim] != 1:
             return self
-
-        def without(values: Sequence[Any]) -> tuple[Any, ...]:
-            return (*values[:dim], *values[dim + 1 :])
-
-        return Pieced(
-            without(self.shape),
-            [
-                replace(
-                    piece,
-                    box=Box(without(piece.box.offsets), without(piece.box.sizes)),
-                    dims=without(piece.dims),
-                )
-                for piece in self._pieces
-            ],
-        )
+        return self._arranged(lambda values, _: (*values[:dim], *values[dim + 1 :]))
 
     def unsqueeze(self, dim: int) -> Pieced:
         """As ``torch.unsqueeze``."""
         dim %= self.ndim + 1
+        return self._arranged(lambda values, new: (*values[:dim], new, *values[dim:]))
 
-        def put(values: Sequence[Any], value: Any) -> tuple[Any, ...]:
-            return (*values[:dim], value, *values[dim:])
+    def _arranged(self, arrange: Callable[[Sequence[Any], Any], tuple[Any, ...]]) -> Pieced:
+        """The tensor with its dimensions arranged anew.
 
-        return Pieced(
-            put(self.shape, 1),
-            [
-                replace(
-                    piece,
-                    box=Box(put(piece.box.offsets, 0), put(piece.box.sizes, 1)),
-                    dims=put(piece.dims, None),
-                )
-                for piece in self._pieces
-            ],
-        )
+        Args:
+            arrange: called with what there is of each dimension, and with what a new one has.
+        """
+        pieces = [
+            replace(
+                piece,
+                box=Box(arrange(piece.box.offsets, 0), arrange(piece.box.sizes, 1)),
+                dims=arrange(piece.dims, None),
+            )
+            for piece in self._pieces
+        ]
+        return Pieced(arrange(self.shape, 1), pieces)
 
     def _narrowed(self, dim: int, first: int, size: int) -> Pieced:
         shape = (*self.shape[:dim], size, *self.shape[dim + 1 :])
