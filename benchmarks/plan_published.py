@@ -20,9 +20,9 @@ from typing import Any
 
 from _report import Table, wide_console
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.machine import Machine
+from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Compiled, Products, Settings

@@ -14,7 +14,7 @@ from shardwise.base.units import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardwise.insight.inspect.tiling import Block
+    from shardwise.insight.inspect.grid import Block
     from shardwise.optim.part import Span
 
 _MOST_RANGES = 4

@@ -19,12 +19,11 @@ from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.inspect import api as inspector
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import calibrate
-from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
 from shardwise.insight.planning.machine import FITTED, Execution, Machine, MachineError, link_named
-from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
+from shardwise.insight.planning.memory import PROCESS_FACTOR, memory, reserved
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import ModelError, longest_sequence
 from shardwise.insight.planning.rehearsal import rehearse

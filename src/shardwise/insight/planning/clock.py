@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.base.observe import Activity
-from shardwise.insight.planning.compiled import fused, in_float8
-from shardwise.insight.planning.costs import host_seconds, op_seconds
-from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase, Wait
+from shardwise.insight.planning.costs import fused, host_seconds, in_float8, op_seconds
+from shardwise.insight.planning.events import Log, Mark, Op, Span, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
     Device,
     Execution,
@@ -31,25 +30,6 @@ from shardwise.insight.planning.settings import Compiled, Products, Settings
 
 #: The activities that marks begin, and that spans show beside collectives.
 _PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSpan:
-    """Something with a predicted begin and end.
-
-    Attributes:
-        activity: what it is.
-        name: of the group, or of the module.
-        dimension: the mesh dimension of a collective, else ``""``.
-        begin: seconds after the begin of the step.
-        end: likewise.
-    """
-
-    activity: Activity
-    name: str
-    dimension: str
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +47,7 @@ class StepTime:
         mfu: model FLOPs utilization, 0 to 1; ``None`` if the device's peak is not known.
         bound_by: what takes most of the time: ``"matrix products"``, ``"memory bandwidth"``,
             ``"optimizer"``, ``"host"``, or ``"communication over"`` a mesh dimension.
-        spans: what is predicted when, ordered by begin.
+        spans: what is predicted when, in seconds after the begin of the step, ordered by begin.
     """
 
     seconds: float
@@ -78,7 +58,17 @@ class StepTime:
     tokens_per_second: float
     mfu: float | None
     bound_by: str
-    spans: tuple[PlanSpan, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by their names."""
+        return {
+            "compute": self.compute,
+            "exposed communication": self.exposed,
+            "optimizer": self.optimizer,
+            "host": self.host,
+        }
 
 
 def step_time(
@@ -146,7 +136,7 @@ class _Replay:
         self._ends: dict[int, float] = {}
         self._spent: dict[_Part, float] = defaultdict(float)
         self._exposed: dict[str, float] = defaultdict(float)
-        self._spans: list[PlanSpan] = []
+        self._spans: list[Span] = []
         self._open: tuple[Activity, str, float] | None = None
 
     def run(self) -> StepTime:
@@ -204,7 +194,7 @@ class _Replay:
     def _run_on_wire(self, start: Start, begin: float) -> None:
         end = begin + self._seconds(start)
         self._wires[start.dimension] = self._ends[start.number] = end
-        self._spans.append(PlanSpan(start.activity, start.group, start.dimension, begin, end))
+        self._spans.append(Span(start.activity, start.group, begin, end, start.dimension))
 
     def _wait(self, number: int) -> None:
         start = self._starts.pop(number, None)
@@ -217,9 +207,7 @@ class _Replay:
         self._issue(self._link(start).host_cost * sent(start))
         if end > self._now:
             self._exposed[start.dimension] += end - self._now
-            self._spans.append(
-                PlanSpan(Activity.WAIT, start.group, start.dimension, self._now, end)
-            )
+            self._spans.append(Span(Activity.WAIT, start.group, self._now, end, start.dimension))
             self._now = end
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
@@ -231,7 +219,7 @@ class _Replay:
     def _close(self, end: float) -> None:
         if self._open is not None:
             activity, name, begin = self._open
-            self._spans.append(PlanSpan(activity, name, "", begin, end))
+            self._spans.append(Span(activity, name, begin, end))
             self._open = None
 
     # -- wires ------------------------------------------------------------------------------------

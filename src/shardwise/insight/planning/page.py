@@ -4,29 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from shardwise.base.html import bar, document, escape, keys, table
+from shardwise.base.html import bar, document, escape, keys
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
 from shardwise.insight.inspect import page as inspector
 from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
-from shardwise.insight.planning.text import (
-    MODULE_HEADS,
-    NAMES,
-    TIME_HEADS,
-    TRAFFIC_HEADS,
-    alternative_heads,
-    alternative_rows,
-    head,
-    largest_modules,
-    memory_heads,
-    memory_rows,
-    module_rows,
-    notes,
-    time_rows,
-    traffic_rows,
-)
+from shardwise.insight.planning.text import NAMES, bytes_needed, head, notes, speeds
 
 #: Hues of kinds of memory, in degrees.
 _HUES = {
@@ -71,24 +56,12 @@ def _sections(plan: Plan) -> Iterator[str]:
     if plan.step is not None:
         yield from _time_bar(plan)
     yield '<div class="tables">'
-    for heads, rows in _tables(plan):
-        yield f"<div>{table(heads, rows)}</div>"
+    for cells in (*bytes_needed(plan), *speeds(plan)):
+        yield f"<div>{cells.for_page()}</div>"
     yield "</div>"
     for note in notes(plan):
         yield f"<p>{escape(note)}</p>"
     yield "</div>"
-
-
-def _tables(plan: Plan) -> Iterator[tuple[Sequence[str], Sequence[Sequence[str]]]]:
-    yield memory_heads(plan.ranks), list(memory_rows(plan.ranks))
-    if modules := largest_modules(plan.ranks[0]):
-        yield MODULE_HEADS, list(module_rows(plan.ranks[0], modules))
-    if plan.traffic:
-        yield TRAFFIC_HEADS, list(traffic_rows(plan))
-    if plan.step is not None:
-        yield TIME_HEADS, list(time_rows(plan))
-    if plan.alternatives:
-        yield alternative_heads(plan), list(alternative_rows(plan))
 
 
 def _memory_bar(plan: Plan) -> Iterator[str]:
@@ -113,16 +86,13 @@ def _memory_bar(plan: Plan) -> Iterator[str]:
 def _time_bar(plan: Plan) -> Iterator[str]:
     step = plan.step
     assert step is not None
-    parts = {
-        "compute": step.compute,
-        "exposed communication": step.exposed,
-        "optimizer": step.optimizer,
-        "host": step.host,
-    }
-    scale = max(sum(parts.values()), 1e-12)
+    scale = max(sum(step.parts.values()), 1e-12)
     yield from _bar(
         f"time of a step: {seconds(step.seconds)}",
-        [(name, seconds(value), value / scale, _COLORS[name]) for name, value in parts.items()],
+        [
+            (name, seconds(value), value / scale, _COLORS[name])
+            for name, value in step.parts.items()
+        ],
     )
 
 

@@ -37,9 +37,15 @@ from shardwise.insight.planning.events import (
     StepPhase,
     Wait,
 )
-from shardwise.insight.planning.formulas import MOST_READS, stand_in
 from shardwise.insight.planning.settings import UntraceableError
-from shardwise.insight.planning.work import Traits, tensors_in, traits_of, work_of
+from shardwise.insight.planning.work import (
+    MOST_READS,
+    Traits,
+    stand_in,
+    tensors_in,
+    traits_of,
+    work_of,
+)
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -120,7 +126,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         dimensions: name and number of ranks of each process group of the mesh, by its name.
 
     Attributes:
-        formulas: modules whose results depend on values, and why; see ``formulas.py``.
+        formulas: modules whose results depend on values, and why; see ``work.py``.
     """
 
     def __init__(

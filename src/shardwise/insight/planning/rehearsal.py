@@ -8,7 +8,6 @@ is written down, so that a plan cannot differ from what the runtime does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import random
 import sys
@@ -94,7 +93,10 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         for name in world.names:
             Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
         with _explaining("copying the model"):
-            model, blocks = _without_values(blueprint, settings)
+            model, blocks = blueprint.copied()
+            if settings.shard_dtype is not None:
+                store_in(model, _dtype(settings.shard_dtype))
+            model.train()
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         stack.enter_context(_fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
@@ -227,23 +229,6 @@ def _shard(
         transport=settings.transport,
         wire=settings.wire.argument,
     )
-
-
-def _without_values(blueprint: Blueprint, settings: Settings) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy the model to the meta device, in its dtype; return the copy, and its blocks."""
-    copies: dict[int, Any] = {}
-    for tensor in (*blueprint.model.parameters(), *blueprint.model.buffers()):
-        if not tensor.is_meta:
-            without = tensor.detach().to("meta")
-            copies[id(tensor)] = (
-                nn.Parameter(without, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else without
-            )
-    model = copy.deepcopy(blueprint.model, copies)
-    if settings.shard_dtype is not None:
-        store_in(model, _dtype(settings.shard_dtype))
-    return model.train(), [copies[id(block)] for block in blueprint.blocks]
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -195,13 +195,7 @@ class Plan:
         step = self.step
         return {
             "seconds": step and step.seconds,
-            "parts": step
-            and {
-                "compute": step.compute,
-                "exposed_communication": step.exposed,
-                "optimizer": step.optimizer,
-                "host": step.host,
-            },
+            "parts": step and {k.replace(" ", "_"): v for k, v in step.parts.items()},
             "bytes_sent": self.bytes_sent,
             "collectives": [
                 {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
-from shardwise.base import devices, observe
+from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.timeline.clocks import (
@@ -28,12 +27,11 @@ from shardwise.insight.timeline.clocks import (
     own_clock,
     read_clock,
 )
-from shardwise.insight.timeline.device import DeviceClock
 from shardwise.insight.timeline.files import leave, make_folder, write
 from shardwise.insight.timeline.meeting import Meeting, turns_of, waiting_for
 from shardwise.insight.timeline.merged import Timeline, packed, unpacked
 from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recorder import Recorder
+from shardwise.insight.timeline.recorder import DeviceClock, Recorder
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
@@ -142,14 +140,17 @@ class Recording:
             return own_clock(self._now)
         doing = "the beginning of a recording"
         name = clock_of_host() if self._clock is None else self._clock
-        mine = _Arrival(ClockReport(name, self._now()), _problem(observe.check_unobserved))
+        mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
         turns = turns_of(peers)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
-            said = meeting.meet(mine.to_json(), waiting_for(peers, doing, self._patience))
-        arrivals = {rank: _Arrival.from_json(text) for rank, text in said.items()}
+            said = meeting.meet(
+                plain.written(mine).decode(), waiting_for(peers, doing, self._patience)
+            )
+        arrivals = {rank: plain.read(_Arrival, text.encode()) for rank, text in said.items()}
         turns.late = peers.rank not in arrivals
-        _raise_any(mine, *arrivals.values())
+        for each in (mine, *arrivals.values()):
+            each.check()
         if turns.late:
             _log.warning(
                 "rank %d came to a recording when others had waited %g s and begun: it is recorded "
@@ -175,14 +176,18 @@ class Recording:
         """
         key, first = f"{meeting.name}/folder", min(self._clocks)
         if peers.rank == first:
-            problem = None if (to := self.folder) is None else _problem(lambda: make_folder(to))
-            made = _Arrival(self._clocks[first], problem)
-            peers.store.set(key, made.to_json())
+
+            def prepare() -> None:
+                if self.folder is not None:
+                    make_folder(self.folder)
+
+            made = _Arrival.after(prepare, self._clocks[first])
+            peers.store.set(key, plain.written(made).decode())
         else:
             doing = "the beginning of a recording"
             text = peers.call(lambda: peers.store.get(key), doing, [first])
-            made = _Arrival.from_json(text)
-        _raise_any(made)
+            made = plain.read(_Arrival, text)
+        made.check()
 
     def _end(self, peers: Peers) -> Meeting:
         return Meeting(peers.store, f"{self._meeting}/end", peers.rank, range(peers.size))
@@ -288,45 +293,33 @@ class _Arrival:
     Attributes:
         clock: what it reports of its clock.
         problem: why it cannot begin; ``None``: it can.
+        number: of the system's error that it is, if it is one.
+        file: the one that the error is about.
     """
 
     clock: ClockReport
-    problem: Exception | None
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        error, problem = self.problem, None
-        if isinstance(error, OSError):
-            problem = [error.errno, error.strerror, error.filename and str(error.filename)]
-        elif error is not None:
-            problem = [None, str(error), None]
-        return json.dumps([self.clock.clock, self.clock.now, problem])
+    problem: str | None = None
+    number: int | None = None
+    file: str | None = None
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> _Arrival:
-        """Read what :meth:`to_json` returned."""
-        clock, now, problem = json.loads(text)
-        error: Exception | None = None
-        if problem is not None:
-            number, words, name = problem
-            error = RuntimeError(words) if number is None else OSError(number, words, name)
-        return cls(ClockReport(clock, now), error)
+    def after(cls, prepare: Callable[[], object], clock: ClockReport) -> _Arrival:
+        """Prepare, and return what came of it."""
+        try:
+            prepare()
+        except OSError as error:
+            file = error.filename and str(error.filename)
+            return cls(clock, str(error.strerror or error), error.errno or 0, file)
+        except RuntimeError as error:
+            return cls(clock, str(error))
+        return cls(clock)
 
-
-def _problem(prepare: Callable[[], object]) -> Exception | None:
-    """Return what a preparation raised."""
-    try:
-        prepare()
-    except (OSError, RuntimeError) as error:
-        return error
-    return None
-
-
-def _raise_any(*arrivals: _Arrival) -> None:
-    """Raise the first problem, if there is one."""
-    for each in arrivals:
-        if each.problem is not None:
-            raise each.problem
+    def check(self) -> None:
+        """Raise the problem, if there is one."""
+        if self.problem is not None and self.number is not None:
+            raise OSError(self.number, self.problem, self.file)
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
 
 
 @dataclass(frozen=True)

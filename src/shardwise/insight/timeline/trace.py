@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardwise.base.observe import Activity
+from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.merged import Timeline
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline
 
 _COMPUTES = frozenset({Activity.FORWARD, Activity.BACKWARD})
 
@@ -168,14 +169,9 @@ def _of_prediction(timeline: Timeline) -> Iterator[dict[str, Any]]:
     tracks: dict[str, list[_Slice]] = defaultdict(list)
     for step in timeline.ranks[0].steps:
         for span in predicted.spans:
-            begin, end = step.begin + span.begin, step.begin + span.end
-            name = f"{span.activity.value} {span.name}".rstrip()
-            track = "host"
-            if span.activity in COLLECTIVES:
-                track = f"collectives over {span.dimension or 'ranks'}"
-            elif span.activity in _COMPUTES:
-                track = "groups"
-            tracks[track].append((begin, end, name, {"cat": span.activity.value}))
+            begin, end = step.begin + span.begin, step.begin + span.begin + span.seconds
+            cat = {"cat": span.activity.value}
+            tracks[_track(span)].append((begin, end, _title(span), cat))
     yield from _process(pid, tracks)
 
 
