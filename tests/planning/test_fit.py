@@ -73,6 +73,13 @@ class World:
         )
 
 
+def test_every_nth_block_is_recomputed_where_any_is() -> None:
+    settings = _settings(activation_checkpointing=Checkpointing.FULL, recompute_every=2)
+    found = [fit(_blueprint(), settings, gib * GiB, World()).settings for gib in (10_000, 25)]
+    modes = [(each.activation_checkpointing, each.recompute_every) for each in found]
+    assert modes == [(Checkpointing.NONE, 1), (Checkpointing.FULL, 2)]
+
+
 def test_with_much_memory_nothing_is_recomputed_and_little_is_sent() -> None:
     found = fit(_blueprint(), _settings(), 10_000 * GiB, World()).settings
     assert found.activation_checkpointing is Checkpointing.NONE

@@ -533,9 +533,12 @@ class Backend:
 GLOO = Backend("gloo", sends_messages=True)
 NCCL = Backend("nccl", averages=True, coalesces=True)
 
+#: The type of the devices that are known by their data sheets: ROCm's go by the same name.
+KNOWN = "cuda"
+
 _BACKENDS = {
     (CPU.type, GLOO.name): GLOO,
-    ("cuda", NCCL.name): NCCL,  # ROCm's RCCL goes by the same names
+    (KNOWN, NCCL.name): NCCL,  # and so does RCCL
     # MPI forbids that the buffers of a collective overlap.
     (CPU.type, "mpi"): Backend("mpi", gathers_in_place=False),
 }

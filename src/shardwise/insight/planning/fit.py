@@ -7,7 +7,6 @@ Estimates only decide the order. What is returned was rehearsed in full.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -177,16 +176,13 @@ def _estimates(
         if not meshes:
             continue
         first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
-        lines = {
-            each: estimator.line(replace(first, activation_checkpointing=each))
-            for each in Checkpointing
-        }
+        lines = {each: estimator.line(_recomputing(first, each)) for each in Checkpointing}
         own = 0.0
         for strategy, mesh in meshes:
             case = replace(settings, strategy=strategy, mesh=mesh)
             change = estimator.difference(case, first)
             for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
-                at = replace(case, activation_checkpointing=checkpointing, batch_size=batch_size)
+                at = replace(_recomputing(case, checkpointing), batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
                 alternative = _alternative(at, measured, limit)
                 yield _Estimate(settings=at, alternative=alternative)
@@ -195,6 +191,12 @@ def _estimates(
         if own and own < best:
             return  # cutting matrices into smaller ones pays no more
         best = max(best, own)
+
+
+def _recomputing(settings: Settings, mode: Checkpointing) -> Settings:
+    """Return settings with another checkpointing, in as many blocks as before if in any."""
+    every = 1 if mode is Checkpointing.NONE else settings.recompute_every
+    return replace(settings, activation_checkpointing=mode, recompute_every=every)
 
 
 def _meshes(
@@ -292,7 +294,7 @@ class _Estimator:
     def difference(self, settings: Settings, first: Settings) -> Measured:
         """Return what settings change, with the smallest batch and without checkpointing."""
         one, other = (
-            self.at(replace(each, activation_checkpointing=Checkpointing.NONE, batch_size=1))
+            self.at(replace(_recomputing(each, Checkpointing.NONE), batch_size=1))
             for each in (settings, first)
         )
         return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)
@@ -313,32 +315,19 @@ def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
     Returns:
         ``None`` if the layers are not in one list, or there are too few of them.
     """
-    blocks = list(blueprint.blocks)
-    if len(blocks) <= layers:
+    if len(blueprint.blocks) <= layers:
         return None
-    inside = {id(block) for block in blocks}
-    parents = [
+    model, blocks = blueprint.copied()
+    parents: list[Any] = [
         module
-        for module in blueprint.model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and inside <= {id(child) for child in module}
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and {*blocks} <= {*module}
     ]
     if not parents:
         return None
-    copies: dict[int, Any] = {}
-    for tensor in itertools.chain(blueprint.model.parameters(), blueprint.model.buffers()):
-        without = tensor.detach().to("meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = (
-            nn.Parameter(without, tensor.requires_grad) if is_parameter else without
-        )
-    model = copy.deepcopy(blueprint.model, copies)
-    removed = {id(copies[id(block)]) for block in blocks[layers:]}
-    parent = copies[id(parents[0])]
-    for index in reversed(range(len(parent))):
-        if id(parent[index]) in removed:
-            del parent[index]
+    for index in reversed(range(len(parents[0]))):
+        if parents[0][index] in blocks[layers:]:
+            del parents[0][index]
     names = {name for name, _ in model.named_modules()}
     styles = {name: style for name, style in blueprint.tensor_parallel.items() if name in names}
-    left = [copies[id(block)] for block in blocks[:layers]]
-    return replace(blueprint, model=model, blocks=left, tensor_parallel=styles)
+    return replace(blueprint, model=model, blocks=blocks[:layers], tensor_parallel=styles)
