@@ -57,7 +57,7 @@ INNER_LAYERS = {
         ["device_mesh", "module", "summon"],
         ["meta"],
         ["fsdp2"],
-        ["strategies", "transparent"],
+        ["strategies"],
         ["activation"],
         ["blocks", "settings"],
         ["state_dict"],

@@ -51,8 +51,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from shardwise.frontends.pretrained.api import from_pretrained
-    from shardwise.frontends.pretrained.saving import save_pretrained
+    from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
     from shardwise.insight.inspect.api import inspect

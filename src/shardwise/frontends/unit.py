@@ -33,8 +33,7 @@ from shardwise.frontends.fsdp2 import form_of, fully_shard, managed_modules
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.optim_state import OptimSavingModule
 from shardwise.frontends.settings import UnitSettings
-from shardwise.frontends.state_dict import state_dict_settings
-from shardwise.frontends.transparent import TransparentModule
+from shardwise.frontends.state_dict import TransparentModule, state_dict_settings
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import FSDPState, state_of

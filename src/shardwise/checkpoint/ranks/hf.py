@@ -14,8 +14,8 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -84,19 +84,19 @@ def save_hf(
     )
 
 
-class Conversion(Protocol):
-    """Tensors of a model that are written in another form."""
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of a model that are written in another form.
 
-    @property
-    def sources(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the model by name, sharded or not."""
+    Attributes:
+        sources: the tensors of the model by name, sharded or not.
+        results: what is written in their place, by name.
+        convert: makes the tensors to write of the full ``sources``, on the CPU.
+    """
 
-    @property
-    def results(self) -> Mapping[str, TensorInfo]:
-        """What is written in their place, by name."""
-
-    def convert(self, full: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors to write, made of the full ``sources``, on the CPU."""
+    sources: Mapping[str, torch.Tensor]
+    results: Mapping[str, TensorInfo]
+    convert: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 def write_model(
