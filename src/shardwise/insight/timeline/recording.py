@@ -19,16 +19,18 @@ from shardwise._torch import c10d
 from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
 from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.timeline.clocks import (
+from shardwise.insight.timeline.files import leave, make_folder, write
+from shardwise.insight.timeline.meeting import (
     ClockReport,
+    Meeting,
     Reading,
     SharedClock,
     clock_of_host,
     own_clock,
     read_clock,
+    turns_of,
+    waiting_for,
 )
-from shardwise.insight.timeline.files import leave, make_folder, write
-from shardwise.insight.timeline.meeting import Meeting, turns_of, waiting_for
 from shardwise.insight.timeline.merged import Timeline, packed, unpacked
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recorder import DeviceClock, Recorder
@@ -71,7 +73,7 @@ class Recording:
         self._now = now
         self._clock = clock
         self._recorder: Recorder | None = None
-        self._place = _OwnPlace(0, 1)
+        self._rank, self._world_size = 0, 1
         self._held = contextlib.ExitStack()
         self._first: Reading | None = None
         self._clocks: Mapping[int, ClockReport] = {}
@@ -94,8 +96,9 @@ class Recording:
 
     def __enter__(self) -> Self:
         peers = _peers()
-        self._place = _place(peers) or _OwnPlace(0, 1)
-        limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._place.world_size))
+        if peers is not None:
+            self._rank, self._world_size = peers.rank, peers.size
+        limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._world_size))
         clock = DeviceClock.of(_device())
         recorder = Recorder(limit, clock, self._now)
         self._first = self._begin(peers)
@@ -122,7 +125,7 @@ class Recording:
                 self._leave(self._first, f"{type(error).__name__}: {error}")
             return
         try:
-            if self._place.world_size == 1 or (peers is not None and self._all_have_come(peers)):
+            if self._world_size == 1 or (peers is not None and self._all_have_come(peers)):
                 self._put_together(peers)
                 return
         except RuntimeError as lost:
@@ -135,7 +138,7 @@ class Recording:
         """Meet the other ranks, and compare clocks. If any rank cannot begin, all of them raise."""
         if peers is None or not c10d.has_shared_store(peers.group):
             observe.check_unobserved()
-            if self.folder is not None and self._place.rank == 0:
+            if self.folder is not None and self._rank == 0:
                 make_folder(self.folder)
             return own_clock(self._now)
         doing = "the beginning of a recording"
@@ -228,11 +231,12 @@ class Recording:
     def _of_this_rank(self, last: Reading, error: str = "") -> RankTimeline:
         assert self._recorder is not None
         assert self._first is not None
-        place = _place(_peers()) or self._place
+        if (peers := _peers()) is not None:  # it may have been made inside of the block
+            self._rank, self._world_size = peers.rank, peers.size
         shared = SharedClock(self._first, last)
         return self._recorder.timeline(
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=self._rank,
+            world_size=self._world_size,
             device=devices.name(_device()),
             shared=shared,
             error=error[:2000],
@@ -320,18 +324,6 @@ class _Arrival:
             raise OSError(self.number, self.problem, self.file)
         if self.problem is not None:
             raise RuntimeError(self.problem)
-
-
-@dataclass(frozen=True)
-class _OwnPlace:
-    """This process among the ranks."""
-
-    rank: int
-    world_size: int
-
-
-def _place(peers: Peers | None) -> _OwnPlace | None:
-    return None if peers is None else _OwnPlace(peers.rank, peers.size)
 
 
 def _peers() -> Peers | None:
