@@ -9,9 +9,8 @@ cannot differ from what the runtime does.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -192,4 +191,4 @@ def with_counted_values(report: Report) -> Report:
                 rank: take(counted, block.part).tolist()
                 for rank, block in sorted(each.tiling.by_rank.items())
             }
-    return dataclasses.replace(report, values=values)
+    return replace(report, values=values)

@@ -88,7 +88,7 @@ class ModelPlan(Plan):
         Raises:
             OSError: the file cannot be written.
         """
-        from shardwise.insight.planning.page import page
+        from shardwise.insight.planning.text import page
 
         path = Path(path)
         world = self.settings.world

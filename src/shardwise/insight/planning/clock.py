@@ -26,7 +26,7 @@ from shardwise.insight.planning.machine import (
     Progress,
     SharedBy,
 )
-from shardwise.insight.planning.settings import Compiled, Products, Settings
+from shardwise.insight.planning.settings import Products, Settings
 
 #: The activities that marks begin, and that spans show beside collectives.
 _PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
@@ -75,21 +75,18 @@ def step_time(
     log: Log,
     machine: Machine,
     settings: Settings,
-    compiled: Compiled | None = None,
-    products: Products | None = None,
 ) -> StepTime:
     """Return how long the step of a log takes.
 
     Args:
         log: of one rank.
         machine: what it would run on.
-        settings: what was rehearsed.
-        compiled: in place of what the settings say: a rehearsal is the same for all values.
-        products: likewise.
+        settings: what was rehearsed. What is compiled, and the dtype of products, may be other
+            than in the rehearsal.
     """
-    if (compiled or settings.compiled) is Compiled.BLOCKS:
+    if settings.compile:
         log = replace(log, events=tuple(fused(log.events)))
-    if (products or settings.products) is Products.FLOAT8:
+    if settings.products is Products.FLOAT8:
         log = replace(log, events=tuple(in_float8(log.events)))
     return _Replay(log, machine, settings).run()
 

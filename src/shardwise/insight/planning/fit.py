@@ -99,8 +99,8 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     Raises:
         NothingFitsError: nothing fits.
     """
-    found = sorted(_estimates(blueprint, settings, limit, measure), key=_slowness)
-    estimates = [each.alternative for each in found]
+    found = sorted(_estimates(blueprint, settings, limit, measure), key=lambda pair: -pair[1].rate)
+    cases, estimates = [case for case, _ in found], [each for _, each in found]
     exact: list[int] = []
     for turn in range(1, _MOST_REHEARSED + 1):
         left = [i for i, each in enumerate(estimates) if each.fits and i not in exact]
@@ -109,9 +109,7 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
         # The fastest first. If all of them need more than was estimated, what needs the least.
         last = turn == _MOST_REHEARSED
         at = min(left, key=lambda i: estimates[i].peak) if last else left[0]
-        estimates[at] = _alternative(
-            found[at].settings, measure(blueprint, found[at].settings), limit
-        )
+        estimates[at] = _alternative(cases[at], measure(blueprint, cases[at]), limit)
         exact.append(at)
         if sum(estimates[i].fits for i in exact) == _FINALISTS:
             break
@@ -127,17 +125,7 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
         if i != best and not (each.fits and each.rate > estimates[best].rate)
     ]
     others.sort(key=lambda each: -each.rate)
-    return Fit(settings=found[best].settings, alternatives=_neighbors(others))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Estimate:
-    settings: Settings
-    alternative: Alternative
-
-
-def _slowness(estimate: _Estimate) -> float:
-    return -estimate.alternative.rate
+    return Fit(settings=cases[best], alternatives=_neighbors(others))
 
 
 def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:
@@ -163,7 +151,7 @@ def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternat
 
 def _estimates(
     blueprint: Blueprint, settings: Settings, limit: int, measure: Measure
-) -> Iterator[_Estimate]:
+) -> Iterator[tuple[Settings, Alternative]]:
     """Estimate all batch sizes of all strategies, checkpointings and meshes that may be best.
 
     Batch size and checkpointing are estimated for one strategy. What another strategy changes is
@@ -185,7 +173,7 @@ def _estimates(
                 at = replace(_recomputing(case, checkpointing), batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
                 alternative = _alternative(at, measured, limit)
-                yield _Estimate(settings=at, alternative=alternative)
+                yield at, alternative
                 if alternative.fits:
                     own = max(own, alternative.rate)
         if own and own < best:

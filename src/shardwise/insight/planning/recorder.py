@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -44,7 +44,6 @@ from shardwise.insight.planning.work import (
     stand_in,
     tensors_in,
     traits_of,
-    work_of,
 )
 
 #: The module that logits, loss and what is computed from them belong to.
@@ -106,18 +105,6 @@ class _Growth:
         return Change(self.held.settled, self.nbytes, self.held.module, self.moment)
 
 
-class Recorded(NamedTuple):
-    """A step.
-
-    Attributes:
-        before: bytes by kind when it begins.
-        events: of the step.
-    """
-
-    before: Mapping[Memory, int]
-    events: tuple[Event, ...]
-
-
 class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
 
@@ -126,6 +113,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         dimensions: name and number of ranks of each process group of the mesh, by its name.
 
     Attributes:
+        before: bytes by kind when the step begins.
         formulas: modules whose results depend on values, and why; see ``work.py``.
     """
 
@@ -140,7 +128,6 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._events: list[Event | _Growth] = []
         self._held: dict[int, Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._before: dict[Memory, int] = {}
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._ends: frozenset[str] = frozenset()
@@ -153,6 +140,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
             weakref.WeakKeyDictionary()
         )
+        self.before: dict[Memory, int] = {}
         self.model_flops = 0
         self.formulas: dict[str, str] = {}
         self._reads = 0
@@ -230,7 +218,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._records = True
         for held in self._held.values():
             kind = held.kind or Memory.OTHER
-            self._before[kind] = self._before.get(kind, 0) + held.nbytes
+            self.before[kind] = self.before.get(kind, 0) + held.nbytes
             held.kind = kind
 
     def enter(self, phase: StepPhase) -> None:
@@ -239,12 +227,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._phase = phase
         self._group = ""
 
-    def finish(self) -> Recorded:
+    def finish(self) -> tuple[Event, ...]:
         """Return what has been recorded."""
-        events = tuple(
-            each.change() if isinstance(each, _Growth) else each for each in self._events
-        )
-        return Recorded(self._before, events)
+        return tuple(each.change() if isinstance(each, _Growth) else each for each in self._events)
 
     # -- the runtime's reports, as an observer ---------------------------------------------------
 
@@ -370,18 +355,19 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        work = work_of(func, args, kwargs, out, written)
+        flops = fake.flops_of(func, args, kwargs, out)
+        touched = (*tensors_in((args, tuple(kwargs.values()))), *written)
         if not source.runtime and phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
-            self.model_flops += work.flops.needed
+            self.model_flops += flops.needed
         self._events.append(
             Op(
                 name=traits.name,
                 module=module,
                 phase=phase,
-                flops=work.flops.done,
-                nbytes=work.nbytes,
-                shapes=work.shapes,
-                dtype=work.dtype,
+                flops=flops.done,
+                nbytes=sum(tensor.numel() * tensor.element_size() for tensor in touched),
+                shapes=tuple(tuple(tensor.shape) for tensor in touched),
+                dtype=str(written[0].dtype)[6:] if written else "",
                 runtime=source.runtime,
             )
         )

@@ -14,7 +14,6 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,32 +100,32 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         stack.enter_context(_fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
-            built = _build(model, blocks, blueprint, settings, mesh)
+            _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
-            optimizer = _Optimizer(settings, built.model)
+            optimizer = _Optimizer(settings, model)
         stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             each = range(settings.accumulate)
-            batches = [_batch(settings, built.model, name, mode) for _ in each]
+            batches = [_batch(settings, model, name, mode) for _ in each]
         recorder = RehearsalRecorder(mode, _dimensions(mesh))
-        with recorder, recorder.watching(built.model, built.ends), observing(recorder):
+        with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             with _explaining("a step of the optimizer"):
-                optimizer.make_states(built.model)
+                optimizer.make_states(model)
             if settings.stepping is Stepping.IN_BACKWARD:
-                for group in groups_of(built.model):
+                for group in groups_of(model):
                     group.stepper = stepper
-            recorder.label_gradients(_fulls(built.model))
-            _warm_up(recorder, settings, built.model, optimizer, batches)
-            elsewhere = _offloaded_parameters(settings, built.model)
-            _label(recorder, built.model, optimizer, batches, elsewhere)
+            recorder.label_gradients(_fulls(model))
+            _warm_up(recorder, settings, model, optimizer, batches)
+            elsewhere = _offloaded_parameters(settings, model)
+            _label(recorder, model, optimizer, batches, elsewhere)
             recorder.record()
-            _step(recorder, settings, built.model, optimizer, batches)
-            recorded = recorder.finish()
+            _step(recorder, settings, model, optimizer, batches)
+            events = recorder.finish()
     return Log(
         rank=rank,
-        before=recorded.before,
-        events=recorded.events,
+        before=recorder.before,
+        events=events,
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,
@@ -173,27 +172,19 @@ def _fake_as_real() -> contextlib.AbstractContextManager[None]:
     return hf.fake_as_real()
 
 
-@dataclass(frozen=True)
-class _Built:
-    """The sharded model, and the names of the modules that compute logits or the loss."""
-
-    model: nn.Module
-    ends: frozenset[str]
-
-
 def _build(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     blueprint: Blueprint,
     settings: Settings,
     mesh: DeviceMesh,
-) -> _Built:
+) -> None:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     if TENSOR not in settings.world.names:
         _make_fake(model)
         _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
-        return _Built(model, _ends(model))
+        return
     # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
     # all is done on the meta device, except that transports get fake memory from the start.
     with dtensor.real_tensors():
@@ -205,7 +196,6 @@ def _build(
     del transports  # the groups hold them now
     names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     allocate(model, [name for name, _ in names])
-    return _Built(model, _ends(model))
 
 
 def _shard(

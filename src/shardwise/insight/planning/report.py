@@ -6,7 +6,8 @@ JSON form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +160,10 @@ class Plan:
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that a rank sends in a step, by mesh dimension."""
-        return _summed((each.dimension, each.sent) for each in self.traffic)
+        sums: Counter[str] = Counter()
+        for each in self.traffic:
+            sums[each.dimension] += each.sent
+        return dict(sums)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
@@ -241,10 +245,3 @@ def _json_of_alternative(each: Alternative) -> dict[str, Any]:
         "tokens_per_second": each.rate,
         "fits": each.fits,
     }
-
-
-def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, value in items:
-        sums[name] = sums.get(name, 0) + value
-    return sums

@@ -101,13 +101,6 @@ class RehearsalError(ValueError):
         self.where = where
 
 
-class Compiled(enum.Enum):
-    """What ``torch.compile`` compiles."""
-
-    NOTHING = "nothing"
-    BLOCKS = "blocks"  # each block by itself, as trainings do
-
-
 class Products(enum.Enum):
     """The dtype that matrix products compute in."""
 
@@ -311,11 +304,6 @@ class Settings(StrategyConfig, PlannedStep):
         return self.collective_wire
 
     @property
-    def compiled(self) -> Compiled:
-        """What ``torch.compile`` compiles."""
-        return Compiled.BLOCKS if self.compile else Compiled.NOTHING
-
-    @property
     def sharding(self) -> ShardingPlan:
         """The mesh of data parallelism, and ``reshard_after_forward`` of the strategy.
 
@@ -374,7 +362,7 @@ class Settings(StrategyConfig, PlannedStep):
             del values[name]
         values["wire"] = values.pop("collective_wire")
         sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
-        compiled, optimizer = self.compiled.value, name_of(self.optimizer)
+        compiled, optimizer = "blocks" if self.compile else "nothing", name_of(self.optimizer)
         return {**values, "mesh": sizes, "optimizer": optimizer, "compiled": compiled}
 
 

@@ -1,6 +1,4 @@
-"""What one call of an operation computes: its arithmetic, its bytes, its shapes.
-
-The recorder of a rehearsal asks here; ``costs.py`` says what such work takes.
+"""What an operation is, by its schema; and what stands in for values.
 
 Some operations return a number, or a tensor whose shape depends on values: ``item()``, ``nonzero``,
 ``x[mask]``. A rehearsal has no values, and :func:`stand_in` returns something: 1 for a number, and
@@ -10,7 +8,6 @@ the largest shape that is possible. The log names the modules in which that was 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,37 +50,6 @@ def traits_of(func: Any) -> Traits:
         only_views=fake.only_views(func),
         writes=fake.writes(func),
         computes=short not in _IDLE,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class CallWork:
-    """What a call computes; the same for all calls with the same shapes."""
-
-    flops: fake.Flops
-    nbytes: int
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-
-
-def work_of(
-    func: Any, args: Any, kwargs: Mapping[str, Any], out: Any, written: list[torch.Tensor]
-) -> CallWork:
-    """Return what a call computes.
-
-    Args:
-        func: the operation.
-        args: of the call.
-        kwargs: likewise.
-        out: what it returned.
-        written: the tensors in it.
-    """
-    tensors = (*tensors_in((args, tuple(kwargs.values()))), *written)
-    return CallWork(
-        flops=fake.flops_of(func, args, kwargs, out),
-        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in tensors),
-        shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-        dtype=str(written[0].dtype)[6:] if written else "",
     )
 
 
