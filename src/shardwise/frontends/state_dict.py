@@ -151,6 +151,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
     """
 
     _settings_of_state_dicts: StateDictSettings
+    _buffer_dtypes: dict[str, torch.dtype] | None = None  # to save buffers in that were cast
     settings: UnitSettings
 
     # -- the type of state dicts ---------------------------------------------------------------
@@ -264,7 +265,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         own = self._own_state_names()
         keys = [key for key in state if key not in known and key[len(prefix) :] in own]
-        dtypes = self._dtypes_of_buffers()
+        dtypes = self._buffer_dtypes or {}
         settings = self._settings_of_state_dicts
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             for key in keys:
@@ -315,10 +316,6 @@ class SavingModule(TransparentModule, HasStateDictKinds):
             parts = [f"{prefix}.{name}" if prefix else name for name in _own_entries(module)]
             names.update(parts)
         return names
-
-    def _dtypes_of_buffers(self) -> Mapping[str, torch.dtype]:
-        """The dtypes to save buffers in, for those that were cast."""
-        return {}
 
 
 @contextmanager
