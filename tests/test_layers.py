@@ -38,7 +38,8 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # The same inside packages that have packages.
 INNER_LAYERS = {
     "base": [
-        ["devices", "errors", "lazy", "mixing", "optim_names", "places"],
+        ["errors"],
+        ["devices", "lazy", "mixing", "optim_names", "places"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["offload"],

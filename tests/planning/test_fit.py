@@ -95,7 +95,7 @@ def test_what_is_found_fits_and_nothing_that_fits_is_faster() -> None:
     rate = found.settings.samples / exact.seconds
     fitting = [each for each in found.alternatives if each.fits]
     assert fitting
-    assert all(each.rate <= rate * 1.0001 for each in fitting)
+    assert all(each.tokens_per_second <= rate * 1.0001 for each in fitting)
     faster = [each for each in found.alternatives if not each.fits]
     assert faster
     assert all(each.peak > limit for each in faster)

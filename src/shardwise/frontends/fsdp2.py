@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -39,40 +39,25 @@ _NO_MIXED_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    transport: str | None = ...,
-    wire: Wire | Mapping[str, Wire] | None = ...,
-    separate_dims: Collection[str] = ...,
-) -> FSDPModule: ...
+class ShardOptions(TypedDict, total=False):
+    """The arguments of :func:`fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    transport: str | None
+    wire: Wire | Mapping[str, Wire] | None
+    separate_dims: Collection[str]
 
 
 @overload
-def fully_shard(
-    module: _Modules,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    transport: str | None = ...,
-    wire: Wire | Mapping[str, Wire] | None = ...,
-    separate_dims: Collection[str] = ...,
-) -> _Modules: ...
-
-
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+@overload
+def fully_shard(module: _Modules, **options: Unpack[ShardOptions]) -> _Modules: ...
 def fully_shard(
     module: Any,
     *,

@@ -91,21 +91,16 @@ def step_time(
     return _Replay(log, machine, settings).run()
 
 
-def bytes_sent(activity: Activity, nbytes: int, ranks: int) -> int:
-    """Return the bytes that one rank of a collective sends.
+def sent(start: Start) -> int:
+    """Return the bytes that one rank sends in a collective.
 
     Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
     tensors. An all-reduce is a reduce-scatter and an all-gather. An all-to-all says what it sends.
     """
-    if activity is Activity.ALL_TO_ALL:
-        return nbytes
-    once = nbytes * (ranks - 1) // max(ranks, 1)
-    return 2 * once if activity is Activity.ALL_REDUCE else once
-
-
-def sent(start: Start) -> int:
-    """Return the bytes that one rank sends in a collective of a log."""
-    return bytes_sent(start.activity, start.nbytes, start.ranks)
+    if start.activity is Activity.ALL_TO_ALL:
+        return start.nbytes
+    once = start.nbytes * (start.ranks - 1) // max(start.ranks, 1)
+    return 2 * once if start.activity is Activity.ALL_REDUCE else once
 
 
 class _Part(enum.Enum):

@@ -99,7 +99,9 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     Raises:
         NothingFitsError: nothing fits.
     """
-    found = sorted(_estimates(blueprint, settings, limit, measure), key=lambda pair: -pair[1].rate)
+    found = sorted(
+        _estimates(blueprint, settings, limit, measure), key=lambda pair: -pair[1].tokens_per_second
+    )
     cases, estimates = [case for case, _ in found], [each for _, each in found]
     exact: list[int] = []
     for turn in range(1, _MOST_REHEARSED + 1):
@@ -117,23 +119,24 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     if not fitting:
         too_large = [each for each in estimates if not each.fits]
         raise NothingFitsError(min(too_large, key=lambda each: each.peak), limit)
-    best = max(fitting, key=lambda i: estimates[i].rate)
+    best = max(fitting, key=lambda i: estimates[i].tokens_per_second)
     # An estimate that is faster than what was rehearsed was too high, and is left out.
     others = [
         each
         for i, each in enumerate(estimates)
-        if i != best and not (each.fits and each.rate > estimates[best].rate)
+        if i != best
+        and not (each.fits and each.tokens_per_second > estimates[best].tokens_per_second)
     ]
-    others.sort(key=lambda each: -each.rate)
+    others.sort(key=lambda each: -each.tokens_per_second)
     return Fit(settings=cases[best], alternatives=_neighbors(others))
 
 
 def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     fitting = [each for each in others if each.fits][:_SHOWN]
-    slowest = fitting[-1].rate if fitting else 0.0
-    faster = [each for each in others if not each.fits and each.rate > slowest]
+    slowest = fitting[-1].tokens_per_second if fitting else 0.0
+    faster = [each for each in others if not each.fits and each.tokens_per_second > slowest]
     closest = sorted(faster, key=lambda each: each.peak)[:_SHOWN]
-    return tuple(sorted((*fitting, *closest), key=lambda each: -each.rate))
+    return tuple(sorted((*fitting, *closest), key=lambda each: -each.tokens_per_second))
 
 
 def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternative:
@@ -141,10 +144,10 @@ def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternat
     return Alternative(
         mesh=str(settings.mesh),
         strategy=settings.strategy.value,
-        checkpointing=settings.activation_checkpointing.value,
+        activation_checkpointing=settings.activation_checkpointing.value,
         batch_size=settings.batch_size,
         peak=round(measured.peak),
-        rate=units / measured.seconds if measured.seconds else 0.0,
+        tokens_per_second=units / measured.seconds if measured.seconds else 0.0,
         fits=measured.peak <= limit,
     )
 
@@ -175,7 +178,7 @@ def _estimates(
                 alternative = _alternative(at, measured, limit)
                 yield at, alternative
                 if alternative.fits:
-                    own = max(own, alternative.rate)
+                    own = max(own, alternative.tokens_per_second)
         if own and own < best:
             return  # cutting matrices into smaller ones pays no more
         best = max(best, own)

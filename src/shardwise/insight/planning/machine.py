@@ -38,28 +38,23 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, NotPossibleError
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.files import Links, read_small
+
+T = TypeVar("T")
 
 _GIB = 2**30
 _MAX_BYTES = 1 << 16  # of a file that describes a machine
 
 
-class MachineError(ValueError):
-    """A device, a link or a file of them cannot be used.
-
-    Attributes:
-        found: what was given.
-        expected: what is possible.
-    """
+class MachineError(NotPossibleError):
+    """A device, a link or a file of them that cannot be used."""
 
     def __init__(self, where: str, found: object, expected: str) -> None:
-        self.found = printable(str(found))[:200]
-        self.expected = expected
-        super().__init__(f"{printable(where)}: found {self.found}, expected {expected}")
+        super().__init__(printable(where), printable(str(found))[:200], expected)
 
 
 class Execution(enum.Enum):
@@ -231,8 +226,7 @@ def device_named(name: str) -> Device:
     Raises:
         MachineError: it is not known.
     """
-    _check_known("device", name, DEVICES)
-    return DEVICES[name]
+    return _named("device", name, DEVICES)
 
 
 def device_reported_as(name: str) -> Device | None:
@@ -256,13 +250,12 @@ def link_named(name: str) -> Link:
     Raises:
         MachineError: it is not known.
     """
-    _check_known("link", name, LINKS)
-    return LINKS[name]
+    return _named("link", name, LINKS)
 
 
-def _check_known(kind: str, name: str, known: Mapping[str, object]) -> None:
+def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name in known:
-        return
+        return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     names = ", ".join(known)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.base.observe import Memory
@@ -83,25 +83,26 @@ class Alternative:
     Attributes:
         mesh: ranks by dimension.
         strategy: name of the strategy.
-        checkpointing: which activations are recomputed.
+        activation_checkpointing: which activations are recomputed.
         batch_size: samples of a rank and microbatch.
         peak: estimated bytes of the rank that holds most.
-        rate: estimated tokens a second on all ranks; samples for models without sequences.
+        tokens_per_second: estimated, on all ranks; samples for models without sequences.
         fits: whether it fits.
     """
 
     mesh: str
     strategy: str
-    checkpointing: str
+    activation_checkpointing: str
     batch_size: int
     peak: int
-    rate: float
+    tokens_per_second: float
     fits: bool
 
     @property
     def words(self) -> str:
         """The settings in a few words."""
-        recomputed = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        mode = self.activation_checkpointing
+        recomputed = "" if mode == "none" else f", {mode} checkpointing"
         return f"{self.strategy} over {self.mesh}, batch size {self.batch_size}{recomputed}"
 
 
@@ -182,7 +183,7 @@ class Plan:
             if self.available is None
             else {"bytes": self.available.nbytes, "source": self.available.source},
             "formulas": dict(self.formulas),
-            "alternatives": [_json_of_alternative(each) for each in self.alternatives],
+            "alternatives": [asdict(each) for each in self.alternatives],
         }
 
     def _json_of_exchange(self) -> dict[str, Any] | None:
@@ -232,16 +233,4 @@ def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
         "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
         "activations_by_module": dict(rank.by_module),
         "offloaded": rank.offloaded,
-    }
-
-
-def _json_of_alternative(each: Alternative) -> dict[str, Any]:
-    return {
-        "mesh": each.mesh,
-        "strategy": each.strategy,
-        "activation_checkpointing": each.checkpointing,
-        "batch_size": each.batch_size,
-        "peak": each.peak,
-        "tokens_per_second": each.rate,
-        "fits": each.fits,
     }

@@ -229,10 +229,10 @@ def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
     for each in plan.alternatives:
         yield (
             f"{each.strategy} {each.mesh}",
-            each.checkpointing,
+            each.activation_checkpointing,
             str(each.batch_size),
             binary_size(each.peak),
-            f"{each.rate:,.0f}",
+            f"{each.tokens_per_second:,.0f}",
             "yes" if each.fits else "no",
         )
 
