@@ -59,7 +59,6 @@ INNER_LAYERS = {
         ["meta"],
         ["fsdp2"],
         ["strategies"],
-        ["activation"],
         ["blocks", "settings"],
         ["state_dict"],
         ["optim_state"],

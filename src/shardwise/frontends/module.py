@@ -90,8 +90,7 @@ class FSDPModule(_Sharded):
             if state.is_root is None:
                 group.refresh()  # no forward has done so, and parameters may have been replaced
             group.unshard_for_user()
-        groups = state.groups
-        handle = UnshardHandle(groups)
+        handle = UnshardHandle(state.groups)
         if async_op:
             return handle
         handle.wait()

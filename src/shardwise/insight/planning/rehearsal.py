@@ -30,8 +30,7 @@ from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
-from shardwise.frontends.activation import checkpoint_blocks
-from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
 from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
@@ -190,7 +189,7 @@ def _build(
     with dtensor.real_tensors():
         data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
-    transports = DataMesh.of(data, settings.transport, wires=settings.wire)
+    transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
     with dtensor.real_tensors():
         _shard(model, blocks, blueprint, settings, data)
     del transports  # the groups hold them now
@@ -217,7 +216,7 @@ def _shard(
         ),
         placement=blueprint.placement,
         transport=settings.transport,
-        wire=settings.wire.argument,
+        wire=settings.collective_wire.argument,
     )
 
 

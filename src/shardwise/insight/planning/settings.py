@@ -39,7 +39,7 @@ from shardwise.insight.schema.option import (
     view,
 )
 from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
-from shardwise.transport.wire import WireFormat, Wires
+from shardwise.transport.wire import WireFormat
 
 MOST_RANKS = 100_000  # of a mesh to plan for
 #: More ranks on CPUs are rehearsed with plain collectives, unless a transport is named: messages
@@ -294,14 +294,9 @@ class Settings(StrategyConfig, PlannedStep):
             self.check_values()
         plan = self.sharding
         names = plan.names[1:] if plan.apart else plan.names
-        unknown = self.wire.unknown(names)
+        unknown = self.collective_wire.unknown(names)
         if unknown is not None:
             raise SettingsError("wire", f"the dimension {unknown}", f"one of {', '.join(names)}")
-
-    @property
-    def wire(self) -> Wires:
-        """The formats between hosts."""
-        return self.collective_wire
 
     @property
     def sharding(self) -> ShardingPlan:

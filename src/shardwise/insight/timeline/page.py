@@ -114,7 +114,6 @@ def _steps(
         return
     predicted = timeline.prediction
     longest = max([step.seconds for step in steps] + ([predicted.seconds] if predicted else []))
-    shown = {rank.rank for rank in ranks}
     yield '<div class="scroll" tabindex="0" role="region" aria-label="steps"><table class="steps">'
     yield '<thead><tr><th scope="col">rank</th>'
     for step in steps:
@@ -129,8 +128,6 @@ def _steps(
             yield f"<td>{_bar(_predicted_parts(predicted), longest)}</td>"
         yield "</tr>"
     for rank in ranks:
-        if rank.rank not in shown:
-            continue
         yield f'<tr><th scope="row">{rank.rank}</th>'
         for step in steps:
             mine = next((each for each in step.ranks if each.rank == rank.rank), None)
