@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
     CPUOffload,
     CPUOffloadPolicy,
     MixedPrecision,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     ShardingStrategy,
     StateDictType,
@@ -34,12 +35,11 @@ from shardwise.frontends.settings import (
     UnitSettings,
     WithoutEffect,
     check_device,
-    default_reshard,
     find_mesh,
     warn_without_effect,
 )
 from shardwise.frontends.state_dict import state_dict_settings
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.strategies import Strategy, resolve
 from shardwise.frontends.summon import SummonOptions, summoned
 from shardwise.frontends.unit import (
     AutoWrap,
@@ -48,7 +48,6 @@ from shardwise.frontends.unit import (
     broadcast_states,
     cast_buffers,
     materialize_unit,
-    policy_of,
 )
 from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
@@ -130,12 +129,13 @@ class FullyShardedDataParallel(OptimSavingModule):
         mesh = find_mesh(Strategy.of(strategy), process_group, device_mesh, device_id)
         warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
         check_device(device_id, mesh, stacklevel=2)
+        frees = resolve(Strategy.of(strategy), 1, replicas=1).reshard_after_forward
+        if reshard_after_forward is None and not frees:
+            reshard_after_forward = False  # fully_shard would free those of nested units
         settings = UnitSettings(
             strategy=strategy,
             mesh=mesh,
-            reshard_after_forward=default_reshard(strategy)
-            if reshard_after_forward is None
-            else reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             mixed_precision=mixed_precision or MixedPrecision(),
             cpu_offload=cpu_offload or CPUOffload(),
             backward_prefetch=backward_prefetch,
@@ -189,12 +189,16 @@ class FullyShardedDataParallel(OptimSavingModule):
         materialize_unit(inner, settings.device, param_init_fn, ignored.modules)
         if sync_module_states:
             broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
-        offloads = settings.cpu_offload.offload_params
+        offloads, precision = settings.cpu_offload.offload_params, settings.mixed_precision
         fully_shard(
             inner,
             mesh=settings.mesh,
             reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=policy_of(settings.mixed_precision),
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+                cast_forward_inputs=False,  # forward does
+            ),
             offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
             ignored_params=ignored.parameters,
             transport=settings.transport,
@@ -207,9 +211,7 @@ class FullyShardedDataParallel(OptimSavingModule):
         for nested in self.fsdp_modules(module):
             nested._has_parent = True
         for group in self.sharding_state.groups:
-            group.options.keep_low_precision_grads = (
-                settings.mixed_precision.keep_low_precision_grads
-            )
+            group.options.keep_low_precision_grads = precision.keep_low_precision_grads
         if settings.backward_prefetch is None:
             assert isinstance(inner, FSDPModule)
             inner.set_modules_to_backward_prefetch([inner])  # only itself, so nothing ahead

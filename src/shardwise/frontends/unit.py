@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     MixedPrecision,
-    MixedPrecisionPolicy,
 )
 from torch.distributed.tensor import DTensor
 
@@ -117,15 +116,6 @@ class AutoWrap:
     def _arguments_with(self, own: Mapping[str, Any]) -> dict[str, Any]:
         mesh = {"device_mesh": None} if "process_group" in own else {}
         return {**self.arguments, **mesh, **own}
-
-
-def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """The policy of ``fully_shard``. :class:`FullyShardedDataParallel` casts inputs."""
-    return MixedPrecisionPolicy(
-        param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
-        cast_forward_inputs=False,
-    )
 
 
 def cast_buffers(

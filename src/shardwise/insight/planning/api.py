@@ -185,13 +185,13 @@ def make_plan(
     settings = on_machine(with_sequence(blueprint, settings), machine)
     log = rehearse(blueprint, settings)
     if rehearsed is Rehearsed.FIRST or len(log.events) > MOST_EVENTS:
-        kinds = [RankKind(first=0, ranks=settings.world.size)]
+        kinds = {0: settings.world.size}
     else:
         kinds = kinds_of_ranks(blueprint, settings)
     ranks = []
-    for kind in kinds:
-        its_log = log if kind.first == 0 else rehearse(blueprint, settings, kind.first)
-        ranks.append(replace(memory(its_log), ranks=kind.ranks))
+    for first, count in kinds.items():
+        its_log = log if first == 0 else rehearse(blueprint, settings, first)
+        ranks.append(replace(memory(its_log), ranks=count))
     parameters = {id(each): each for each in blueprint.model.parameters()}.values()
     return ModelPlan(
         model=blueprint.name,
@@ -210,24 +210,11 @@ def make_plan(
     )
 
 
-@dataclass(frozen=True)
-class RankKind:
-    """Ranks that hold equal parts of every parameter.
+def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> dict[int, int]:
+    """Return how many ranks hold equal parts of every parameter, by the first rank of each kind.
 
-    Attributes:
-        first: the first of them in the world.
-        ranks: how many there are.
-    """
-
-    first: int
-    ranks: int
-
-
-def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
-    """Return the kinds of ranks that shards of unequal size make, the first rank's first.
-
-    Ranks that hold nearly the same are one kind if there would be more than :data:`MOST_KINDS`;
-    the first of them holds the most.
+    Shards of unequal size make several kinds. Ranks that hold nearly the same are one kind if there
+    would be more than :data:`MOST_KINDS`; the first of them holds the most.
     """
     shards = settings.sharding.shape[-1]
     size = settings.mesh.tensor_parallel
@@ -245,10 +232,7 @@ def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
         sizes = [b - a for a, b in pairwise([*starts, shards])]
         starts.pop(min(range(1, len(starts)), key=lambda i: sizes[i]))
     copies = settings.world.size // shards
-    return [
-        RankKind(first=start * size, ranks=(end - start) * copies)
-        for start, end in pairwise([*starts, shards])
-    ]
+    return {start * size: (end - start) * copies for start, end in pairwise([*starts, shards])}
 
 
 def make_fit(

@@ -268,14 +268,13 @@ class _Estimator:
     def at(self, settings: Settings) -> Measured:
         """Return the estimate of settings."""
         if settings not in self._known:
-            self._known[settings] = self._rehearsed(settings)
+            if self._few is None or self._more is None:
+                found = self._measure(self._blueprint, settings)
+            else:
+                few, more = (self._measure(each, settings) for each in (self._few, self._more))
+                found = _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
+            self._known[settings] = found
         return self._known[settings]
-
-    def _rehearsed(self, settings: Settings) -> Measured:
-        if self._few is None or self._more is None:
-            return self._measure(self._blueprint, settings)
-        few, more = self._measure(self._few, settings), self._measure(self._more, settings)
-        return _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
 
     def line(self, settings: Settings) -> Callable[[int], Measured]:
         """Return estimates by batch size."""
