@@ -37,7 +37,7 @@ from _plan_cases import Case
 from _worlds import World
 from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
-from shardwise.frontends.activation import checkpoint_module, keep_products
+from shardwise.frontends.blocks import checkpoint_module, keep_products
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.schema.sharding import Checkpointing

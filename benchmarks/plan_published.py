@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import argparse
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from _report import Table, wide_console
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.machine import Machine
+from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Compiled, Products, Settings
+from shardwise.insight.planning.settings import Products, Settings
 from shardwise.insight.schema.sharding import Checkpointing
 
 H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
@@ -44,7 +44,7 @@ class Row:
         length: tokens of a sequence.
         recomputed: in backward.
         every: of the blocks, every N-th is.
-        compiled: what was compiled.
+        compiled: whether blocks were.
         products: their dtype.
         speed: tokens a second of a GPU, as measured.
         gib: peak memory that the allocator had reserved on the worst GPU, in GiB.
@@ -58,7 +58,7 @@ class Row:
     length: int
     recomputed: Checkpointing
     every: int = 1
-    compiled: Compiled = Compiled.NOTHING
+    compiled: bool = False
     products: Products = Products.AS_STORED
     speed: float
     gib: float | None = None
@@ -70,7 +70,7 @@ class Row:
             f"batch {self.batch}",
             f"recomputes {_WORDS[self.recomputed, self.every]}",
         ]
-        if self.compiled is not Compiled.NOTHING:
+        if self.compiled:
             words.append("compiled")
         if self.products is Products.FLOAT8:
             words.append("float8")
@@ -96,8 +96,8 @@ _H100 = functools.partial(
 _A100 = functools.partial(Row, machine=A100, ranks=64)
 ROWS = (
     _H100(speed=5762, gib=82.4, fitted=True),
-    _H100(compiled=Compiled.BLOCKS, speed=6667, gib=77.0),
-    _H100(compiled=Compiled.BLOCKS, products=Products.FLOAT8, speed=8532, gib=76.8),
+    _H100(compiled=True, speed=6667, gib=77.0),
+    _H100(compiled=True, products=Products.FLOAT8, speed=8532, gib=76.8),
     _A100(
         model="llama-8b", batch=1, length=8192, recomputed=Checkpointing.FULL, every=2, speed=2904
     ),
@@ -137,7 +137,8 @@ def predict(row: Row) -> Prediction:
     log, settings = _rehearsed(
         row.model, row.ranks, row.batch, row.length, row.recomputed, row.every
     )
-    step = step_time(log, row.machine, settings, compiled=row.compiled, products=row.products)
+    settings = replace(settings, compile=row.compiled, products=row.products)
+    step = step_time(log, row.machine, settings)
     return Prediction(step, step.tokens_per_second / row.ranks, reserved(log) / 2**30)
 
 

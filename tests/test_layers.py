@@ -38,7 +38,8 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 # The same inside packages that have packages.
 INNER_LAYERS = {
     "base": [
-        ["devices", "errors", "lazy", "mixing", "optim_names", "places"],
+        ["errors"],
+        ["devices", "lazy", "mixing", "optim_names", "places"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["offload"],
@@ -54,11 +55,10 @@ INNER_LAYERS = {
     ],
     "frontends": [
         ["wrap"],
-        ["device_mesh", "module", "summon", "uninitialized"],
+        ["device_mesh", "module", "summon"],
         ["meta"],
         ["fsdp2"],
-        ["strategies", "transparent"],
-        ["activation"],
+        ["strategies"],
         ["blocks", "settings"],
         ["state_dict"],
         ["optim_state"],

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from shardwise.elastic.call import launch
     from shardwise.elastic.stop import GracefulStop
     from shardwise.frontends import wrap
-    from shardwise.frontends.activation import checkpoint_module
+    from shardwise.frontends.blocks import checkpoint_module
     from shardwise.frontends.compat import patch_torch
     from shardwise.frontends.device_mesh import init_mesh
     from shardwise.frontends.fsdp import FullyShardedDataParallel
@@ -51,8 +51,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
-    from shardwise.frontends.pretrained.api import from_pretrained
-    from shardwise.frontends.pretrained.saving import save_pretrained
+    from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
     from shardwise.insight.inspect.api import inspect

@@ -67,6 +67,10 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         ("llama-tiny --device h1000", "--device: found h1000 (did you mean h100?), expected"),
         ("llama-tiny --device h100 --link ib-4", "--link: found ib-4"),
         ("llama-tiny --device-file no.toml", "no.toml"),
+        (
+            "llama-tiny --recompute-every 2 --device h100 --fit device",
+            "--recompute-every: found 2, expected --activation-checkpointing too",
+        ),
         ("llama-tiny --fit much", "--fit: found much, expected a size such as 80GiB, or 'device'"),
         (f"{_NETS}:build --batch {_NETS}:batch --device h100 --fit 99B", "--fit: nothing fits"),
         (f"{_NETS}:build --batch {_NETS}:batch --fit 99B", "--fit: found no --device"),

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from shardwise import checkpoint_module
-from shardwise.frontends.activation import (
+from shardwise.frontends.blocks import (
     _policy,
     checkpoint_blocks,
     keep_every_second_product,

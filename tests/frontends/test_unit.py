@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from shardwise.frontends.transparent import TransparentModule
+from shardwise.frontends.state_dict import TransparentModule
 from shardwise.frontends.unit import (
     AutoWrap,
     Ignored,

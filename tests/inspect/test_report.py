@@ -7,9 +7,8 @@ import json
 import pytest
 from torch import nn
 
-from shardwise.insight.inspect.grid import Grid
+from shardwise.insight.inspect.grid import Grid, Tiling
 from shardwise.insight.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
-from shardwise.insight.inspect.tiling import Tiling
 from shardwise.optim.part import Part, full_part
 from tests.inspect.plans import planned_report
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.insight.inspect.report import Report
-from shardwise.insight.inspect.text import View, as_text, block_rows, rank_rows
+from shardwise.insight.inspect.text import View, as_text, blocks_of, totals_of
 from tests.inspect.plans import planned_report
 
 
@@ -64,7 +64,7 @@ def test_many_blocks_are_listed_in_runs() -> None:
 
 def test_uneven_blocks_end_a_run() -> None:
     (weight, _) = planned_report("dp=64", lambda: nn.Linear(1, 127)).parameters
-    assert block_rows(weight) == [
+    assert blocks_of(weight).rows == [
         ("0-62", "2 each: 0..1 to 124..125", "all", "8 B", ""),
         ("63", "126", "all", "4 B", "4 B"),
     ]
@@ -72,7 +72,7 @@ def test_uneven_blocks_end_a_run() -> None:
 
 def test_runs_of_blocks_that_several_ranks_hold() -> None:
     (weight, _) = planned_report("dp_replicate=2,dp_shard=40", lambda: nn.Linear(1, 40)).parameters
-    assert block_rows(weight) == [("0, 40; to 39, 79", "1 each: 0 to 39", "all", "4 B", "")]
+    assert blocks_of(weight).rows == [("0, 40; to 39, 79", "1 each: 0 to 39", "all", "4 B", "")]
 
 
 def test_columns_of_a_run_that_tensor_parallelism_cut() -> None:
@@ -82,13 +82,13 @@ def test_columns_of_a_run_that_tensor_parallelism_cut() -> None:
             self.down = nn.Linear(64, 64, bias=False)
 
     (weight,) = planned_report("dp=2,tp=32", Down).parameters
-    cells = block_rows(weight)
+    cells = blocks_of(weight).rows
     assert [row[1] for row in cells] == ["0..31", "32..63"]
     assert cells[0][2] == "2 each: 0..1 to 62..63"
 
 
 def test_ranks_with_the_same_figures_share_a_row(report: Report) -> None:
-    heads = [cells[0] for cells in rank_rows(report.totals)]
+    heads = [cells[0] for cells in totals_of(report.totals, "ranks").rows]
     assert heads == ["ranks 0-2", "rank 3", "ranks 4-6", "rank 7"]
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
 from shardwise._torch import dtensor
-from shardwise.insight.inspect.tiling import Block
+from shardwise.insight.inspect.grid import Block
 from shardwise.optim.part import cut, full_part, placed, shape_of, take
 from tests.inspect.plans import planned_report
 

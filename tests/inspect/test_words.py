@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.insight.inspect.tiling import Block
+from shardwise.insight.inspect.grid import Block
 from shardwise.insight.inspect.words import (
     Row,
     add_rows,

@@ -337,7 +337,7 @@ def _count(training: Training) -> Found:
             ),
             placement=blueprint.placement,
             transport=settings.transport,
-            wire=settings.wire.argument,
+            wire=settings.collective_wire.argument,
         )
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = {

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from shardwise.base.observe import Memory
-from shardwise.insight.planning.allocator import CachingAllocator, reserved
 from shardwise.insight.planning.events import Change, Log
+from shardwise.insight.planning.memory import CachingAllocator, reserved
 
 MIB = 2**20
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 
-from shardwise.insight.planning.page import page
 from shardwise.insight.planning.report import Available, Traffic
+from shardwise.insight.planning.text import page
 from tests.inspect.plans import planned_report
 from tests.planning.test_report import LOG, STEP, MiB, make_plan
 

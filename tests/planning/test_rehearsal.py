@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
-from shardwise.frontends.activation import checkpoint_blocks
+from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import recorder

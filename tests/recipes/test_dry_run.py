@@ -17,7 +17,7 @@ from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.text import memory_rows, traffic_rows
+from shardwise.insight.planning.text import bytes_needed
 from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
 from shardwise.insight.schema.training import DilocoConfig
 from tests.recipes.small import ONE_BLOCK
@@ -71,8 +71,9 @@ def test_what_a_step_needs_is_what_the_plan_says() -> None:
     blueprint, example = config.blueprint(), config.example()
     plan = plan_training(blueprint, config.train, example, TWO)
     shown = describe(blueprint, config.train, example, TWO)
-    for cells in (*memory_rows(plan.ranks), *traffic_rows(plan)):
-        assert " ".join(cells).split() in [line.split() for line in shown.splitlines()]
+    for cells in bytes_needed(plan):
+        for row in cells.rows:
+            assert " ".join(row).split() in [line.split() for line in shown.splitlines()]
     assert f"peak: {plan.ranks[0].peak_moment}" in shown
 
 

@@ -372,19 +372,19 @@ def train_while_saving(rank: int, world_size: int, config: LmConfig) -> list[tup
     Returns:
         Of each, its step, and how many were under way.
     """
-    run, under_way, seen = Saving.run, [0], list[tuple[int, int]]()
+    write, under_way, seen = Saving.write, [0], list[tuple[int, int]]()
 
-    def late(self: Saving, state: Any) -> None:
+    def late(self: Saving) -> None:
         under_way[0] += 1
         seen.append((int(self.path.name.removeprefix("step-")), under_way[0]))
         end = time.monotonic() + 30
         while seen[-1][0] == 2 and not any(step == 3 for step, _, _ in losses(config)):
             assert time.monotonic() < end, "the training waits for the checkpoint of step 2"
             time.sleep(0.01)
-        run(self, state)
+        write(self)
         under_way[0] -= 1
 
-    Saving.run = late  # type: ignore[method-assign]
+    Saving.write = late  # type: ignore[method-assign]
     assert train_one(rank, world_size, config) == "finished"
     return seen
 
@@ -416,20 +416,20 @@ def test_every_other_step_is_printed_and_the_last_one_and_all_are_recorded(
 
 def train_on_a_full_disk(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
     """Train; while the second checkpoint is saved, files may not grow any more on one rank."""
-    run = Saving.run
+    write = Saving.write
 
-    def full(self: Saving, state: Any) -> None:
+    def full(self: Saving) -> None:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         if self.path.name == "step-00000002" and rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
         try:
-            run(self, state)
+            write(self)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
-    Saving.run = full  # type: ignore[method-assign]
+    Saving.write = full  # type: ignore[method-assign]
     told = [train_one(rank, world_size, config) for config in configs]
-    Saving.run = run  # type: ignore[method-assign]
+    Saving.write = write  # type: ignore[method-assign]
     return told
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.base.errors import OffloadError
 from shardwise.base.scratch import file as scratch
-from shardwise.base.scratch import pages
+from shardwise.base.scratch import libc
 from shardwise.base.scratch.file import ALIGNMENT, ScratchFile, file_in
 
 
@@ -161,7 +161,7 @@ def test_what_could_not_be_written_is_an_error_from_then_on(
         if errors:
             raise errors.pop()
 
-    monkeypatch.setattr(pages, "check_writes", check)
+    monkeypatch.setattr(libc, "check_writes", check)
     for _ in range(2):
         with pytest.raises(OffloadError, match=r"writing .*Input/output error"):
             file.load(memory)
@@ -170,7 +170,7 @@ def test_what_could_not_be_written_is_an_error_from_then_on(
 def test_an_old_kernel_reads_pages_as_they_are_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "POPULATE_READ", 9999)
+    monkeypatch.setattr(libc, "POPULATE_READ", 9999)
     file = ScratchFile(tmp_path)
     memory = file.memory(ALIGNMENT).fill_(1)
     file.let_go(memory)

@@ -27,7 +27,7 @@ from shardwise import (
     materialize,
 )
 from shardwise.base.scratch import file as scratch_file
-from shardwise.base.scratch import pages
+from shardwise.base.scratch import libc
 from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
 from shardwise.sharding.paging import Pages, ReadOrder
@@ -390,7 +390,7 @@ def test_a_step_does_not_go_on_with_parameters_that_were_not_written(
         raise OSError(5, "Input/output error")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pages, "check_writes", fail)
+        patch.setattr(libc, "check_writes", fail)
         with pytest.raises(OffloadError, match=r"writing .*shards: Input/output error"):
             optim.step()
     with pytest.raises(OffloadError, match=r"writing .*shards: Input/output error"):

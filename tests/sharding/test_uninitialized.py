@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardwise import fully_shard, materialize
-from shardwise.frontends.uninitialized import is_marked, mark
+from shardwise.frontends.meta import is_marked, mark
 from tests.harness import RanksFailedError, run_ranks
 
 DTYPES = [

@@ -1494,9 +1494,9 @@ def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
     One rank writes no checkpoint, and fake tensors have no bytes.
     """
 
-    def read(self: Any, get: Callable[[], Any]) -> None:
+    def read(self: Any) -> None:
         ready.wait()
-        tensors = [dtensor.plain(each).detach() for each in get().tensors.values()]
+        tensors = [dtensor.plain(each).detach() for each in self._state().tensors.values()]
         with run.device.host_thread("host, saving", since):
             run.device.access(run.device.host, "the writer", tensors, [])
 
@@ -1512,7 +1512,7 @@ def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
         patch = mock.patch.object
         stack.enter_context(patch(saving, "group_for", lambda group: None))
         stack.enter_context(patch(state, "check_tensor", lambda tensor, name: tensor))
-        stack.enter_context(patch(saving.Saving, "run", read))
+        stack.enter_context(patch(saving.Saving, "write", read))
         stack.enter_context(patch(threading.Thread, "start", start_here))
         yield
 

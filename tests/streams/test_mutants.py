@@ -15,7 +15,7 @@ from tests.streams.mutation import SOURCE, Place, places
 from tests.streams.scenarios import play
 
 #: The files of the front doors that touch shards.
-_DOORS = ("fsdp2.py", "meta.py", "module.py", "summon.py", "uninitialized.py")
+_DOORS = ("fsdp2.py", "meta.py", "module.py", "summon.py")
 #: Mutants that are tried in one process.
 _AT_A_TIME = 15
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.insight.timeline.clocks import (
+from shardwise.insight.timeline.meeting import (
     ClockReport,
     Reading,
     SharedClock,

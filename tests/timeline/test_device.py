@@ -9,8 +9,7 @@ import torch
 
 from shardwise.base import devices, observe
 from shardwise.base.observe import Activity
-from shardwise.insight.timeline.device import DeviceClock
-from shardwise.insight.timeline.recorder import Recorder
+from shardwise.insight.timeline.recorder import DeviceClock, Recorder
 
 
 class Modeled:

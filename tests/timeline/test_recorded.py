@@ -9,10 +9,10 @@ import pytest
 
 from shardwise.base.observe import Activity
 from shardwise.insight.planning.calibrate import Calibration
-from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
+from shardwise.insight.planning.events import Event, Log, Mark, Op, Span, Start, StepPhase, Wait
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.timeline import recorded as module
-from shardwise.insight.timeline.rank import RankTimeline, Span, Step
+from shardwise.insight.timeline.rank import RankTimeline, Step
 from shardwise.insight.timeline.recorded import (
     SmallTraining,
     equations,

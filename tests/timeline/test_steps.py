@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from shardwise.base.observe import Activity
-from shardwise.insight.timeline.rank import Span, Step
+from shardwise.insight.planning.events import Span
+from shardwise.insight.timeline.rank import Step
 from shardwise.insight.timeline.steps import Part, StepOfRank, StepWait, steps_of, typical
 from tests.timeline.ranks import collective, rank, span, wait
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from shardwise.base.observe import Activity, Memory
-from shardwise.insight.planning.clock import PlanSpan as Predicted
 from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.merged import Timeline
 from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
 from shardwise.insight.timeline.trace import nested, trace
@@ -26,9 +26,9 @@ PREDICTION = StepTime(
     mfu=0.5,
     bound_by="matrix products",
     spans=(
-        Predicted(Activity.FORWARD, "layers.0", "", 0.0, 2.0),
-        Predicted(Activity.ALL_GATHER, "layers.0", "dp", 0.0, 1.0),
-        Predicted(Activity.BACKWARD, "layers.0", "", 3.0, 7.0),
+        Span(Activity.FORWARD, "layers.0", 0.0, 2.0),
+        Span(Activity.ALL_GATHER, "layers.0", 0.0, 1.0, "dp"),
+        Span(Activity.BACKWARD, "layers.0", 3.0, 7.0),
     ),
 )
 

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy, _fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
 
@@ -148,6 +148,11 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 def is_scripted(module: nn.Module) -> bool:
     """Whether ``torch.jit.script`` made ``module``, which then takes no state dict hooks."""
     return isinstance(module, RecursiveScriptModule)
+
+
+def original_class(module: nn.Module) -> type[Any]:
+    """Return the class of a module, without the one that ``fully_shard`` mixes in."""
+    return next(each for each in type(module).__mro__ if not issubclass(each, FSDPModule))
 
 
 @dataclass(frozen=True)

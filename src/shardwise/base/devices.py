@@ -34,6 +34,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.base.errors import NotPossibleError
+
 CPU = torch.device("cpu")
 
 
@@ -81,18 +83,11 @@ _PACKAGES = {
 }
 
 
-class UnusableError(ValueError):
-    """A type of device that this process cannot compute on.
-
-    Attributes:
-        found: the type, and what torch has.
-        expected: what the process can compute on, and what may be missing.
-    """
+class UnusableError(NotPossibleError):
+    """A type of device that this process cannot compute on."""
 
     def __init__(self, found: str, expected: str) -> None:
-        super().__init__(f"found {found}, expected {expected}")
-        self.found = found
-        self.expected = expected
+        super().__init__("", found, expected)
 
 
 def check_type(kind: str) -> None:
@@ -533,9 +528,12 @@ class Backend:
 GLOO = Backend("gloo", sends_messages=True)
 NCCL = Backend("nccl", averages=True, coalesces=True)
 
+#: The type of the devices that are known by their data sheets: ROCm's go by the same name.
+KNOWN = "cuda"
+
 _BACKENDS = {
     (CPU.type, GLOO.name): GLOO,
-    ("cuda", NCCL.name): NCCL,  # ROCm's RCCL goes by the same names
+    (KNOWN, NCCL.name): NCCL,  # and so does RCCL
     # MPI forbids that the buffers of a collective overlap.
     (CPU.type, "mpi"): Backend("mpi", gathers_in_place=False),
 }

@@ -53,7 +53,7 @@ from shardwise.checkpoint.disk.entries import (
     shard_name,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader
+from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
 from shardwise.checkpoint.formats.dcp import tensor_metadata
 
@@ -65,20 +65,11 @@ class Reader(StorageReader):
 
     Args:
         path: the checkpoint's folder.
-        manifest: its manifest, if it has been read already.
-        buffer: bytes that reading may hold beside the tensors that are read into.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        manifest: Manifest | None = None,
-        *,
-        buffer: int = CHUNK,
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._manifest = manifest
-        self._buffer = buffer
+        self._manifest: Manifest | None = None
         self._entries: dict[str, TensorEntry] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -125,7 +116,7 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: a file is missing or damaged.
         """
-        with PieceReader(self._path, self._read_manifest(), buffer=self._buffer) as reader:
+        with PieceReader(self._path, self._read_manifest()) as reader:
             for item in plan.items:
                 entry, piece = self._find(item.storage_index)
                 target = planner.resolve_tensor(item)

@@ -1,20 +1,219 @@
-"""Shard a model as trainings do: every block, then the rest."""
+"""What trainings do with the blocks of a model: recompute their activations, and shard them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import contextlib
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
-from shardwise.frontends.activation import batch_norms
+from shardwise._torch import autograd
 from shardwise.frontends.fsdp2 import fully_shard
+from shardwise.frontends.strategies import Checkpointing
 from shardwise.sharding.state import gather_in_order, groups_of
 from shardwise.transport.wire import Wire
+
+_Module = TypeVar("_Module", bound=nn.Module)
+_MARK = "_shardwise_checkpointed"
+
+
+#: Returns the contexts around a forward, and around its recomputation in backward.
+Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def checkpoint_module(
+    module: _Module, *, preserve_rng_state: bool = True, context_fn: Contexts | None = None
+) -> _Module:
+    """Keep only the inputs of ``module`` for backward, and recompute its activations there.
+
+    Replaces ``module.forward``. The module keeps its identity, class, names and hooks, and batch
+    norms inside it update their statistics once. It can be combined with sharding in either order.
+    With an ``auto_wrap_policy``:
+
+        def wrapper(module, *args, **kwargs):
+            return FullyShardedDataParallel(checkpoint_module(module), *args, **kwargs)
+
+        model = FullyShardedDataParallel(model, auto_wrap_policy=p, auto_wrapper_callable=wrapper)
+
+    Source: ``torch.utils.checkpoint.checkpoint`` with ``use_reentrant=False``.
+
+    Args:
+        module: the module. A second call has no effect.
+        preserve_rng_state: draw the same random numbers again, for dropout. This saves the state of
+            the random number generators in each forward.
+        context_fn: returns the contexts around forward and around its recomputation, as for
+            ``torch.utils.checkpoint.checkpoint``: those of ``create_selective_checkpoint_contexts``
+            keep what some operators compute.
+
+    Returns:
+        ``module``.
+    """
+    if _MARK in module.__dict__:
+        return module
+    inner = module.__dict__.get("forward")  # that of an earlier patch, if there is one
+
+    @functools.wraps(module.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # A partial function, into which torch.compile sees; it does not into a new method.
+        run = functools.partial(type(self).forward, self) if inner is None else inner
+        contexts = context_fn
+        # A compiler has the writes to running statistics apart from what it computes again.
+        if not torch.compiler.is_compiling() and (norms := batch_norms(self)):
+            contexts = functools.partial(_contexts, norms, context_fn)
+        given: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=preserve_rng_state,
+            **given,
+            **kwargs,
+        )
+
+    # A bound method, so that a deep copy runs the forward of the copy.
+    module.__dict__["forward"] = types.MethodType(forward, module)
+    module.__dict__[_MARK] = True
+    return module
+
+
+BatchNorm: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+
+
+def batch_norms(module: nn.Module) -> list[BatchNorm]:
+    """Return the batch norms in a module that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, BatchNorm) and m.track_running_stats]
+
+
+def _contexts(
+    norms: list[BatchNorm], context_fn: Contexts | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """The contexts around forward and around its recomputation, for a module with batch norms."""
+    if context_fn is None:
+        return contextlib.nullcontext(), _counted_already(norms)
+    forward, recomputation = context_fn()
+    return forward, _both(recomputation, _counted_already(norms))
+
+
+@contextlib.contextmanager
+def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
+    with one, other:
+        yield
+
+
+@contextlib.contextmanager
+def _counted_already(norms: list[BatchNorm]) -> Iterator[None]:
+    """Leave the running statistics of batch norms unchanged."""
+    before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    # A momentum of zero, and not eval(): autograd has to save the same tensors as in forward.
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, batches in before:
+            norm.momentum, norm.num_batches_tracked = momentum, batches
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], mode: Checkpointing, every: int = 1) -> None:
+    """Have blocks recompute activations in backward, before they are sharded and compiled.
+
+    Args:
+        blocks: modules that keep their inputs alone, in the order of forward.
+        mode: which activations are recomputed; none changes nothing.
+        every: of the blocks, every N-th is recomputed, beginning with the N-th.
+    """
+    if mode is Checkpointing.NONE:
+        return
+    for block in itertools.islice(blocks, every - 1, None, every):
+        checkpoint_module(block, context_fn=_CONTEXTS[mode])
+
+
+# -- selective checkpointing -----------------------------------------------------------------------
+
+#: Operators whose results are kept: nearly all of the operations of a model are theirs.
+_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.baddbmm.default,
+    torch.ops.aten.linear.default,
+    torch.ops.aten.convolution.default,
+    *autograd.GROUPED_PRODUCTS,
+}
+
+#: Operators whose results are small, and take long.
+_SMALL = {torch.ops.aten.max.default, autograd.REDUCE_SCATTER}
+
+
+def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A ``context_fn`` that keeps the results of matrix products, convolutions and attention.
+
+    What is recomputed (norms, activations, rotations) takes little time and most of the memory.
+
+    Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """
+    forward, recomputation = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
+    return forward, recomputation
+
+
+def keep_every_second_product() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """A ``context_fn`` that keeps attention and every second product or convolution.
+
+    Results of reduce-scatters are kept, too: they take time and little memory. So are maxima of
+    whole tensors, the scales of float8. torchtitan calls this selective checkpointing by operator.
+
+    Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """
+    counts = {False: 0, True: 0}  # in forward, and when it is computed again
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator in _PRODUCTS:
+            counts[context.is_recompute] += 1
+            if counts[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        if operator in _SMALL:
+            return CheckpointPolicy.MUST_SAVE
+        return _policy(context, operator, *args, **kwargs)
+
+    forward, recomputation = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return forward, recomputation
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Return whether the result of an operator is kept."""
+    del context
+    if operator in _PRODUCTS:
+        return CheckpointPolicy.MUST_SAVE
+    at = autograd.ATTENTION.get(operator)
+    if at is None:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    dropout = kwargs.get("dropout_p", args[at] if len(args) > at else 0.0)
+    # With dropout it draws random numbers: what follows it would draw others if it did not run.
+    return CheckpointPolicy.PREFER_RECOMPUTE if dropout else CheckpointPolicy.MUST_SAVE
+
+
+_CONTEXTS: Mapping[Checkpointing, Contexts | None] = {
+    Checkpointing.FULL: None,
+    Checkpointing.SELECTIVE: keep_products,
+    Checkpointing.OPERATOR: keep_every_second_product,
+}
+
+
+# -- sharding --------------------------------------------------------------------------------------
 
 
 def shard_blocks(

@@ -190,15 +190,13 @@ def check_member(mesh: DeviceMesh, what: str) -> None:
             f"{what}: rank {rank} is not part of {mesh}, in a world of {dist.get_world_size()} "
             "ranks; call fully_shard only on the ranks of the mesh, or make a mesh of all ranks"
         )
-    accelerator = devices.accelerator()
-    has = accelerator.type if accelerator is not None else None
-    if kind not in ("cpu", has):
+    try:
+        devices.check_type(kind)
+    except devices.UnusableError as error:
         raise ValueError(
-            f"{what} on rank {rank}: the mesh is on {kind!r} devices, found "
-            f"{has or 'no accelerator'} on this host; expected a mesh of "
-            f"{' or '.join(repr(each) for each in ('cpu', has) if each)}. Make it with "
+            f"{what} on rank {rank}: the mesh is on {kind!r} devices, {error}; make it with "
             f"init_device_mesh({devices.default_type()!r}, ...)"
-        )
+        ) from None
 
 
 def check_beside(param: nn.Parameter, fqn: str, mesh: DeviceMesh) -> None:

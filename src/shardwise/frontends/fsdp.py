@@ -14,29 +14,49 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 
+from shardwise._torch import fsdp
 from shardwise.checkpoint.ranks.xla import get_shard_metadata
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.module import FSDPModule
+from shardwise.frontends.optim_state import OptimSavingModule
 from shardwise.frontends.settings import (
     Groups,
     UnitSettings,
     WithoutEffect,
     check_device,
-    default_reshard,
     find_mesh,
     warn_without_effect,
 )
-from shardwise.frontends.strategies import Strategy
+from shardwise.frontends.state_dict import state_dict_settings
+from shardwise.frontends.strategies import Strategy, resolve
 from shardwise.frontends.summon import SummonOptions, summoned
-from shardwise.frontends.unit import AutoWrap, Ignored, ParamInit, ShardedUnit
+from shardwise.frontends.unit import (
+    AutoWrap,
+    Ignored,
+    ParamInit,
+    broadcast_states,
+    cast_buffers,
+    materialize_unit,
+)
 from shardwise.frontends.wrap import Policy
 from shardwise.optim.norms import clip_grad_norm_
-from shardwise.sharding.state import gather_in_order, states_of
+from shardwise.sharding.policy import cast_floating
+from shardwise.sharding.state import FSDPState, gather_in_order, state_of, states_of
 from shardwise.transport.wire import Wire
 
 
-class FullyShardedDataParallel(ShardedUnit):
+class FullyShardedDataParallel(OptimSavingModule):
     """A module whose parameters are sharded over ranks, with the API of torch's FSDP1.
 
     Parameters are ``DTensor``s under the names that they have in ``module``. Create the optimizer
@@ -109,12 +129,13 @@ class FullyShardedDataParallel(ShardedUnit):
         mesh = find_mesh(Strategy.of(strategy), process_group, device_mesh, device_id)
         warn_without_effect(given, _WITHOUT_EFFECT, stacklevel=2)
         check_device(device_id, mesh, stacklevel=2)
+        frees = resolve(Strategy.of(strategy), 1, replicas=1).reshard_after_forward
+        if reshard_after_forward is None and not frees:
+            reshard_after_forward = False  # fully_shard would free those of nested units
         settings = UnitSettings(
             strategy=strategy,
             mesh=mesh,
-            reshard_after_forward=default_reshard(strategy)
-            if reshard_after_forward is None
-            else reshard_after_forward,
+            reshard_after_forward=reshard_after_forward,
             mixed_precision=mixed_precision or MixedPrecision(),
             cpu_offload=cpu_offload or CPUOffload(),
             backward_prefetch=backward_prefetch,
@@ -139,6 +160,133 @@ class FullyShardedDataParallel(ShardedUnit):
         )
         if forward_prefetch:
             gather_in_order(self)
+
+    def wrap(
+        self,
+        module: nn.Module,
+        settings: UnitSettings,
+        *,
+        ignored: Ignored,
+        auto_wrap: AutoWrap | None,
+        param_init_fn: ParamInit | None,
+        sync_module_states: bool,
+        state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
+    ) -> None:
+        """Shard ``module`` and become its wrapper: the last step of a constructor.
+
+        Args:
+            module: the module.
+            settings: how to shard it.
+            ignored: modules and parameters to leave alone.
+            auto_wrap: which modules inside to wrap first.
+            param_init_fn: called with every module that has tensors of its own on the meta device.
+            sync_module_states: as for the constructors.
+            state_dict_type: the initial type of state dicts.
+        """
+        if auto_wrap is not None:
+            auto_wrap.apply(module, ignored)
+        inner = fsdp.without_checkpointing(module)
+        materialize_unit(inner, settings.device, param_init_fn, ignored.modules)
+        if sync_module_states:
+            broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
+        offloads, precision = settings.cpu_offload.offload_params, settings.mixed_precision
+        fully_shard(
+            inner,
+            mesh=settings.mesh,
+            reshard_after_forward=settings.reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=precision.param_dtype,
+                reduce_dtype=precision.reduce_dtype or precision.param_dtype,
+                cast_forward_inputs=False,  # forward does
+            ),
+            offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
+            ignored_params=ignored.parameters,
+            transport=settings.transport,
+            wire=settings.wire,
+        )
+        super().__init__(module)
+        self.settings = settings
+        self._settings_of_state_dicts = state_dict_settings(state_dict_type)
+        self._has_parent = False
+        for nested in self.fsdp_modules(module):
+            nested._has_parent = True
+        for group in self.sharding_state.groups:
+            group.options.keep_low_precision_grads = precision.keep_low_precision_grads
+        if settings.backward_prefetch is None:
+            assert isinstance(inner, FSDPModule)
+            inner.set_modules_to_backward_prefetch([inner])  # only itself, so nothing ahead
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module. Its parameters are gathered for as long as it needs them.
+
+        Returns:
+            What the wrapped module returns.
+
+        Raises:
+            RuntimeError: inside ``summon_full_params``.
+            PeerLostError: a peer died or stalled.
+        """
+        mixed_precision = self.settings.mixed_precision
+        if self._buffer_dtypes is None:
+            self._buffer_dtypes = cast_buffers(self.own_modules(), mixed_precision.buffer_dtype)
+        casts = (
+            mixed_precision.cast_root_forward_inputs
+            if self.is_root
+            else mixed_precision.cast_forward_inputs
+        )
+        if casts and mixed_precision.param_dtype is not None:
+            args = cast_floating(args, mixed_precision.param_dtype)
+            kwargs = cast_floating(kwargs, mixed_precision.param_dtype)
+        return self.get_wrapped()(*args, **kwargs)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the outermost wrapper."""
+        return not self._has_parent
+
+    @property
+    def sharding_state(self) -> FSDPState:
+        """The state that ``fully_shard`` attached to the module."""
+        state = state_of(self.module)
+        assert state is not None
+        return state
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The sharding strategy of this unit."""
+        return self.settings.strategy
+
+    @property
+    def mixed_precision(self) -> MixedPrecision:
+        """The dtypes of this unit."""
+        return self.settings.mixed_precision
+
+    @property
+    def cpu_offload(self) -> CPUOffload:
+        """Whether shards are kept on the host."""
+        return self.settings.cpu_offload
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device that this rank computes on."""
+        return self.settings.device
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks that parameters are sharded over; under ``NO_SHARD``, those that replicate."""
+        mesh = self.settings.mesh
+        replicates = self.settings.strategy is ShardingStrategy.NO_SHARD
+        return mesh.get_group(0 if replicates else mesh.ndim - 1)
+
+    @property
+    def rank(self) -> int:
+        """This rank in :attr:`process_group`."""
+        return self.process_group.rank()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks of :attr:`process_group`."""
+        return self.process_group.size()
 
     # -- running -------------------------------------------------------------------------------
 
@@ -249,7 +397,7 @@ class FullyShardedDataParallel(ShardedUnit):
                 "summon_full_params(writeback=True, rank0_only=True): ranks without the full "
                 "parameters would miss changes; pass writeback=False or rank0_only=False"
             )
-        own = [module.sharding_state] if isinstance(module, ShardedUnit) else []
+        own = [module.sharding_state] if isinstance(module, FullyShardedDataParallel) else []
         options = SummonOptions(
             writeback=writeback,
             first_rank_only=rank0_only,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from shardwise._torch.fsdp import DataParallelMeshDims, ParamOwner, ShardPlaceme
 from shardwise.base.errors import MisuseError
 from shardwise.base.offload import Offload
 from shardwise.frontends import device_mesh
-from shardwise.frontends.module import FSDPModule, become_fsdp_module, fsdp_class_of
+from shardwise.frontends.module import FSDPModule, fsdp_class_of
 from shardwise.sharding import hooks
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.full_params import PostForwardShards
@@ -39,40 +39,25 @@ _NO_MIXED_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
 
 
-@overload
-def fully_shard(
-    module: nn.Module,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    transport: str | None = ...,
-    wire: Wire | Mapping[str, Wire] | None = ...,
-    separate_dims: Collection[str] = ...,
-) -> FSDPModule: ...
+class ShardOptions(TypedDict, total=False):
+    """The arguments of :func:`fully_shard`."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: ShardPlacementFn | None
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    transport: str | None
+    wire: Wire | Mapping[str, Wire] | None
+    separate_dims: Collection[str]
 
 
 @overload
-def fully_shard(
-    module: _Modules,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: ShardPlacementFn | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: DataParallelMeshDims | None = ...,
-    transport: str | None = ...,
-    wire: Wire | Mapping[str, Wire] | None = ...,
-    separate_dims: Collection[str] = ...,
-) -> _Modules: ...
-
-
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+@overload
+def fully_shard(module: _Modules, **options: Unpack[ShardOptions]) -> _Modules: ...
 def fully_shard(
     module: Any,
     *,
@@ -188,7 +173,7 @@ def fully_shard(
 
     groups = [group_over(its_mesh) for its_mesh in used]
     for param, (fqn, owners) in found.items():
-        mark_taken(param, forms[param])
+        setattr(param, _TAKEN, forms[param])  # for other modules that still hold it
         note_group(owners, fqn, classes)
     for group in groups:
         group.install()
@@ -435,7 +420,7 @@ def _become_managed(tops: tuple[nn.Module, ...], managed: Iterable[nn.Module]) -
         each.__dict__["_fsdp_use_orig_params"] = True
     for top in tops:
         fsdp.mark_composable(top, "fully_shard")
-        become_fsdp_module(top)
+        top.__class__ = fsdp_class_of(type(top))
 
 
 fully_shard.state = state_of  # type: ignore[attr-defined]
@@ -503,11 +488,6 @@ def form_of(param: nn.Parameter) -> ShardedParam | None:
     If it is tied, the modules of other calls still hold the original.
     """
     return getattr(param, _TAKEN, None)
-
-
-def mark_taken(param: nn.Parameter, form: ShardedParam) -> None:
-    """Attach the sharded form to an original parameter, for other modules that still hold it."""
-    setattr(param, _TAKEN, form)
 
 
 def note_group(owners: Iterable[ParamOwner], fqn: str, group: str) -> None:

@@ -90,8 +90,7 @@ class FSDPModule(_Sharded):
             if state.is_root is None:
                 group.refresh()  # no forward has done so, and parameters may have been replaced
             group.unshard_for_user()
-        groups = state.groups
-        handle = UnshardHandle(groups)
+        handle = UnshardHandle(state.groups)
         if async_op:
             return handle
         handle.wait()
@@ -646,11 +645,6 @@ def fsdp_class_of(original: type[nn.Module]) -> type:
     if original not in _CLASSES:
         _CLASSES[original] = type(f"FSDP{original.__name__}", (FSDPModule, original), {})
     return _CLASSES[original]
-
-
-def become_fsdp_module(module: nn.Module) -> None:
-    """Make ``module`` an instance of :class:`FSDPModule`, too."""
-    module.__class__ = fsdp_class_of(type(module))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

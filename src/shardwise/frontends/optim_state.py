@@ -10,8 +10,8 @@ other value (a step, a hyperparameter) stays as it is.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,16 +29,15 @@ from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
-    Role,
     SavingModule,
     as_shard,
     cut,
     exported,
-    role_under,
     sharded_params,
     state_dict_settings,
     wrappers_in,
 )
+from shardwise.frontends.summon import is_first
 from shardwise.sharding.group_param import GroupParam
 
 StateDict = dict[str, Any]
@@ -71,8 +70,7 @@ class OptimSavingModule(SavingModule):
         """
         settings = SavingModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        role = role_under(settings.optim_state_dict_config, wrappers_in(model)[0].settings.mesh)
-        return save_by_name(model, optim, state, settings, role)
+        return save_by_name(model, optim, state, settings)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -136,8 +134,7 @@ class OptimSavingModule(SavingModule):
         """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
-        role = role_under(config, wrappers_in(model)[0].settings.mesh)
-        return save_by_name(model, optim, optim.state_dict(), settings, role)
+        return save_by_name(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -154,7 +151,7 @@ class OptimSavingModule(SavingModule):
             A dict with ``"state"`` and ``"param_groups"``.
         """
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return save_by_name(model, optim, optim.state_dict(), settings, Role.SAVES)
+        return save_by_name(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -241,7 +238,30 @@ class OptimSavingModule(SavingModule):
         Raises:
             ValueError: keys are of both types, or a parameter is not the model's.
         """
-        return rekey(optim_state_dict, optim_state_key_type, model, optim)
+        wanted = str if optim_state_key_type is OptimStateKeyType.PARAM_NAME else int
+        kinds = {type(key) for key in optim_state_dict["state"]}
+        if kinds <= {wanted}:
+            return optim_state_dict
+        if len(kinds) > 1:
+            raise ValueError(
+                f"optimizer state: found keys of types {sorted(map(str, kinds))}, expected names "
+                "or ids"
+            )
+        names = _names_by_key(model, optim)
+        table: Mapping[Any, Any] = (
+            names if wanted is str else {name: key for key, name in names.items()}
+        )
+        unknown = [key for key in optim_state_dict["state"] if key not in table]
+        if unknown:
+            raise ValueError(
+                f"optimizer state: {unknown} are no parameters of {type(model).__name__} that the "
+                "optimizer has"
+            )
+        groups = copy.deepcopy(optim_state_dict["param_groups"])
+        for group in groups:
+            group["params"] = sorted(table[key] for key in group["params"])
+        state = {table[key]: value for key, value in optim_state_dict["state"].items()}
+        return {"state": state, "param_groups": groups}
 
 
 def _load_from_first_rank(
@@ -276,7 +296,6 @@ def save_by_name(
     optimizer: torch.optim.Optimizer,
     state_dict: StateDict,
     settings: StateDictSettings,
-    role: Role,
 ) -> StateDict:
     """The state of an optimizer by parameter name, with tensors of the type in ``settings``.
 
@@ -285,23 +304,24 @@ def save_by_name(
         optimizer: the optimizer.
         state_dict: its state by parameter id or name.
         settings: the type of state dict.
-        role: whether this rank keeps the state, or only takes part in gathering it.
 
     Returns:
         The state; empty on ranks that do not keep it.
     """
     names = _names_by_key(model, optimizer)
     config = settings.optim_state_dict_config
+    rank0_only = getattr(config, "rank0_only", False)
+    keeps = not rank0_only or is_first(wrappers_in(model)[0].settings.mesh)
     states: dict[str, dict[str, Any]] = {}
     for key in sorted(state_dict["state"], key=lambda key: _name_of(key, names)):
         name = _name_of(key, names)
         kept: dict[str, Any] = {}
         for kind, value in state_dict["state"][key].items():
             made = exported(value, settings.state_dict_type, config)
-            if role is Role.SAVES:
+            if keeps:
                 kept[kind] = made
         states[name] = kept
-    if role is Role.TAKES_PART:
+    if not keeps:
         return {}
     groups = copy.deepcopy(state_dict["param_groups"])
     for group in groups:
@@ -360,17 +380,17 @@ def broadcast_state(
         device: the device that collectives run on.
 
     Returns:
-        The state with a placeholder for each tensor, and a function that broadcasts the tensor of a
-        placeholder. All ranks have to call it in the same order.
+        The state with a tensor on the meta device for each tensor, and a function that broadcasts
+        the values of one. All ranks have to call it in the same order.
     """
     source = dist.get_process_group_ranks(group)[0]
-    tensors: list[torch.Tensor] = []
+    tensors: deque[torch.Tensor] = deque()
 
     def placeholder(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         tensors.append(value)
-        return _Placeholder(len(tensors) - 1, value.shape, value.dtype)
+        return torch.empty(value.shape, dtype=value.dtype, device="meta")
 
     sent: list[Any] = [None]
     if dist.get_rank() == source:
@@ -386,50 +406,14 @@ def broadcast_state(
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
     def receive(value: Any) -> Any:
-        if not isinstance(value, _Placeholder):
+        if not isinstance(value, torch.Tensor):
             return value
-        mine = tensors[value.index] if tensors else torch.empty(value.shape, dtype=value.dtype)
+        mine = tensors.popleft() if tensors else torch.empty(value.shape, dtype=value.dtype)
         tensor = mine.to(device, copy=True).contiguous()
         dist.broadcast(tensor, source, group=group)
         return tensor.cpu()
 
     return sent[0], receive
-
-
-def rekey(
-    state_dict: StateDict,
-    key_type: OptimStateKeyType,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-) -> StateDict:
-    """Convert the keys of a state to parameter names or ids.
-
-    Raises:
-        ValueError: keys are of both types, or a parameter is not the model's.
-    """
-    wanted = str if key_type is OptimStateKeyType.PARAM_NAME else int
-    kinds = {type(key) for key in state_dict["state"]}
-    if kinds <= {wanted}:
-        return state_dict
-    if len(kinds) > 1:
-        raise ValueError(
-            f"optimizer state: found keys of types {sorted(map(str, kinds))}, expected names or ids"
-        )
-    names = _names_by_key(model, optimizer)
-    table: Mapping[Any, Any] = (
-        names if wanted is str else {name: key for key, name in names.items()}
-    )
-    unknown = [key for key in state_dict["state"] if key not in table]
-    if unknown:
-        raise ValueError(
-            f"optimizer state: {unknown} are no parameters of {type(model).__name__} that the "
-            "optimizer has"
-        )
-    groups = copy.deepcopy(state_dict["param_groups"])
-    for group in groups:
-        group["params"] = sorted(table[key] for key in group["params"])
-    state = {table[key]: value for key, value in state_dict["state"].items()}
-    return {"state": state, "param_groups": groups}
 
 
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
@@ -494,12 +478,3 @@ def _groups_like(
         found = next((group_of[key] for key in members if key in group_of), {})
         made.append({**found, "params": members})
     return made
-
-
-@dataclass(frozen=True)
-class _Placeholder:
-    """The placeholder of a tensor that has not been received yet."""
-
-    index: int
-    shape: torch.Size
-    dtype: torch.dtype

@@ -64,16 +64,6 @@ class UnitSettings:
         return devices.current(self.mesh.device_type)
 
 
-def default_reshard(strategy: ShardingStrategy) -> bool | None:
-    """The ``reshard_after_forward`` of a strategy.
-
-    ``None`` for strategies that free parameters after forward: ``fully_shard`` then keeps those of
-    the root, which backward needs first.
-    """
-    plan = resolve(Strategy.of(strategy), 1, replicas=1)
-    return None if plan.reshard_after_forward else False
-
-
 #: Arguments without effect: the values that ask for what happens anyway, and a note for others.
 WithoutEffect = Mapping[str, tuple[Collection[object], str]]
 

@@ -4,12 +4,16 @@
     SHARDED_STATE_DICT  ``DTensor``s, for ``torch.distributed.checkpoint``
     LOCAL_STATE_DICT    plain tensors: the rows that this rank holds
 
-All three use the names of the model that was wrapped.
+All three use the names of the model that was wrapped. As in torch,
+``FullyShardedDataParallel(model)`` holds ``model``. Unlike torch's, it shows parameters, buffers
+and modules under the names that they have in ``model``:
+
+    model            wrapper                     inside it
+    "0.weight"       "0.weight"                  "_fsdp_wrapped_module.0.weight"
 """
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +21,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -32,14 +35,112 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwise._torch import dtensor
+from shardwise._torch import dtensor, fsdp
 from shardwise.checkpoint.ranks.state import HasStateDictKinds
 from shardwise.frontends.settings import UnitSettings
-from shardwise.frontends.transparent import TransparentModule
+from shardwise.frontends.summon import is_first
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.param import check_origin
 from shardwise.sharding.placement import full_tensor
 from shardwise.sharding.state import groups_of
+
+#: The name of the wrapped module in the wrapper, as in torch.
+WRAPPED = "_fsdp_wrapped_module"
+
+
+class TransparentModule(nn.Module):
+    """A wrapper that forwards attributes, items and names of the wrapped module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.add_module(WRAPPED, module)
+        self.register_load_state_dict_pre_hook(_enter_names)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_leave_names)  # type: ignore[no-untyped-call]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without torch's activation checkpointing wrapper around it."""
+        return fsdp.without_checkpointing(self.get_wrapped())
+
+    def get_wrapped(self) -> nn.Module:
+        """The registered module: :attr:`module`, or a wrapper that was put around it later.
+
+        Returns:
+            The module.
+        """
+        return dict(fsdp.children_of(self))[WRAPPED]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self.get_wrapped(), name)
+
+    def __getitem__(self, key: Any) -> Any:
+        wrapped: Any = self.get_wrapped()
+        return wrapped[key]
+
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As for any module. The wrapped module has the name of its wrapper.
+
+        Args:
+            memo: modules that were visited already.
+            prefix: put in front of every name.
+            remove_duplicate: yield a module with several names only once.
+
+        Returns:
+            An iterator over names and modules.
+        """
+        memo = set() if memo is None else memo
+        if self in memo:
+            return
+        if remove_duplicate:
+            memo.add(self)
+        yield prefix, self
+        for name, module in self.get_wrapped().named_modules(memo, prefix, remove_duplicate):
+            yield fsdp.without_checkpoint_prefix(name), module
+
+    def state_dict(  # type: ignore[override]
+        self,
+        *,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """The state dict of the wrapped module."""
+        wrapped: Any = self.get_wrapped()
+        state: dict[str, Any] = wrapped.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
+        return state
+
+    def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules inside and their names, except those inside another wrapper.
+
+        Returns:
+            An iterator over names and modules.
+        """
+        yield from _outside_wrappers(self.get_wrapped(), "", set())
+
+    def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
+        """Prepare values that are about to be loaded into the wrapped module, in place.
+
+        Args:
+            state_dict: the values; it may contain those of other modules.
+            prefix: the prefix of this module's keys.
+            errors: messages that ``load_state_dict`` raises in the end.
+        """
+
+    def _fqn_modifiers(self) -> Mapping[str, str]:
+        """Tell ``torch.distributed.checkpoint`` that names skip the wrapper."""
+        return {"": WRAPPED}
 
 
 class SavingModule(TransparentModule, HasStateDictKinds):
@@ -50,6 +151,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
     """
 
     _settings_of_state_dicts: StateDictSettings
+    _buffer_dtypes: dict[str, torch.dtype] | None = None  # to save buffers in that were cast
     settings: UnitSettings
 
     # -- the type of state dicts ---------------------------------------------------------------
@@ -163,15 +265,25 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         own = self._own_state_names()
         keys = [key for key in state if key not in known and key[len(prefix) :] in own]
-        dtypes = self._dtypes_of_buffers()
+        dtypes = self._buffer_dtypes or {}
         settings = self._settings_of_state_dicts
         if settings.state_dict_type is not StateDictType.LOCAL_STATE_DICT:
             for key in keys:
                 if key[len(prefix) :] in dtypes:
                     state[key] = state[key].to(dtypes[key[len(prefix) :]])
         params = {f"{prefix}{name}": param for name, param in self._own_params().items()}
-        role = role_under(settings.state_dict_config, self.settings.mesh)
-        convert_saved(state, keys, params, settings, role)
+        rank0_only = getattr(settings.state_dict_config, "rank0_only", False)
+        keeps = not rank0_only or is_first(self.settings.mesh)
+        done: dict[int, Any] = {}  # tied parameters stay tied
+        for key in keys:  # in the same order on every rank
+            tie = id(params[key].form) if key in params else id(key)
+            if tie not in done:
+                value = exported(state[key], settings.state_dict_type, settings.state_dict_config)
+                done[tie] = value if keeps else None
+            if keeps:
+                state[key] = done[tie]
+            else:
+                del state[key]
         return state
 
     def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
@@ -204,31 +316,6 @@ class SavingModule(TransparentModule, HasStateDictKinds):
             parts = [f"{prefix}.{name}" if prefix else name for name in _own_entries(module)]
             names.update(parts)
         return names
-
-    def _dtypes_of_buffers(self) -> Mapping[str, torch.dtype]:
-        """The dtypes to save buffers in, for those that were cast."""
-        return {}
-
-
-class Role(enum.Enum):
-    """What a rank does while a state dict is saved."""
-
-    SAVES = enum.auto()
-    TAKES_PART = enum.auto()  # in gathering full tensors that another rank saves
-
-
-def role_under(config: object, mesh: DeviceMesh) -> Role:
-    """The role of this rank when full tensors are saved with a configuration.
-
-    Args:
-        config: a ``StateDictConfig`` or an ``OptimStateDictConfig``.
-        mesh: the ranks that save together.
-    """
-    only_first = isinstance(config, FullStateDictConfig | FullOptimStateDictConfig) and (
-        config.rank0_only
-    )
-    first = int(mesh.mesh.flatten()[0])
-    return Role.TAKES_PART if only_first and dist.get_rank() != first else Role.SAVES
 
 
 @contextmanager
@@ -285,34 +372,6 @@ def exported(
         return dtensor.wrap_local(local, dtensor.spec_of(value))
     value = dtensor.plain(value)
     return value.detach().to("cpu", copy=True) if config.offload_to_cpu else value.detach()
-
-
-def convert_saved(
-    state: dict[str, Any],
-    keys: list[str],
-    params: Mapping[str, GroupParam],
-    settings: StateDictSettings,
-    role: Role,
-) -> None:
-    """Convert values of a state dict to the type in ``settings``, in place.
-
-    Args:
-        state: the state dict.
-        keys: the keys to convert, in the same order on every rank.
-        params: the sharded parameters among them.
-        settings: the type of state dict.
-        role: whether this rank keeps the values.
-    """
-    done: dict[int, Any] = {}  # tied parameters stay tied
-    for key in keys:
-        tie = id(params[key].form) if key in params else id(key)
-        if tie not in done:
-            done[tie] = exported(state[key], settings.state_dict_type, settings.state_dict_config)
-        if role is Role.SAVES:
-            state[key] = done[tie]
-        else:
-            del state[key]
-            done[tie] = None
 
 
 def convert_loaded(
@@ -390,15 +449,10 @@ def sharded_params(model: nn.Module) -> dict[str, GroupParam]:
     return found
 
 
-_MODEL_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedStateDictConfig,
-}
-_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
-    StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig,
-    StateDictType.LOCAL_STATE_DICT: LocalOptimStateDictConfig,
-    StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig,
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
 
@@ -412,14 +466,52 @@ def state_dict_settings(
     Raises:
         TypeError: a configuration does not belong to that type.
     """
-    config = _MODEL_CONFIGS[kind]() if config is None else config
-    optim_config = _OPTIM_CONFIGS[kind]() if optim_config is None else optim_config
+    of_model, of_optim = _CONFIGS[kind]
+    config = of_model() if config is None else config
+    optim_config = of_optim() if optim_config is None else optim_config
     for name, found, expected in (
-        ("state_dict_config", config, _MODEL_CONFIGS[kind]),
-        ("optim_state_dict_config", optim_config, _OPTIM_CONFIGS[kind]),
+        ("state_dict_config", config, of_model),
+        ("optim_state_dict_config", optim_config, of_optim),
     ):
         if type(found) is not expected:
             raise TypeError(
                 f"{name}: {kind.name} expects a {expected.__name__}, found a {type(found).__name__}"
             )
     return StateDictSettings(kind, config, optim_config)
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+def _outside_wrappers(
+    module: nn.Module, prefix: str, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    if module in seen or isinstance(module, TransparentModule):
+        return
+    seen.add(module)
+    yield fsdp.without_checkpoint_prefix(prefix), module
+    for name, child in module.named_children():
+        yield from _outside_wrappers(child, f"{prefix}.{name}" if prefix else name, seen)
+
+
+def _enter_names(
+    module: TransparentModule,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Give values that are about to be loaded their names inside the wrapper."""
+    module._before_load(state_dict, prefix, error_msgs)
+    for key in list(state_dict):
+        if key.startswith(prefix):
+            state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)
+
+
+def _leave_names(module: nn.Module, incompatible: Any) -> None:
+    """Report missing and unexpected keys under their names outside the wrapper."""
+    for keys in (incompatible.missing_keys, incompatible.unexpected_keys):
+        keys[:] = [key.replace(f"{WRAPPED}.", "") for key in keys]

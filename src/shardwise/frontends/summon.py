@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import autograd, dtensor
@@ -69,7 +70,7 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
     own = [param for param in group.params if param.form.summoned is None]
     with autograd.no_grad():
         fulls = [_full_parameter(param, options) for param in own]
-    if options.first_rank_only and not is_first(group):
+    if options.first_rank_only and not is_first(group.mesh.mesh):
         yield
         return
     for param, full in zip(own, fulls, strict=True):
@@ -87,9 +88,9 @@ def _summoned(group: ParamGroup, options: SummonOptions) -> Iterator[None]:
                     _write_back(param, full, with_grads=options.with_grads)
 
 
-def is_first(group: ParamGroup) -> bool:
-    """Whether this is the first rank of the group's mesh."""
-    return dist.get_rank() == int(group.mesh.mesh.mesh.flatten()[0])
+def is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the first rank of a mesh."""
+    return dist.get_rank() == int(mesh.mesh.flatten()[0])
 
 
 def full_value(form: ShardedParam, sharded: torch.Tensor) -> torch.Tensor:

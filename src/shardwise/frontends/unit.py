@@ -1,10 +1,8 @@
-"""One FSDP unit: a module that ``fully_shard`` was applied to, and the wrapper around it.
+"""What becomes of a module before ``FullyShardedDataParallel`` wraps it.
 
-``fsdp.py`` and ``xla.py`` give the arguments of two constructors their meaning; this file builds
-what they ask for. It chooses the modules that become units. It prepares them: values for what is on
-the meta device, the first rank's values for all. And it implements the parts of FSDP1's
-``MixedPrecision`` that ``fully_shard``'s policy does not have: casting inputs at the root only,
-buffers, and classes that stay in full precision.
+The modules that become units are chosen, and prepared: values for what is on the meta device, the
+first rank's values for all. And here are the parts of FSDP1's ``MixedPrecision`` that
+``fully_shard``'s policy does not have: buffers, and classes that stay in full precision.
 """
 
 from __future__ import annotations
@@ -18,171 +16,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
-    CPUOffload,
-    CPUOffloadPolicy,
     MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardingStrategy,
-    StateDictType,
 )
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import c10d, fsdp
-from shardwise.frontends.fsdp2 import form_of, fully_shard, managed_modules
-from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.optim_state import OptimSavingModule
-from shardwise.frontends.settings import UnitSettings
-from shardwise.frontends.state_dict import state_dict_settings
-from shardwise.frontends.transparent import TransparentModule
+from shardwise.frontends.fsdp2 import form_of, managed_modules
+from shardwise.frontends.state_dict import TransparentModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.policy import cast_floating
-from shardwise.sharding.state import FSDPState, state_of
+from shardwise.sharding.state import state_of
 from shardwise.transport.peers import Peers
 
 #: Called with a module, to move its own tensors to a device and initialize them.
 ParamInit = Callable[[nn.Module], object]
-
-
-class ShardedUnit(OptimSavingModule):
-    """A wrapper around a sharded module."""
-
-    _buffer_dtypes: dict[str, torch.dtype] | None
-    _has_parent: bool
-
-    def wrap(
-        self,
-        module: nn.Module,
-        settings: UnitSettings,
-        *,
-        ignored: Ignored,
-        auto_wrap: AutoWrap | None,
-        param_init_fn: ParamInit | None,
-        sync_module_states: bool,
-        state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
-    ) -> None:
-        """Shard ``module`` and become its wrapper: the last step of a constructor.
-
-        Args:
-            module: the module.
-            settings: how to shard it.
-            ignored: modules and parameters to leave alone.
-            auto_wrap: which modules inside to wrap first.
-            param_init_fn: called with every module that has tensors of its own on the meta device.
-            sync_module_states: as for the constructors.
-            state_dict_type: the initial type of state dicts.
-        """
-        if auto_wrap is not None:
-            auto_wrap.apply(module, ignored)
-        inner = fsdp.without_checkpointing(module)
-        _materialize(inner, settings.device, param_init_fn, ignored.modules)
-        if sync_module_states:
-            _broadcast_states(inner, settings.mesh, settings.device, ignored.parameters)
-        offloads = settings.cpu_offload.offload_params
-        fully_shard(
-            inner,
-            mesh=settings.mesh,
-            reshard_after_forward=settings.reshard_after_forward,
-            mp_policy=policy_of(settings.mixed_precision),
-            offload_policy=CPUOffloadPolicy() if offloads else OffloadPolicy(),
-            ignored_params=ignored.parameters,
-            transport=settings.transport,
-            wire=settings.wire,
-        )
-        super().__init__(module)
-        self.settings = settings
-        self._settings_of_state_dicts = state_dict_settings(state_dict_type)
-        self._has_parent = False
-        self._buffer_dtypes: dict[str, torch.dtype] | None = None
-        for nested in units_in(module):
-            nested._has_parent = True
-        for group in self.sharding_state.groups:
-            group.options.keep_low_precision_grads = (
-                settings.mixed_precision.keep_low_precision_grads
-            )
-        if settings.backward_prefetch is None:
-            assert isinstance(inner, FSDPModule)
-            inner.set_modules_to_backward_prefetch([inner])  # only itself, so nothing ahead
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module. Its parameters are gathered for as long as it needs them.
-
-        Returns:
-            What the wrapped module returns.
-
-        Raises:
-            RuntimeError: inside ``summon_full_params``.
-            PeerLostError: a peer died or stalled.
-        """
-        mixed_precision = self.settings.mixed_precision
-        if self._buffer_dtypes is None:
-            self._buffer_dtypes = cast_buffers(self.own_modules(), mixed_precision.buffer_dtype)
-        casts = (
-            mixed_precision.cast_root_forward_inputs
-            if self.is_root
-            else mixed_precision.cast_forward_inputs
-        )
-        if casts and mixed_precision.param_dtype is not None:
-            args = cast_floating(args, mixed_precision.param_dtype)
-            kwargs = cast_floating(kwargs, mixed_precision.param_dtype)
-        return self.get_wrapped()(*args, **kwargs)
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is the outermost wrapper."""
-        return not self._has_parent
-
-    @property
-    def sharding_state(self) -> FSDPState:
-        """The state that ``fully_shard`` attached to the module."""
-        state = state_of(self.module)
-        assert state is not None
-        return state
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """The sharding strategy of this unit."""
-        return self.settings.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """The dtypes of this unit."""
-        return self.settings.mixed_precision
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
-        """Whether shards are kept on the host."""
-        return self.settings.cpu_offload
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device that this rank computes on."""
-        return self.settings.device
-
-    @property
-    def process_group(self) -> dist.ProcessGroup:
-        """The ranks that parameters are sharded over; under ``NO_SHARD``, those that replicate."""
-        mesh = self.settings.mesh
-        replicates = self.settings.strategy is ShardingStrategy.NO_SHARD
-        return mesh.get_group(0 if replicates else mesh.ndim - 1)
-
-    @property
-    def rank(self) -> int:
-        """This rank in :attr:`process_group`."""
-        return self.process_group.rank()
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of :attr:`process_group`."""
-        return self.process_group.size()
-
-    def _dtypes_of_buffers(self) -> dict[str, torch.dtype]:
-        return self._buffer_dtypes or {}
-
-
-def units_in(module: nn.Module) -> list[ShardedUnit]:
-    """The wrappers in ``module``, including ``module`` itself."""
-    return [each for each in module.modules() if isinstance(each, ShardedUnit)]
 
 
 @dataclass(frozen=True)
@@ -271,15 +118,6 @@ class AutoWrap:
         return {**self.arguments, **mesh, **own}
 
 
-def policy_of(mixed_precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """The policy of ``fully_shard``. :meth:`ShardedUnit.forward` casts inputs."""
-    return MixedPrecisionPolicy(
-        param_dtype=mixed_precision.param_dtype,
-        reduce_dtype=mixed_precision.reduce_dtype or mixed_precision.param_dtype,
-        cast_forward_inputs=False,
-    )
-
-
 def cast_buffers(
     modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None
 ) -> dict[str, torch.dtype]:
@@ -322,7 +160,7 @@ def keep_in_full_precision(module: nn.Module) -> None:
     module.register_forward_hook(leave)
 
 
-def _materialize(
+def materialize_unit(
     module: nn.Module,
     device: torch.device,
     init: ParamInit | None,
@@ -387,7 +225,7 @@ def _check_materialized(module: nn.Module, name: str) -> None:
         )
 
 
-def _broadcast_states(
+def broadcast_states(
     module: nn.Module, mesh: DeviceMesh, device: torch.device, ignored: set[nn.Parameter]
 ) -> None:
     """Broadcast parameters and buffers from the first rank of ``mesh``.

@@ -145,16 +145,14 @@ class Adafactor(OwnStates):
 
 def _form(param: Tensor, reduced: tuple[int, ...]) -> Form:
     """What an average looks like that has one element along some dimensions of a parameter."""
-    local, mesh = list(dtensor.plain(param).shape), None
-    shape = list(param.shape)
+    shape, local = list(param.shape), list(dtensor.plain(param).shape)
     for dim in reduced:
         shape[dim] = local[dim] = 1
     placements: tuple[Placement, ...] = ()
     if isinstance(param, DTensor):
-        mesh = param.device_mesh
         placements = tuple(
             Replicate() if dtensor.sharded_dim(each) in reduced else each
             for each in param.placements
         )
     dtype = torch.promote_types(param.dtype, torch.float32)
-    return Form(tuple(shape), tuple(local), dtype, mesh, placements)
+    return Form.beside(param, dtype, shape, local, placements)

@@ -19,10 +19,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
+from shardwise.base.optim_names import named_in_group
 from shardwise.optim.blocks import MomentBlocks
+from shardwise.optim.checked import gradient
 from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.moments import (
@@ -124,21 +125,14 @@ class AdamW8bit(OwnStates):
 
     def _step(self) -> None:
         todo = [
-            (group, param)
-            for group in self.param_groups
-            for param in group["params"]
+            (group, param, gradient(f"AdamW8bit, {name}", param))
+            for number, group in enumerate(self.param_groups)
+            for name, param in named_in_group(group, number)
             if param.grad is not None
         ]
-        for _, param in todo:
-            if param.grad.layout != torch.strided:
-                raise TypeError(
-                    f"AdamW8bit: found a gradient of layout {param.grad.layout} of a parameter of "
-                    f"shape {list(param.shape)}, expected a dense one; make the embedding with "
-                    "sparse=False"
-                )
         scratch: dict[torch.device, MomentScratch] = {}
         together: list[Update] = []
-        for group, param in todo:
+        for group, param, grad in todo:
             state, plan = self.state[param], self._plan(param)
             if not state:
                 state.update(self.new_state(param))
@@ -148,7 +142,7 @@ class AdamW8bit(OwnStates):
                 scratch[device] = MomentScratch(device)
             rates = Rates.of(group, state[STEP])
             books = self._books_of(state[STEP], device)
-            update = Update(param, state, plan.blocks, rates, books, scratch[device])
+            update = Update(param, grad, state, plan.blocks, rates, books, scratch[device])
             if plan.blocks is not None and plan.blocks.shared_over:
                 together.append(update)
             else:
@@ -184,15 +178,15 @@ class _Plan:
 
     @classmethod
     def of(cls, param: Tensor) -> _Plan:
-        shape, local = tuple(param.shape), tuple(dtensor.plain(param).shape)
-        mesh = param.device_mesh if isinstance(param, DTensor) else None
-        placements = param.placements if isinstance(param, DTensor) else ()
         if param.ndim < 2 or param.numel() < SMALLEST:
-            moment = Form(shape, local, torch.float32, mesh, placements)
-            return cls(dict.fromkeys(MOMENTS, moment), None)
+            return cls(dict.fromkeys(MOMENTS, Form.beside(param, torch.float32)), None)
         blocks = MomentBlocks.of(param)
-        codes = Form(shape, local, torch.uint8, mesh, placements)
-        scales = Form(
-            blocks.scales_shape, blocks.scales_local, torch.float32, mesh, blocks.scales_placements
+        codes = Form.beside(param, torch.uint8)
+        scales = Form.beside(
+            param,
+            torch.float32,
+            blocks.scales_shape,
+            blocks.scales_local,
+            blocks.scales_placements,
         )
         return cls(dict.fromkeys(CODES, codes) | dict.fromkeys(SCALES, scales), blocks)

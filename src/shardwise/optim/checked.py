@@ -59,7 +59,6 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             What ``closure`` returned, if there is one.
 
         Raises:
-            TypeError: a gradient is sparse. No parameter has been changed.
             RuntimeError: a gradient is sparse, or a parameter complex. Nothing has been changed.
             ValueError: a state that was loaded does not lie as its parameter does. Nothing has been
                 changed.
@@ -88,8 +87,11 @@ def gradient(name: str, param: torch.Tensor) -> torch.Tensor:
     assert grad is not None
     if torch.is_complex(param):
         raise RuntimeError(f"{name}: found {param.dtype}, expected real numbers")
-    if grad.is_sparse:
-        raise RuntimeError(f"{name}: found a sparse gradient, expected a dense one")
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"{name}: found a sparse gradient, expected a dense one, "
+            "as of an embedding with sparse=False"
+        )
     if isinstance(param, DTensor):
         if not isinstance(grad, DTensor):
             raise RuntimeError(f"{name}: found a plain gradient, expected a DTensor")

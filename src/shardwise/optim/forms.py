@@ -7,19 +7,21 @@ read into it, and take no state that looks different.
 from __future__ import annotations
 
 import abc
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from shardwise._torch import dtensor
+from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.base.scratch import file
 from shardwise.optim.checked import CheckedOptimizer
 
 #: The number of steps of a parameter, in its state: a 0-dim tensor of fp32 on the host.
@@ -31,49 +33,122 @@ class Form:
     """What a tensor of a state looks like.
 
     Attributes:
-        shape: of the whole tensor.
-        local: of this rank's part.
-        dtype: of both.
-        mesh: of a ``DTensor``.
-        placements: of a ``DTensor``.
+        shape: of this rank's part.
+        stride: of this rank's part.
+        dtype: of all parts.
+        spec: mesh, placements and whole shape of a ``DTensor``; ``None`` of a plain tensor.
     """
 
     shape: tuple[int, ...]
-    local: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
-    mesh: DeviceMesh | None
-    placements: tuple[Placement, ...]
+    spec: DTensorSpec | None
+
+    @classmethod
+    def beside(
+        cls,
+        param: Tensor,
+        dtype: torch.dtype,
+        shape: Sequence[int] | None = None,
+        local: Sequence[int] | None = None,
+        placements: Sequence[Placement] = (),
+    ) -> Form:
+        """The form of a contiguous tensor beside a parameter, by default one of its shape.
+
+        Args:
+            param: the parameter.
+            dtype: of the tensor.
+            shape: of the whole tensor.
+            local: shape of this rank's part.
+            placements: of a ``DTensor``.
+        """
+        shape = torch.Size(param.shape if shape is None else shape)
+        local = tuple(dtensor.plain(param).shape if local is None else local)
+        spec = None
+        if isinstance(param, DTensor):
+            placements = placements or param.placements
+            spec = dtensor.make_spec(param.device_mesh, placements, shape, _strides(shape), dtype)
+        return cls(local, _strides(local), dtype, spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's part, rounded up to what direct I/O takes."""
+        return file.aligned(math.prod(self.shape) * self.dtype.itemsize)
 
     def zeros(self, device: torch.device) -> Tensor:
         """Make the tensor."""
-        local = torch.zeros(self.local, dtype=self.dtype, device=device)
-        if self.mesh is None:
-            return local
-        shape = torch.Size(self.shape)
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-        spec = dtensor.make_spec(self.mesh, self.placements, shape, strides, self.dtype)
-        return dtensor.wrap_local(local, spec)
+        return self._around(torch.zeros(self.shape, dtype=self.dtype, device=device))
+
+    def over(self, memory: Tensor) -> Tensor:
+        """Return a tensor of this form whose values are in ``memory``, from its beginning.
+
+        Args:
+            memory: bytes, of shape ``(nbytes,)``.
+        """
+        used = memory[: math.prod(self.shape) * self.dtype.itemsize].view(self.dtype)
+        return self._around(used.as_strided(self.shape, self.stride))
+
+    def _around(self, local: Tensor) -> Tensor:
+        return local if self.spec is None else dtensor.wrap_local(local, self.spec)
 
     def check(self, value: object, what: str) -> None:
         """Raise an error if a tensor is not of this form."""
         if not isinstance(value, Tensor):
             raise ValueError(f"{what}: found a {type(value).__name__}, expected a tensor")
-        local = dtensor.plain(value)
-        if value.dtype != self.dtype or tuple(value.shape) != self.shape:
+        local, expected = dtensor.plain(value), self.shape if self.spec is None else self.spec.shape
+        if value.dtype != self.dtype or value.shape != expected:
             raise ValueError(
                 f"{what}: found {value.dtype} of shape {list(value.shape)}, expected {self.dtype} "
-                f"of shape {list(self.shape)}; the state is of another optimizer or model"
+                f"of shape {list(expected)}; the state is of another optimizer or model"
             )
-        if isinstance(value, DTensor) != (self.mesh is not None) or (
-            tuple(local.shape) != self.local
-        ):
+        if isinstance(value, DTensor) != (self.spec is not None) or local.shape != self.shape:
             found = "a DTensor" if isinstance(value, DTensor) else "a plain tensor"
             raise ValueError(
                 f"{what}: found {found} with {list(local.shape)} on this rank, expected "
-                f"{'a plain tensor' if self.mesh is None else 'a DTensor'} with "
-                f"{list(self.local)}; load onto another mesh with shardwise.checkpoint or "
+                f"{'a plain tensor' if self.spec is None else 'a DTensor'} with "
+                f"{list(self.shape)}; load onto another mesh with shardwise.checkpoint or "
                 "torch.distributed.checkpoint"
             )
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+@contextlib.contextmanager
+def taking_states(
+    optimizer: torch.optim.Optimizer,
+    fit: Callable[[int, Tensor, Mapping[str, Any]], dict[str, Any]],
+) -> Iterator[dict[Tensor, dict[str, Any]]]:
+    """Take the states of parameters out of what an optimizer loads inside.
+
+    The base class would convert them to the dtypes of parameters. What it is given is checked
+    before anything is changed.
+
+    Args:
+        optimizer: the optimizer.
+        fit: called with the number of a parameter in the order of the state dict, the parameter
+            and its state; returns the state to use.
+
+    Yields:
+        The states by parameter, once the optimizer has begun to load.
+    """
+    found: dict[Tensor, dict[str, Any]] = {}
+
+    def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
+        states = dict(given["state"])
+        pairs = zip(keys_in_order(given), parameters_in_order(optimizer), strict=False)
+        for number, (key, param) in enumerate(pairs):
+            if key in states:
+                found[param] = fit(number, param, states.pop(key))
+        return {**given, "state": states}
+
+    hook = optimizer.register_load_state_dict_pre_hook(take)  # after those of the user
+    try:
+        yield found
+    finally:
+        hook.remove()
 
 
 class OwnStates(CheckedOptimizer):
@@ -111,30 +186,18 @@ class OwnStates(CheckedOptimizer):
             ValueError: it is of another optimizer, or of parameters that are sharded in another
                 way. Nothing has been changed.
         """
-        found: dict[Tensor, dict[str, Tensor]] = {}
 
-        # The base class would convert states to the dtype of the parameter.
-        def take(_: torch.optim.Optimizer, given: dict[str, Any]) -> dict[str, Any]:
-            states = dict(given["state"])
-            pairs = zip(keys_in_order(given), parameters_in_order(self), strict=False)
-            for number, (key, param) in enumerate(pairs):
-                if key in states:
-                    state = states.pop(key)
-                    self.check_state(number, param, state)
-                    found[param] = self._placed(param, state)
-            return {**given, "state": states}
+        def fit(number: int, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+            self.check_state(number, param, state)
+            return self._placed(param, state)
 
-        def give(_: torch.optim.Optimizer) -> None:
-            self.state.update(found)
-
-        hooks = (
-            self.register_load_state_dict_pre_hook(take),  # after those of the user
-            self.register_load_state_dict_post_hook(give, prepend=True),
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
+        with taking_states(self, fit) as found:
+            hook = self.register_load_state_dict_post_hook(
+                lambda _: self.state.update(found), prepend=True
+            )
+            try:
+                super().load_state_dict(state_dict)
+            finally:
                 hook.remove()
 
     def check_state(self, number: int, param: Tensor, state: Mapping[str, Any]) -> None:

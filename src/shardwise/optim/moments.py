@@ -117,7 +117,8 @@ class Update:
     """One step of one parameter, over this rank's part of it.
 
     Args:
-        param: the parameter. It has a gradient.
+        param: the parameter.
+        grad: its gradient, placed as the parameter is.
         state: its state, with the names of :data:`MOMENTS`, or of :data:`CODES` and :data:`SCALES`.
         blocks: the blocks of the moments; ``None`` if they are in fp32.
         rates: the factors of the step.
@@ -132,6 +133,7 @@ class Update:
     def __init__(
         self,
         param: Tensor,
+        grad: Tensor,
         state: Mapping[str, Tensor],
         blocks: MomentBlocks | None,
         rates: Rates,
@@ -145,7 +147,7 @@ class Update:
         # Memory that is no matrix is copied, and copied back.
         self._copied_from = None if local.is_contiguous() else local
         self._param = local.contiguous().view(rows, columns)
-        self._grad = _grad_of(param).reshape(rows, columns)
+        self._grad = dtensor.wait_tensor(dtensor.plain(grad)).reshape(rows, columns)
         names = MOMENTS if blocks is None else CODES
         self._moments = [dtensor.plain(state[name]).view(rows, columns) for name in names]
         self._scales: list[Tensor] = []
@@ -292,14 +294,3 @@ def _largest(work: _Work, tile: Tile) -> list[Tensor]:
 def _by_block(matrix: Tensor, tile: Tile) -> Tensor:
     """A matrix of a tile's size as (rows, blocks, elements of a block)."""
     return matrix.view(matrix.shape[0], -1, tile.width)
-
-
-def _grad_of(param: Tensor) -> Tensor:
-    """This rank's part of a gradient, cut as the parameter is."""
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        if grad.placements != param.placements:
-            grad = grad.redistribute(placements=param.placements)
-        return dtensor.wait_tensor(dtensor.local_of(grad))
-    return grad

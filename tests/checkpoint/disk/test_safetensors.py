@@ -22,8 +22,7 @@ from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.safetensors import (
     PT_METADATA,
     PieceData,
-    in_order,
-    make_header,
+    lay_out,
     read_header,
     write_safetensors,
     write_shard,
@@ -159,9 +158,9 @@ def test_an_existing_file_is_not_replaced(tmp_path: Path) -> None:
 
 def test_a_header_is_as_long_as_it_says_and_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
     infos = {f"layers.{i}.weight": TensorInfo("BF16", (i, 3)) for i in range(20)}
-    header = make_header(in_order(infos), PT_METADATA)
+    header, _ = lay_out(infos, PT_METADATA)
     assert int.from_bytes(header[:8], "little") + 8 == len(header)
     assert len(header) % 64 == 0
     monkeypatch.setattr(safetensors, "MAX_HEADER", 200)
     with pytest.raises(CheckpointError, match=r"found 20 tensors, more than fit .*max-shard-size"):
-        make_header(infos, {})
+        lay_out(infos, {})

@@ -160,7 +160,7 @@ class PlanConfig(Config):
     def _plan(self, model: str, settings: Settings, limit: int | None) -> ModelPlan:
         with importing():  # here, and not before: it takes seconds, as building a model does
             from shardwise.insight.planning.api import (
-                machine_of,
+                find_machine,
                 make_fit,
                 make_plan,
                 memory_of,
@@ -171,7 +171,7 @@ class PlanConfig(Config):
             from shardwise.insight.planning.report import Available
 
             settings = with_functions(settings)
-            machine = machine_of(self.machine, settings.mesh.size)
+            machine = find_machine(self.machine, settings.mesh.size)
             blueprint = find_model(model)
         available = None if limit is None else Available(nbytes=limit, source="--fit")
         if self.fit is None:

@@ -40,7 +40,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
-from shardwise.frontends.activation import checkpoint_blocks
+from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 

@@ -32,7 +32,7 @@ from shardwise.app.recipes.vision.task import (
     load_plain,
     vision_task,
 )
-from shardwise.frontends.activation import checkpoint_blocks
+from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 

@@ -33,7 +33,7 @@ from typing import Any, cast
 import torch
 
 from shardwise.base.errors import OffloadError
-from shardwise.base.scratch import pages
+from shardwise.base.scratch import libc
 from shardwise.base.units import binary_size
 
 #: Tensors with fewer bytes on a rank stay in memory: counts of steps, biases, norms, their states.
@@ -164,7 +164,7 @@ class ScratchFile:
     def read_ahead(self, tensor: torch.Tensor) -> None:
         """Start to read a tensor into memory, if it is in this file."""
         if self._extent_of(tensor) is not None:
-            pages.read_ahead(tensor.data_ptr(), tensor.nbytes)
+            libc.read_ahead(tensor.data_ptr(), tensor.nbytes)
 
     def load(self, tensor: torch.Tensor) -> None:
         """Bring a tensor into memory, if it is in this file.
@@ -175,7 +175,7 @@ class ScratchFile:
         if self._extent_of(tensor) is None or os.getpid() != self._process:
             return
         try:
-            pages.read(tensor.data_ptr(), tensor.nbytes)
+            libc.read(tensor.data_ptr(), tensor.nbytes)
         except OSError as error:
             raise self._error(f"reading {binary_size(tensor.nbytes)}", error) from error
         self._check_writes()
@@ -190,8 +190,8 @@ class ScratchFile:
         if extent is None or os.getpid() != self._process:
             return  # what a fork has written is nowhere else
         address = tensor.data_ptr()
-        pages.let_go(address, tensor.nbytes)
-        pages.write_behind(self._file, extent.offset + address - extent.address, tensor.nbytes)
+        libc.let_go(address, tensor.nbytes)
+        libc.write_behind(self._file, extent.offset + address - extent.address, tensor.nbytes)
 
     def read(self, memory: torch.Tensor, parts: Sequence[KeptPart]) -> list[Future[None]]:
         """Start to read parts of the file into ``memory``, of bytes on the host."""
@@ -343,7 +343,7 @@ class ScratchFile:
             if self._failed is None and self._extents:
                 last = self._extents[-1]
                 try:
-                    pages.check_writes(self._file, last.offset + last.nbytes)
+                    libc.check_writes(self._file, last.offset + last.nbytes)
                 except OSError as error:
                     self._failed = self._error("writing", error)
         if self._failed is not None:
@@ -392,7 +392,7 @@ def _isolate() -> None:
     failed: OSError | None = None
     for handle, offset, address, nbytes in _mapped.values():
         try:
-            pages.make_private(handle.number, offset, address, nbytes)
+            libc.make_private(handle.number, offset, address, nbytes)
         except OSError as error:  # a limit, as of RLIMIT_DATA
             failed = error
     _mapped.clear()  # in a fork of this one, it would undo what this one has written

@@ -139,24 +139,30 @@ def _check_order(places: Mapping[str, StoredSpan], data: int, size: int, file: P
         refuse(str(file), f"{size:,} bytes", f"{at:,}, as its header says")
 
 
-def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """Make the bytes that precede the elements.
+def lay_out(
+    tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, int]]:
+    """Lay out a file: large elements come first, so that all offsets are multiples of their sizes.
 
     Args:
-        tensors: the tensors of the file, in the order in which they are stored.
+        tensors: the tensors of the file, in any order.
         metadata: the header's ``__metadata__``; left out if empty.
+
+    Returns:
+        The bytes that precede the elements, and the byte of the file at which each tensor begins,
+        in the order in which they are stored.
 
     Raises:
         CheckpointError: there are more tensors than fit in a header.
     """
     fields: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    end = 0
-    for name, info in tensors.items():
-        start, end = end, end + info.nbytes
+    starts, end = {}, 0
+    for name, info in sorted(tensors.items(), key=lambda item: -item[1].itemsize):
+        starts[name], end = end, end + info.nbytes
         fields[name] = {
             "dtype": info.dtype,
             "shape": list(info.shape),
-            "data_offsets": [start, end],
+            "data_offsets": [starts[name], end],
         }
     text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-(8 + len(text)) % _ALIGN)
@@ -165,15 +171,8 @@ def make_header(tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) 
             f"found {len(tensors):,} tensors, more than fit in the header of one safetensors file; "
             "write more files (--max-shard-size)"
         )
-    return len(text).to_bytes(8, "little") + text
-
-
-def in_order(tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
-    """Sort tensors as they are stored in a file.
-
-    Large elements come first, so that the offset of every tensor is a multiple of its element size.
-    """
-    return dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
 
 
 def write_safetensors(
@@ -197,17 +196,15 @@ def write_safetensors(
         OSError: the file exists, or cannot be written.
         ValueError: a tensor has more or fewer bytes than ``tensors`` says.
     """
-    ordered = in_order(tensors)
-    offsets: dict[str, int] = {}
+    header, offsets = lay_out(tensors, metadata)
     with NewFile(file) as new:
-        new.write(make_header(ordered, metadata))
-        for name, info in ordered.items():
-            offsets[name] = new.size
+        new.write(header)
+        for name, start in offsets.items():
             for chunk in chunks(name):
                 new.write(chunk)
-            written = new.size - offsets[name]
-            if written != info.nbytes:
-                raise ValueError(f"{name}: wrote {written} bytes, expected {info.nbytes}")
+            written, expected = new.size - start, tensors[name].nbytes
+            if written != expected:
+                raise ValueError(f"{name}: wrote {written} bytes, expected {expected}")
     return offsets
 
 

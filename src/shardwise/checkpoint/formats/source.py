@@ -84,6 +84,18 @@ class Source(Closing, abc.ABC):
             CheckpointError: the checkpoint is damaged.
         """
 
+    def full(self, path: StatePath) -> torch.Tensor:
+        """Read a tensor in full.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged.
+        """
+        info = self.tensors[path]
+        full = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
+        if full.numel():
+            self.read(path, full_box(info.shape), full)
+        return full
+
 
 class ReadWindow:
     """A buffer that parts of tensors pass through.

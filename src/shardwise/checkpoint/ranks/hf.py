@@ -14,22 +14,22 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.files import sync, write_new
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, in_order, make_header
+from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
 from shardwise.checkpoint.formats.hf import (
     CONFIG,
     DEFAULT_SHARD,
@@ -84,19 +84,19 @@ def save_hf(
     )
 
 
-class Conversion(Protocol):
-    """Tensors of a model that are written in another form."""
+@dataclass(frozen=True)
+class Conversion:
+    """Tensors of a model that are written in another form.
 
-    @property
-    def sources(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the model by name, sharded or not."""
+    Attributes:
+        sources: the tensors of the model by name, sharded or not.
+        results: what is written in their place, by name.
+        convert: makes the tensors to write of the full ``sources``, on the CPU.
+    """
 
-    @property
-    def results(self) -> Mapping[str, TensorInfo]:
-        """What is written in their place, by name."""
-
-    def convert(self, full: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the tensors to write, made of the full ``sources``, on the CPU."""
+    sources: Mapping[str, torch.Tensor]
+    results: Mapping[str, TensorInfo]
+    convert: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 def write_model(
@@ -193,7 +193,7 @@ def write_configs(folder: Path, model: nn.Module) -> None:
     if not (config := config_of(model)):
         return
     if hasattr(type(model), "config_class"):  # it is not a wrapper that only shows the config
-        config["architectures"] = [_original_class(model).__name__]
+        config["architectures"] = [fsdp.original_class(model).__name__]
     config.pop("distributed_config", None)  # how this process was to shard the model
     floats = (p.dtype for p in model.parameters() if p.is_floating_point())
     if (dtype := next(floats, None)) is not None:
@@ -204,11 +204,6 @@ def write_configs(folder: Path, model: nn.Module) -> None:
         write_new(folder / GENERATION_CONFIG, generation.to_json_string().encode())
 
 
-def _original_class(model: nn.Module) -> type[object]:
-    """The class of a model, without the class that ``fully_shard`` mixes in."""
-    return next(each for each in type(model).__mro__ if not issubclass(each, FSDPModule))
-
-
 def info_of(tensor: torch.Tensor) -> TensorInfo:
     """The dtype and the full shape of a tensor."""
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
@@ -216,7 +211,7 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
 
 def _make_file(path: Path, file: HfFile) -> None:
     """Make a file with a header, and with room for the tensors."""
-    header = make_header(in_order(file.tensors), PT_METADATA)
+    header, _ = lay_out(file.tensors, PT_METADATA)
     with path.open("xb") as opened:
         opened.write(header)
         opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
@@ -233,11 +228,8 @@ class _Places:
     def __init__(self, folder: Path, files: Sequence[HfFile]) -> None:
         self._starts: dict[str, tuple[Path, int]] = {}
         for file in files:
-            ordered = in_order(file.tensors)
-            at = len(make_header(ordered, PT_METADATA))
-            for name, info in ordered.items():
-                self._starts[name] = (folder / file.name, at)
-                at += info.nbytes
+            _, starts = lay_out(file.tensors, PT_METADATA)
+            self._starts |= {name: (folder / file.name, at) for name, at in starts.items()}
 
     def opened(self, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
         """Open the files of tensors, one after the other, and sync each in the end.

@@ -5,12 +5,13 @@ names and shards -> plan (torch's planner) -> every rank writes its file -> comm
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
-from shardwise.checkpoint.disk.entries import ModelFacts, dotted
+from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
@@ -76,10 +77,16 @@ def save(
             name as something else.
         ValueError: ``keep_last`` is less than 1.
     """
-    wait_for_save()
-    Saving(Path(path), facts_of(model), Ranks(group_for(group)), keep_last, keep).run(
-        lambda: state_of(model, optimizer, extra, ignore_frozen_params=ignore_frozen_params)
-    )
+    Saving(
+        path,
+        model,
+        optimizer,
+        extra,
+        keep_last=keep_last,
+        keep=keep,
+        ignore_frozen_params=ignore_frozen_params,
+        group=group,
+    ).write()
 
 
 def async_save(
@@ -121,7 +128,7 @@ def async_save(
         ValueError: something on this rank is on the meta device, or has the same name as something
             else; or ``keep_last`` is less than 1.
     """
-    snapshot = Snapshot(
+    saving = Saving(
         path,
         model,
         optimizer,
@@ -131,11 +138,12 @@ def async_save(
         ignore_frozen_params=ignore_frozen_params,
         group=group,
     )
-    handle = start_saving(snapshot.write, snapshot.path)
-    if snapshot.error is not None:
+    saving.copy()
+    handle = start_saving(saving.write, saving.path)
+    if saving.error is not None:
         # The other ranks wait for this one's part: the thread reports the error to them.
         handle.mark_reported()
-        raise snapshot.error
+        raise saving.error
     return handle
 
 
@@ -227,58 +235,93 @@ def _mixed(plans: Sequence[SavePlan]) -> frozenset[str]:
     return frozenset(item.index.fqn for plan in plans for item in plan.items) & apart
 
 
-@dataclass
 class Saving:
-    """One save by all ranks of a group.
+    """One save by all ranks of a group. Every rank makes one, with the same path.
+
+    It first waits for a save in progress, because there is memory for one copy only.
+
+    Args:
+        path: path of the checkpoint.
+        model: as for :func:`save`; so are the others.
+        optimizer: an optimizer of its parameters.
+        extra: anything else to save.
+        keep_last: number of checkpoints to keep, this one included.
+        keep: checkpoints that are kept besides.
+        ignore_frozen_params: leave out parameters that require no gradient.
+        group: the ranks that save.
 
     Attributes:
-        path: path of the checkpoint; made absolute.
-        facts: what to record about the model.
-        ranks: the ranks that save.
-        keep_last: number of checkpoints to keep, this one included; all if ``None``.
-        keep: checkpoints that are kept besides.
+        path: absolute path of the checkpoint.
+        error: why this rank's part could not be copied; ``None`` if it was. :meth:`write` reports
+            it to the other ranks.
 
     Raises:
+        CheckpointError: the previous save failed.
         ValueError: ``keep_last`` is less than 1.
     """
 
-    path: Path
-    facts: ModelFacts
-    ranks: Ranks
-    keep_last: int | None
-    keep: Collection[StrPath] = ()
+    def __init__(
+        self,
+        path: StrPath,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any] | None,
+        *,
+        keep_last: int | None = None,
+        keep: Collection[StrPath] = (),
+        ignore_frozen_params: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        wait_for_save()
+        # A thread may use them later, when the working directory has changed.
+        self.path = Path(os.path.abspath(path))
+        self._keep = [os.path.abspath(each) for each in keep]
+        self._keep_last = keep_last
+        self._facts = facts_of(model)
+        self._ranks = Ranks(group_for(group))
+        self._state: Callable[[], SavedState] = functools.partial(
+            state_of, model, optimizer, extra, ignore_frozen_params=ignore_frozen_params
+        )
+        self.error: Exception | None = None
+        if keep_last is not None and keep_last < 1:
+            raise ValueError(f"keep_last: found {keep_last}, expected 1 or more")
 
-    def __post_init__(self) -> None:
-        # The thread of async_save uses it later, when the working directory may have changed.
-        self.path = Path(os.path.abspath(self.path))
-        self.keep = [os.path.abspath(path) for path in self.keep]
-        if self.keep_last is not None and self.keep_last < 1:
-            raise ValueError(f"keep_last: found {self.keep_last}, expected 1 or more")
+    def copy(self) -> Self:
+        """Copy what this rank has to save: model, optimizer and extra may change then."""
+        copied = SavedState()
+        try:
+            copied = self._state()
+            copied.tensors = copies(copied.tensors)
+        except Exception as error:
+            self.error = error
+        self._state = lambda: copied
+        return self
 
-    def run(self, state: Callable[[], SavedState]) -> None:
+    def write(self) -> None:
         """Plan, write and commit, in the order of torch's ``dcp.save``.
 
-        Args:
-            state: returns what this rank has to save.
+        All ranks call this; once there are copies, at any time and in any thread.
 
         Raises:
             CheckpointError: a rank could not do its part; raised on every rank alike.
         """
         doing = f"saving {self.path}"
-        writer = Writer(self.path, facts=self.facts)
+        writer = Writer(self.path, facts=self._facts)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata: Any = None
 
         collected: list[SavedState] = []
 
         def plan_part(apart: Collection[str] = ()) -> SavePlan:
+            if self.error is not None:
+                raise self.error
             if not collected:
-                collected.append(state())
+                collected.append(self._state())
             [mine] = collected
             mine.take_apart(apart)
             writer.describe(mine.origins, mine.values)
-            planner.set_up_planner(mine.tensors, is_coordinator=self.ranks.coordinates)
-            writer.set_up_storage_writer(self.ranks.coordinates)
+            planner.set_up_planner(mine.tensors, is_coordinator=self._ranks.coordinates)
+            writer.set_up_storage_writer(self._ranks.coordinates)
             return writer.prepare_local_plan(planner.create_local_plan())
 
         def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
@@ -295,92 +338,27 @@ class Saving:
             return [None] * len(results)
 
         try:
-            plan = self.ranks.together(doing, plan_part, plan_all)
+            plan = self._ranks.together(doing, plan_part, plan_all)
             if isinstance(plan, _Apart):
                 names = plan.names
-                plan = self.ranks.together(doing, lambda: plan_part(names), plan_all)
+                plan = self._ranks.together(doing, lambda: plan_part(names), plan_all)
             assert isinstance(plan, SavePlan)
             final = planner.finish_plan(plan)
-            self.ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
+            self._ranks.together(doing, lambda: writer.write_data(final, planner).value(), finish)
         except BaseException:
             writer.abandon()
             raise
 
     def _delete_old(self) -> None:
-        if self.keep_last is None:
+        if self._keep_last is None:
             return
         try:
-            keep_last(self.path.parent, self.keep_last, spare=self.path, keep=self.keep)
+            keep_last(self.path.parent, self._keep_last, spare=self.path, keep=self._keep)
         except OSError as error:
             raise CheckpointError(
                 "the checkpoint is saved, but an older one cannot be deleted: "
                 f"{error.filename}: {error.strerror}"
             ) from error
-
-
-class Snapshot:
-    """A copy of what a rank has to save. Every rank makes one, with the same path.
-
-    It first waits for a save in progress, because there is memory for one copy only.
-
-    Args:
-        path: path of the checkpoint.
-        model: may change as soon as the snapshot is made.
-        optimizer: may change as soon as the snapshot is made.
-        extra: may change as soon as the snapshot is made.
-        keep_last: as for :func:`save`.
-        keep: as for :func:`save`.
-        ignore_frozen_params: as for :func:`save`.
-        group: as for :func:`save`.
-
-    Attributes:
-        path: absolute path of the checkpoint.
-        error: why this rank's part could not be copied; ``None`` if it was. :meth:`write` reports
-            it to the other ranks.
-
-    Raises:
-        CheckpointError: the previous save failed.
-        ValueError: ``keep_last`` is less than 1.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, Any] | None,
-        *,
-        keep_last: int | None = None,
-        keep: Collection[StrPath] = (),
-        ignore_frozen_params: bool = False,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        wait_for_save()
-        ranks = Ranks(group_for(group))
-        self._saving = Saving(Path(path), facts_of(model), ranks, keep_last, keep)
-        self._state = SavedState()
-        self.path = self._saving.path
-        self.error: Exception | None = None
-        try:
-            self._state = state_of(
-                model, optimizer, extra, ignore_frozen_params=ignore_frozen_params
-            )
-            self._state.tensors = copies(self._state.tensors)
-        except Exception as error:
-            self.error = error
-
-    def write(self) -> None:
-        """Write and commit the checkpoint. All ranks call this, at any time, in any thread.
-
-        Raises:
-            CheckpointError: a rank could not do its part; raised on every rank alike.
-        """
-        self._saving.run(self._copied_state)
-
-    def _copied_state(self) -> SavedState:
-        if self.error is not None:
-            raise self.error
-        return self._state
 
 
 # One per process, because a second one would need host memory for copies of its own.

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from shardwise.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from shardwise.frontends.pretrained.api import from_pretrained
+    from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.pretrained.building import build
     from shardwise.frontends.pretrained.filling import LoadReport, fill
-    from shardwise.frontends.pretrained.saving import save_pretrained
 
 __all__ = ["LoadReport", "build", "fill", "from_pretrained", "save_pretrained"]
 

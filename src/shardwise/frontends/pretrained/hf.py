@@ -30,7 +30,7 @@ from transformers.core_model_loading import (
 from transformers.initialization import guard_torch_init_functions, meta_device_safe_creation_ops
 from transformers.utils import import_utils
 
-from shardwise.frontends.module import FSDPModule
+from shardwise._torch import fsdp
 
 _LOADED = "_is_hf_initialized"  # initializations leave tensors with this attribute alone
 
@@ -96,15 +96,6 @@ def build(model_class: Any, config: PreTrainedConfig, dtype: torch.dtype) -> Pre
     return model
 
 
-def plain_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """The class of a model before it was sharded."""
-    return next(
-        each
-        for each in type(model).__mro__
-        if issubclass(each, PreTrainedModel) and not issubclass(each, FSDPModule)
-    )
-
-
 def untie(model: PreTrainedModel, are_equal: Callable[[str, str], bool]) -> list[str]:
     """Untie weights of a model on the meta device.
 
@@ -138,7 +129,7 @@ class Conversions:
     def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
         # Conversions are looked up by the names of classes, which sharding changes, and ask the
         # model for shapes. So a plain model on the meta device is built to answer for it.
-        self.plain = build(plain_class(model), copy.deepcopy(model.config), torch.float32)
+        self.plain = build(fsdp.original_class(model), copy.deepcopy(model.config), torch.float32)
         self._names = dict.fromkeys(names, True)
         self._all = get_model_conversion_mapping(self.plain)
         self._renamings = [each for each in self._all if isinstance(each, WeightRenaming)]
@@ -209,7 +200,7 @@ class Reversal:
 
     def __init__(self, model: PreTrainedModel) -> None:
         # As for loading: conversions are looked up by the names of classes.
-        self._plain = build(plain_class(model), copy.deepcopy(model.config), torch.float32)
+        self._plain = build(fsdp.original_class(model), copy.deepcopy(model.config), torch.float32)
         used = getattr(model, "_weight_conversions", None)
         if used is None:  # it was not loaded: whether files have a prefix is unknown
             found = get_model_conversion_mapping(self._plain, add_legacy=False)

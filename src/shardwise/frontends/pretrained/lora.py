@@ -26,6 +26,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import nn
 from transformers import PreTrainedModel
 
+from shardwise._torch import fsdp
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
@@ -231,7 +232,7 @@ def save_adapters(
         config.inference_mode = True
         mapping = None
         if config.task_type is None:  # else peft knows the class of its own
-            base = hf.plain_class(hf.inner_model(model))
+            base = fsdp.original_class(hf.inner_model(model))
             mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=mapping)
         sync(folder / opening.ADAPTER_CONFIG)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, full_box
+from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import check_destination, written_beside
 from shardwise.checkpoint.disk.companions import is_companion
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
@@ -34,6 +34,7 @@ from shardwise.checkpoint.formats.source import (
     model_tensors,
     unwatched,
 )
+from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.building import Name, build, find
 from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
@@ -153,7 +154,8 @@ class MergedSource(Source):
             model = build(base.where)
         except ValueError as error:
             raise CheckpointError(str(error)) from error
-        ties, ends = _ties(model), _ends(model)
+        ties = {name: {*names} - {name} for name, names in ties_of(model).items()}
+        ends = _ends(model)
         stored = _stored(model, base)
         for name in ties.keys() - stored.keys():
             for other in sorted(ties[name] & stored.keys()):
@@ -203,7 +205,7 @@ def _merge(layer: _Layer, where: str) -> dict[str, torch.Tensor]:
     """Read a layer, let ``peft`` merge it, and return the tensors of its base."""
     try:
         for name, (source, path) in layer.sources.items():
-            tensor = _read(source, path)
+            tensor = source.full(path)
             if "base_layer." not in name and tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor = tensor.float()  # as peft loads adapters
             _assign(layer.module, name, tensor)
@@ -222,14 +224,6 @@ def _merge(layer: _Layer, where: str) -> dict[str, torch.Tensor]:
             _assign(layer.module, name, tensor.detach().to("meta"))
         for each in _wrappers(layer.module):
             each.merged_adapters.clear()
-
-
-def _read(source: Source, path: StatePath) -> torch.Tensor:
-    info = source.tensors[path]
-    tensor = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-    if tensor.numel():
-        source.read(path, full_box(info.shape), tensor)
-    return tensor
 
 
 def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
@@ -387,14 +381,6 @@ def _check_names(values: Source, expected: Set[str], found: Set[str]) -> None:
 
 
 # -- tied weights ----------------------------------------------------------------------------------
-
-
-def _ties(model: nn.Module) -> dict[str, set[str]]:
-    """The other names of each parameter that has several."""
-    groups: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(param), set()).add(name)
-    return {name: names - {name} for names in groups.values() for name in names if len(names) > 1}
 
 
 def _ends(model: Any) -> set[str]:

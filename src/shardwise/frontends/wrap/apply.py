@@ -8,10 +8,10 @@ A model that no host could hold in full is wrapped while it is built:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch import nn
@@ -21,6 +21,7 @@ from shardwise.frontends.wrap.policies import (
     CustomPolicy,
     is_bare,
     modules_of_plan,
+    numel_of,
     repeated_blocks,
 )
 
@@ -133,7 +134,7 @@ def enable_wrap(
         wrapper_cls: ``FullyShardedDataParallel``, ``fully_shard``, or anything called like them.
         arguments: its keyword arguments.
     """
-    token = _CURRENT.set(_Wrapping(wrapper_cls, arguments))
+    token = _CURRENT.set(functools.partial(wrapper_cls, **arguments))
     try:
         yield
     finally:
@@ -153,17 +154,13 @@ def wrap(module: nn.Module, **overrides: Any) -> nn.Module:
     current = _CURRENT.get()
     if current is None:
         return module
-    made = current.wrapper_cls(module, **{**current.arguments, **overrides})
+    made = current(module, **overrides)
     return module if made is None else made
 
 
-@dataclass(frozen=True)
-class _Wrapping:
-    wrapper_cls: Callable[..., nn.Module | None]
-    arguments: dict[str, Any]
-
-
-_CURRENT: ContextVar[_Wrapping | None] = ContextVar("shardwise_wrapping", default=None)
+_CURRENT: ContextVar[Callable[..., nn.Module | None] | None] = ContextVar(
+    "shardwise_wrapping", default=None
+)
 
 
 def _ask(
@@ -201,7 +198,8 @@ def _descend(
 ) -> int:
     """Ask ``policy`` about everything in ``module``; return how many parameters groups took."""
     seen.add(module)
-    total = _numel(module, ignored)
+    inside = (inner for inner in module.modules() if inner not in ignored)
+    total = numel_of(p for inner in inside for p in inner.parameters(recurse=False))
     if not policy(module=module, recurse=True, nonwrapped_numel=total):
         return 0
     taken = sum(
@@ -213,16 +211,6 @@ def _descend(
         chosen[module] = {}
         return total
     return taken
-
-
-def _numel(module: nn.Module, ignored: set[nn.Module]) -> int:
-    parameters = {
-        parameter
-        for inner in module.modules()
-        if inner not in ignored
-        for parameter in inner.parameters(recurse=False)
-    }
-    return sum(parameter.numel() for parameter in parameters)
 
 
 def _children_first(model: nn.Module) -> list[nn.Module]:

@@ -256,7 +256,7 @@ def modules_of_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module
         if not name:
             continue
         for pattern, value in plan.items():
-            if _matches(name, pattern):
+            if matches(name, pattern):
                 found.setdefault(module, dict(_ARGUMENTS[value]))
                 if pattern in unmatched:
                     unmatched.remove(pattern)
@@ -274,7 +274,8 @@ def modules_of_plan(model: nn.Module, plan: Mapping[str, str]) -> dict[nn.Module
     return found
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a name has a pattern, in which ``*`` stands for one part between dots."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
@@ -370,5 +371,9 @@ def is_bare(module: nn.Module) -> bool:
 
 
 def _numel(modules: list[nn.Module]) -> int:
-    parameters = {parameter for module in modules for parameter in module.parameters()}
-    return sum(parameter.numel() for parameter in parameters)
+    return numel_of(parameter for module in modules for parameter in module.parameters())
+
+
+def numel_of(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the number of elements of parameters, each counted once."""
+    return sum(parameter.numel() for parameter in {*parameters})

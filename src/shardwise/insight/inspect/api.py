@@ -9,9 +9,8 @@ cannot differ from what the runtime does.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +129,19 @@ class Blueprint:
     heads: Mapping[str, int] = field(default_factory=dict)
     placement: Callable[[nn.Parameter], Shard | None] | None = None
 
+    def copied(self) -> tuple[nn.Module, list[nn.Module]]:
+        """A copy of the model on the meta device, wherever it is itself, and its blocks."""
+        copies: dict[int, Any] = {}
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            if not tensor.is_meta:
+                without = tensor.detach().to("meta")
+                is_parameter = isinstance(tensor, nn.Parameter)
+                copies[id(tensor)] = (
+                    nn.Parameter(without, tensor.requires_grad) if is_parameter else without
+                )
+        model = copy.deepcopy(self.model, copies)
+        return model, [copies[id(block)] for block in self.blocks]
+
 
 def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
     """Report which rank of a mesh, which need not exist, would hold what of a model.
@@ -138,15 +150,14 @@ def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
         RuntimeError: this process has a default process group.
         ValueError: the model cannot be sharded like this.
     """
-    copies: dict[int, Any] = {}
-    model = copy.deepcopy(blueprint.model, copies)
+    model, blocks = blueprint.copied()
     with c10d.fake_world(wanted.size):
         mesh = init_device_mesh("cpu", wanted.shape, mesh_dim_names=wanted.names)
         if TENSOR in wanted.names:
             apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
         if wanted.data_parallel:
             data = mesh[wanted.data_parallel]
-            for module in (*(copies[id(block)] for block in blueprint.blocks), model):
+            for module in (*blocks, model):
                 fully_shard(
                     module,
                     mesh=data,
@@ -180,4 +191,4 @@ def with_counted_values(report: Report) -> Report:
                 rank: take(counted, block.part).tolist()
                 for rank, block in sorted(each.tiling.by_rank.items())
             }
-    return dataclasses.replace(report, values=values)
+    return replace(report, values=values)

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from shardwise.base.html import document, escape, table
+from shardwise.base.html import document, escape
 from shardwise.base.lazy import resource
 from shardwise.base.units import brief_size
 from shardwise.insight.inspect.picture import STYLE, draw_mesh, draw_parameter
 from shardwise.insight.inspect.report import ParameterReport, Report, folded
-from shardwise.insight.inspect.text import TOTALS, block_rows, rank_rows
-from shardwise.insight.inspect.words import Row, counted, dimension_name, shape_in_words
+from shardwise.insight.inspect.text import blocks_of, totals_of
+from shardwise.insight.inspect.words import Row, counted, shape_in_words
 
 
 def page(report: Report, above: Iterable[str] = ()) -> str:
@@ -48,7 +48,7 @@ def _head(report: Report) -> Iterator[str]:
     )
     yield "</p>"
     yield "<details><summary>Bytes per rank</summary>"
-    yield table(("ranks", *TOTALS), list(rank_rows(report.totals)))
+    yield totals_of(report.totals, "ranks").for_page()
     yield "<p>* estimates in the dtype of the parameters. Activations come on top.</p></details>"
     if report.remarks:
         yield f"<details open><summary>Remarks ({len(report.remarks)})</summary><ul>"
@@ -95,9 +95,8 @@ def _sections(report: Report, rows: Sequence[Row[ParameterReport]]) -> Iterator[
         yield f'<div class="pictures"><figure class="mesh" tabindex="0">{mesh}</figure>'
         yield f"<figure>{blocks}</figure></div>"
         yield '<p class="chosen" aria-live="polite">Choose a rank to see its block.</p>'
-        heads = ("ranks", *map(dimension_name, range(len(first.shape))), "bytes", "padding")
-        blocks_table = table(heads, block_rows(first))
-        yield f"<details open><summary>Blocks</summary>{blocks_table}</details></section>"
+        table = blocks_of(first).for_page()
+        yield f"<details open><summary>Blocks</summary>{table}</details></section>"
 
 
 def _about(row: Row[ParameterReport]) -> str:

@@ -13,9 +13,8 @@ from itertools import pairwise, product
 
 from shardwise.base.html import escape
 from shardwise.base.units import brief_size
-from shardwise.insight.inspect.grid import Grid
+from shardwise.insight.inspect.grid import Block, Grid, Tiling
 from shardwise.insight.inspect.report import ParameterReport, Report
-from shardwise.insight.inspect.tiling import Block, Tiling
 from shardwise.insight.inspect.words import (
     block_in_words,
     dimension_name,

@@ -10,20 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor
+from shardwise._torch import dtensor, fsdp
 from shardwise.insight.inspect.grid import (
     Coordinate,
     Grid,
+    Tiling,
     coordinates_in,
     grid_of,
     names_of,
     reachable,
 )
 from shardwise.insight.inspect.report import MOST_VALUES, ParameterReport, ParamKind, Report, Values
-from shardwise.insight.inspect.tiling import Tiling
 from shardwise.optim.part import Part, cut, full_part, placed, shape_of
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import unaveraged_dims
@@ -77,7 +76,7 @@ def read(model: nn.Module, mesh: DeviceMesh | None = None, name: str | None = No
     grid = _grid(found, mesh)
     reader = _Reader(grid)
     return Report(
-        model=name or _class_name(model),
+        model=name or fsdp.original_class(model).__name__,
         grid=grid,
         parameters=tuple(reader.report(each) for each in found),
         unaveraged=unaveraged_dims(mesh for each in found for mesh in each.meshes()),
@@ -233,11 +232,6 @@ def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
     mesh = stored.device_mesh
     for name, placement in zip(names_of(mesh), stored.placements, strict=True):
         yield name, dtensor.describe_placement(placement)
-
-
-def _class_name(model: nn.Module) -> str:
-    """The name of a module's class, without the class that ``fully_shard`` mixes in."""
-    return next(c.__name__ for c in type(model).__mro__ if not issubclass(c, FSDPModule))
 
 
 def gather_values(model: nn.Module) -> Values | None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import enum
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
 from shardwise.base.units import brief_size
-from shardwise.insight.inspect.grid import Grid
-from shardwise.insight.inspect.tiling import Block, Tiling
+from shardwise.insight.inspect.grid import Block, Grid, Tiling
 from shardwise.insight.inspect.words import Row, counted, fold, holders_in_words, shape_in_words
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning
@@ -137,8 +136,7 @@ class GroupReport:
 
     def nbytes_on(self, rank: int) -> int:
         """Number of bytes that ``rank`` holds."""
-        blocks = ((each.itemsize, each.block(rank)) for each in self.parameters)
-        return sum(size * block.numel for size, block in blocks if block is not None)
+        return sum(each.nbytes_on(rank) for each in self.parameters)
 
 
 def folded(parameters: Iterable[ParameterReport]) -> list[Row[ParameterReport]]:
@@ -309,7 +307,9 @@ class Report:
             "ranks": [_json_of_totals(each) for each in self.totals],
             "parameters": [_json_of_parameter(p, numbers[p.tiling]) for p in parameters],
             "tilings": [_json_of_tiling(each) for each in tilings],
-            "remarks": [_json_of_remark(each) for each in self.remarks],
+            "remarks": [
+                {**asdict(each), "parameters": list(each.parameters)} for each in self.remarks
+            ],
             "values": None if self.values is None else _json_of_values(self.values, parameters),
         }
 
@@ -478,11 +478,7 @@ def _examples(found: list[ParameterReport]) -> str:
 
 def _json_of_totals(each: RankTotals) -> dict[str, int]:
     return {
-        "rank": each.rank,
-        "parameters": each.parameters,
-        "trainable": each.trainable,
-        "replicated": each.replicated,
-        "padding": each.padding,
+        **asdict(each),
         "estimated_gradients": each.gradients,
         "estimated_adam": each.optimizer,
     }
@@ -518,15 +514,6 @@ def _json_of_tiling(tiling: Tiling) -> dict[str, Any]:
             }
             for block in tiling.blocks
         ],
-    }
-
-
-def _json_of_remark(each: Remark) -> dict[str, Any]:
-    return {
-        "kind": each.kind,
-        "text": each.text,
-        "nbytes": each.nbytes,
-        "parameters": list(each.parameters),
     }
 
 

@@ -14,7 +14,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.base import html
 from shardwise.base.units import brief_size, printable
+from shardwise.insight.inspect.grid import Block
 from shardwise.insight.inspect.report import (
     MOST_VALUES,
     ParameterReport,
@@ -23,7 +25,6 @@ from shardwise.insight.inspect.report import (
     folded,
     unfolded,
 )
-from shardwise.insight.inspect.tiling import Block
 from shardwise.insight.inspect.words import (
     Row,
     add_rows,
@@ -57,6 +58,33 @@ class View:
     layers: bool = False
     full: bool = False
     width: int | None = None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A table that terminals and pages show.
+
+    Attributes:
+        heads: of its columns.
+        rows: the text of each cell.
+        words: how many of the first columns have words; the others have figures.
+    """
+
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    words: int = 1
+
+    def for_terminal(self) -> Table:
+        """Return the table without lines."""
+        table = plain_table(*self.heads[: self.words])
+        add_figures(table, *self.heads[self.words :])
+        for row in self.rows:
+            table.add_row(*map(Text, row))
+        return table
+
+    def for_page(self) -> str:
+        """Return the table as HTML."""
+        return html.table(self.heads, self.rows)
 
 
 def as_text(report: Report, view: View | None = None) -> str:
@@ -201,19 +229,12 @@ def _block_tables(rows: Sequence[Row[ParameterReport]]) -> Iterator[Text | Paddi
             f"{row.full_name}{times}: {shape_in_words(each.shape)} {each.dtype}, "
             f"{brief_size(each.nbytes)}, {placements or each.kind.value}{tied}"
         )
-        table = plain_table("ranks", *map(dimension_name, range(len(each.shape))))
-        add_figures(table, "bytes", "padding")
-        for cells in block_rows(each):
-            table.add_row(*map(Text, cells))
-        yield Padding(table, (0, 0, 1, 2))
+        yield Padding(blocks_of(each).for_terminal(), (0, 0, 1, 2))
 
 
 def _totals(report: Report, rank: int | None) -> Iterator[Text | Table]:
-    table = plain_table("bytes per rank")
-    add_figures(table, *TOTALS)
-    for cells in rank_rows(each for each in report.totals if rank in (None, each.rank)):
-        table.add_row(*map(Text, cells))
-    yield table
+    shown = [each for each in report.totals if rank in (None, each.rank)]
+    yield totals_of(shown, "bytes per rank").for_terminal()
     yield Text("* estimates in the dtype of the parameters. Activations and unsharded parameters")
     yield Text("  come on top.")
 
@@ -258,31 +279,37 @@ def add_figures(table: Table, *columns: str) -> None:
         table.add_column(column, justify="right", no_wrap=True)
 
 
-# -- cells that the page shows too -------------------------------------------------------------
-
-#: Columns of the table that :func:`rank_rows` makes, after the ranks.
-TOTALS = ("parameters", "replicated", "gradients*", "Adam*", "total*")
+# -- tables that the page shows too ------------------------------------------------------------
 
 
-def rank_rows(totals: Iterable[RankTotals]) -> Iterator[tuple[str, ...]]:
-    """Cells of a table of totals: ranks with the same figures share a row."""
+def totals_of(totals: Iterable[RankTotals], head: str) -> Cells:
+    """A table of totals: ranks with the same figures share a row.
+
+    Args:
+        totals: of ranks.
+        head: of their column.
+    """
     ranks_by_cells: dict[tuple[str, ...], list[int]] = {}
     for each in totals:
         total = each.parameters + each.gradients + each.optimizer
         figures = (each.parameters, each.replicated, each.gradients, each.optimizer, total)
         ranks_by_cells.setdefault(tuple(map(brief_size, figures)), []).append(each.rank)
-    for cells, ranks in ranks_by_cells.items():
-        yield holders_in_words(sorted(ranks)), *cells
+    return Cells(
+        (head, "parameters", "replicated", "gradients*", "Adam*", "total*"),
+        [(holders_in_words(sorted(ranks)), *cells) for cells, ranks in ranks_by_cells.items()],
+    )
 
 
-def block_rows(parameter: ParameterReport) -> list[tuple[str, ...]]:
-    """Cells of a table of blocks: ranks, indices along each dimension, bytes and padding.
+def blocks_of(parameter: ParameterReport) -> Cells:
+    """A table of blocks: ranks, indices along each dimension, bytes and padding.
 
     If there are many blocks, a run of blocks of one shape at regular distances shares a row.
     """
     blocks = parameter.tiling.blocks
     runs = [[block] for block in blocks] if len(blocks) <= _MOST_BLOCKS else _runs(blocks)
-    return [_block_row(parameter, run) for run in runs]
+    words = ("ranks", *map(dimension_name, range(len(parameter.shape))))
+    rows = [_block_row(parameter, run) for run in runs]
+    return Cells((*words, "bytes", "padding"), rows, len(words))
 
 
 def _runs(blocks: Sequence[Block]) -> list[list[Block]]:

@@ -14,7 +14,7 @@ from shardwise.base.units import printable
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from shardwise.insight.inspect.tiling import Block
+    from shardwise.insight.inspect.grid import Block
     from shardwise.optim.part import Span
 
 _MOST_RANGES = 4
@@ -39,16 +39,9 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First and last number of each run of consecutive numbers."""
-    first = last = None
-    for number in numbers:
-        if last is not None and number == last + 1:
-            last = number
-            continue
-        if first is not None and last is not None:
-            yield first, last
-        first = last = number
-    if first is not None and last is not None:
-        yield first, last
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        yield members[0], members[-1]
 
 
 def holders_in_words(ranks: Sequence[int]) -> str:

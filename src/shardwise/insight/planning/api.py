@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from shardwise.base import devices
@@ -19,12 +20,18 @@ from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.inspect import api as inspector
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import calibrate
-from shardwise.insight.planning.allocator import reserved
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.fit import Measured, fit
-from shardwise.insight.planning.machine import FITTED, Execution, Machine, MachineError, link_named
-from shardwise.insight.planning.memory import PROCESS_FACTOR, memory
+from shardwise.insight.planning.machine import (
+    FITTED,
+    Device,
+    Execution,
+    Machine,
+    MachineError,
+    link_named,
+)
+from shardwise.insight.planning.memory import PROCESS_FACTOR, memory, reserved
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import ModelError, longest_sequence
 from shardwise.insight.planning.rehearsal import rehearse
@@ -81,7 +88,7 @@ class ModelPlan(Plan):
         Raises:
             OSError: the file cannot be written.
         """
-        from shardwise.insight.planning.page import page
+        from shardwise.insight.planning.text import page
 
         path = Path(path)
         world = self.settings.world
@@ -131,7 +138,7 @@ def plan(
         RuntimeError: this process has a default process group.
     """
     settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh)))
-    found = machine_of(machine, settings.mesh.size)
+    found = find_machine(machine, settings.mesh.size)
     blueprint = find_model(model) if isinstance(model, str) else of_module(model)
     limit = None if available is None else Available(nbytes=available, source="as given")
     return make_plan(blueprint, settings, found, limit)
@@ -152,12 +159,6 @@ def with_functions(settings: Settings) -> Settings:
             except ModelError as error:
                 raise SettingsError(name, error.found, error.expected) from None
     return replace(settings, **found)
-
-
-def machine_of(config: MachineConfig, ranks: int) -> Machine | None:
-    """Return the machine that a configuration asks for; see :func:`find_machine`."""
-    where = config.ranks_per_host, config.device_file
-    return find_machine(config.device, config.link, *where, ranks)
 
 
 def make_plan(
@@ -184,13 +185,13 @@ def make_plan(
     settings = on_machine(with_sequence(blueprint, settings), machine)
     log = rehearse(blueprint, settings)
     if rehearsed is Rehearsed.FIRST or len(log.events) > MOST_EVENTS:
-        kinds = [RankKind(first=0, ranks=settings.world.size)]
+        kinds = {0: settings.world.size}
     else:
         kinds = kinds_of_ranks(blueprint, settings)
     ranks = []
-    for kind in kinds:
-        its_log = log if kind.first == 0 else rehearse(blueprint, settings, kind.first)
-        ranks.append(replace(memory(its_log), ranks=kind.ranks))
+    for first, count in kinds.items():
+        its_log = log if first == 0 else rehearse(blueprint, settings, first)
+        ranks.append(replace(memory(its_log), ranks=count))
     parameters = {id(each): each for each in blueprint.model.parameters()}.values()
     return ModelPlan(
         model=blueprint.name,
@@ -202,31 +203,18 @@ def make_plan(
         machine="" if machine is None else machine_in_words(machine, settings),
         observed=observed_error(machine, settings),
         available=available or memory_of(machine, settings),
-        reserved=_reserved(log, settings, machine),
+        reserved=_reserved(log, settings),
         exchanged=log.exchanged,
         formulas=log.formulas,
         blueprint=blueprint,
     )
 
 
-@dataclass(frozen=True)
-class RankKind:
-    """Ranks that hold equal parts of every parameter.
+def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> dict[int, int]:
+    """Return how many ranks hold equal parts of every parameter, by the first rank of each kind.
 
-    Attributes:
-        first: the first of them in the world.
-        ranks: how many there are.
-    """
-
-    first: int
-    ranks: int
-
-
-def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
-    """Return the kinds of ranks that shards of unequal size make, the first rank's first.
-
-    Ranks that hold nearly the same are one kind if there would be more than :data:`MOST_KINDS`;
-    the first of them holds the most.
+    Shards of unequal size make several kinds. Ranks that hold nearly the same are one kind if there
+    would be more than :data:`MOST_KINDS`; the first of them holds the most.
     """
     shards = settings.sharding.shape[-1]
     size = settings.mesh.tensor_parallel
@@ -244,10 +232,7 @@ def kinds_of_ranks(blueprint: Blueprint, settings: Settings) -> list[RankKind]:
         sizes = [b - a for a, b in pairwise([*starts, shards])]
         starts.pop(min(range(1, len(starts)), key=lambda i: sizes[i]))
     copies = settings.world.size // shards
-    return [
-        RankKind(first=start * size, ranks=(end - start) * copies)
-        for start, end in pairwise([*starts, shards])
-    ]
+    return {start * size: (end - start) * copies for start, end in pairwise([*starts, shards])}
 
 
 def make_fit(
@@ -332,25 +317,33 @@ def with_sequence(blueprint: Blueprint, settings: Settings) -> Settings:
 
 
 def on_machine(settings: Settings, machine: Machine | None) -> Settings:
-    """Return the settings with what follows from the machine: backend, and ranks of a host.
+    """Return the settings with what follows from the machine: device, backend, ranks of a host.
 
     Raises:
         SettingsError: the device does not have the transport.
     """
-    on_host = machine is None or machine.device.execution is not Execution.QUEUED
-    auto = settings.transport is TransportName.AUTO
-    if on_host and auto and settings.world.size > MOST_PEERS:
-        settings = replace(settings, transport=TransportName.COLLECTIVES)
-    if machine is None:
+    kind, ranks = settings.device_type, settings.ranks_per_host
+    if machine is not None:
+        kind, ranks = _device_type(machine.device), ranks or machine.ranks_per_host
+    settings = replace(settings, device_type=kind, ranks_per_host=ranks)
+    if kind == devices.CPU.type:
+        auto = settings.transport is TransportName.AUTO
+        if auto and settings.world.size > MOST_PEERS:
+            settings = replace(settings, transport=TransportName.COLLECTIVES)
         return settings
-    backend = settings.backend
-    if backend is None and machine.device.execution is Execution.QUEUED:
-        backend = devices.NCCL.name
-    if backend == devices.NCCL.name and settings.transport is TransportName.SHM:
-        expected = f"auto, c10d or collectives: {machine.device.name} is no CPU"
+    if settings.transport is TransportName.SHM:
+        name = kind if machine is None else machine.device.name
+        expected = f"auto, c10d or collectives: {name} is no CPU"
         raise SettingsError("transport", settings.transport, expected)
-    ranks = settings.ranks_per_host or machine.ranks_per_host
-    return replace(settings, backend=backend, ranks_per_host=ranks)
+    backend = settings.backend or dist.get_default_backend_for_device(kind)
+    return replace(settings, backend=backend)
+
+
+def _device_type(device: Device) -> str:
+    """Return the type of a device as torch names it."""
+    if device.execution is Execution.DIRECT:
+        return devices.CPU.type
+    return devices.default_type() if device.costs else devices.KNOWN
 
 
 def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
@@ -358,7 +351,7 @@ def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
 
     Ranks on CPUs share what is free on this host.
     """
-    if machine is not None and _allocates(machine):
+    if machine is not None and machine.device.execution is Execution.QUEUED:
         return Available(nbytes=machine.device.memory, source=machine.device.name)
     free = devices.free_memory(devices.CPU)
     if not free:
@@ -368,18 +361,11 @@ def memory_of(machine: Machine | None, settings: Settings) -> Available | None:
     return Available(nbytes=free // ranks, source=source)
 
 
-def _reserved(log: Log, settings: Settings, machine: Machine | None) -> int | None:
+def _reserved(log: Log, settings: Settings) -> int | None:
     """Return what the allocator of a rank takes for its tensors; ``None`` if unknown."""
-    if _allocates(machine):
-        return reserved(log)
-    if settings.device_type != devices.CPU.type:
-        return None
-    return round(PROCESS_FACTOR * memory(log).peak)
-
-
-def _allocates(machine: Machine | None) -> bool:
-    """Whether the device has a caching allocator: one that the host runs ahead of."""
-    return machine is not None and machine.device.execution is Execution.QUEUED
+    if settings.device_type == devices.CPU.type:
+        return round(PROCESS_FACTOR * memory(log).peak)
+    return reserved(log) if settings.device_type == devices.KNOWN else None
 
 
 def observed_error(machine: Machine | None, settings: Settings) -> str:
@@ -387,7 +373,7 @@ def observed_error(machine: Machine | None, settings: Settings) -> str:
 
     See "Held against published tables" in docs/plan.md.
     """
-    if machine is None or not _allocates(machine) or machine.device.costs:
+    if machine is None or machine.device.execution is Execution.DIRECT or machine.device.costs:
         return ""
     is_fitted = machine.device.name in FITTED and settings.products is not Products.FLOAT8
     if is_fitted or settings.mesh.tensor_parallel > 1:
@@ -406,30 +392,23 @@ def machine_in_words(machine: Machine, settings: Settings) -> str:
     return f"{inside} inside {hosts:,} hosts of {settings.on_host}, {machine.between.name} between"
 
 
-def find_machine(
-    device: str | None,
-    link: str | None = None,
-    ranks_per_host: int | None = None,
-    device_file: str | Path | None = None,
-    ranks: int = ONE_HOST,
-) -> Machine | None:
+def find_machine(config: MachineConfig, ranks: int = ONE_HOST) -> Machine | None:
     """Return the machine to plan for; ``None`` if it is not known.
 
     Args:
-        device: name of a device; ``"cpu"``, or the type of this host's accelerator: this machine,
-            as ``shardwise calibrate`` measured it; ``None``: the same, if it was measured.
-        link: name of the link between hosts; ``None``: ``ib-400``, or that of the file.
-        ranks_per_host: ranks that share a host; ``None``: 8, or that of the file.
-        device_file: a file that describes a machine, in place of ``device``.
+        config: which one. ``"cpu"``, or the type of this host's accelerator, is this machine, as
+            ``shardwise calibrate`` measured it; so is none, if it was measured. The link between
+            hosts is ``ib-400`` by default, and there are 8 ranks on each, or as a file says.
         ranks: ranks of the whole job.
 
     Raises:
         MachineError: a name is unknown, the file is no machine, or there are a device and a file.
     """
-    if device_file is not None:
+    device, link, ranks_per_host = config.device, config.link, config.ranks_per_host
+    if config.device_file is not None:
         if device is not None:
             raise MachineError("--device", f"{device} with a --device-file", "one of the two")
-        machine = Machine.from_file(Path(device_file))
+        machine = Machine.from_file(config.device_file)
     elif device in (None, devices.default_type()):
         return _this_machine(device, link, ranks_per_host or min(ranks, ONE_HOST))
     else:

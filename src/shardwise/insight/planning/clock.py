@@ -16,9 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardwise.base.observe import Activity
-from shardwise.insight.planning.compiled import fused, in_float8
-from shardwise.insight.planning.costs import host_seconds, op_seconds
-from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase, Wait
+from shardwise.insight.planning.costs import fused, host_seconds, in_float8, op_seconds
+from shardwise.insight.planning.events import Log, Mark, Op, Span, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
     Device,
     Execution,
@@ -27,29 +26,10 @@ from shardwise.insight.planning.machine import (
     Progress,
     SharedBy,
 )
-from shardwise.insight.planning.settings import Compiled, Products, Settings
+from shardwise.insight.planning.settings import Products, Settings
 
 #: The activities that marks begin, and that spans show beside collectives.
 _PARTS = (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSpan:
-    """Something with a predicted begin and end.
-
-    Attributes:
-        activity: what it is.
-        name: of the group, or of the module.
-        dimension: the mesh dimension of a collective, else ``""``.
-        begin: seconds after the begin of the step.
-        end: likewise.
-    """
-
-    activity: Activity
-    name: str
-    dimension: str
-    begin: float
-    end: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +47,7 @@ class StepTime:
         mfu: model FLOPs utilization, 0 to 1; ``None`` if the device's peak is not known.
         bound_by: what takes most of the time: ``"matrix products"``, ``"memory bandwidth"``,
             ``"optimizer"``, ``"host"``, or ``"communication over"`` a mesh dimension.
-        spans: what is predicted when, ordered by begin.
+        spans: what is predicted when, in seconds after the begin of the step, ordered by begin.
     """
 
     seconds: float
@@ -78,47 +58,49 @@ class StepTime:
     tokens_per_second: float
     mfu: float | None
     bound_by: str
-    spans: tuple[PlanSpan, ...] = ()
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """The parts by their names."""
+        return {
+            "compute": self.compute,
+            "exposed communication": self.exposed,
+            "optimizer": self.optimizer,
+            "host": self.host,
+        }
 
 
 def step_time(
     log: Log,
     machine: Machine,
     settings: Settings,
-    compiled: Compiled | None = None,
-    products: Products | None = None,
 ) -> StepTime:
     """Return how long the step of a log takes.
 
     Args:
         log: of one rank.
         machine: what it would run on.
-        settings: what was rehearsed.
-        compiled: in place of what the settings say: a rehearsal is the same for all values.
-        products: likewise.
+        settings: what was rehearsed. What is compiled, and the dtype of products, may be other
+            than in the rehearsal.
     """
-    if (compiled or settings.compiled) is Compiled.BLOCKS:
+    if settings.compile:
         log = replace(log, events=tuple(fused(log.events)))
-    if (products or settings.products) is Products.FLOAT8:
+    if settings.products is Products.FLOAT8:
         log = replace(log, events=tuple(in_float8(log.events)))
     return _Replay(log, machine, settings).run()
 
 
-def bytes_sent(activity: Activity, nbytes: int, ranks: int) -> int:
-    """Return the bytes that one rank of a collective sends.
+def sent(start: Start) -> int:
+    """Return the bytes that one rank sends in a collective.
 
     Each rank sends its part to all others, or the parts of all others: ``(n - 1) / n`` of the full
     tensors. An all-reduce is a reduce-scatter and an all-gather. An all-to-all says what it sends.
     """
-    if activity is Activity.ALL_TO_ALL:
-        return nbytes
-    once = nbytes * (ranks - 1) // max(ranks, 1)
-    return 2 * once if activity is Activity.ALL_REDUCE else once
-
-
-def sent(start: Start) -> int:
-    """Return the bytes that one rank sends in a collective of a log."""
-    return bytes_sent(start.activity, start.nbytes, start.ranks)
+    if start.activity is Activity.ALL_TO_ALL:
+        return start.nbytes
+    once = start.nbytes * (start.ranks - 1) // max(start.ranks, 1)
+    return 2 * once if start.activity is Activity.ALL_REDUCE else once
 
 
 class _Part(enum.Enum):
@@ -146,7 +128,7 @@ class _Replay:
         self._ends: dict[int, float] = {}
         self._spent: dict[_Part, float] = defaultdict(float)
         self._exposed: dict[str, float] = defaultdict(float)
-        self._spans: list[PlanSpan] = []
+        self._spans: list[Span] = []
         self._open: tuple[Activity, str, float] | None = None
 
     def run(self) -> StepTime:
@@ -204,7 +186,7 @@ class _Replay:
     def _run_on_wire(self, start: Start, begin: float) -> None:
         end = begin + self._seconds(start)
         self._wires[start.dimension] = self._ends[start.number] = end
-        self._spans.append(PlanSpan(start.activity, start.group, start.dimension, begin, end))
+        self._spans.append(Span(start.activity, start.group, begin, end, start.dimension))
 
     def _wait(self, number: int) -> None:
         start = self._starts.pop(number, None)
@@ -217,9 +199,7 @@ class _Replay:
         self._issue(self._link(start).host_cost * sent(start))
         if end > self._now:
             self._exposed[start.dimension] += end - self._now
-            self._spans.append(
-                PlanSpan(Activity.WAIT, start.group, start.dimension, self._now, end)
-            )
+            self._spans.append(Span(Activity.WAIT, start.group, self._now, end, start.dimension))
             self._now = end
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
@@ -231,7 +211,7 @@ class _Replay:
     def _close(self, end: float) -> None:
         if self._open is not None:
             activity, name, begin = self._open
-            self._spans.append(PlanSpan(activity, name, "", begin, end))
+            self._spans.append(Span(activity, name, begin, end))
             self._open = None
 
     # -- wires ------------------------------------------------------------------------------------

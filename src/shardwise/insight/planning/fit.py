@@ -7,7 +7,6 @@ Estimates only decide the order. What is returned was rehearsed in full.
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -100,8 +99,10 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     Raises:
         NothingFitsError: nothing fits.
     """
-    found = sorted(_estimates(blueprint, settings, limit, measure), key=_slowness)
-    estimates = [each.alternative for each in found]
+    found = sorted(
+        _estimates(blueprint, settings, limit, measure), key=lambda pair: -pair[1].tokens_per_second
+    )
+    cases, estimates = [case for case, _ in found], [each for _, each in found]
     exact: list[int] = []
     for turn in range(1, _MOST_REHEARSED + 1):
         left = [i for i, each in enumerate(estimates) if each.fits and i not in exact]
@@ -110,9 +111,7 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
         # The fastest first. If all of them need more than was estimated, what needs the least.
         last = turn == _MOST_REHEARSED
         at = min(left, key=lambda i: estimates[i].peak) if last else left[0]
-        estimates[at] = _alternative(
-            found[at].settings, measure(blueprint, found[at].settings), limit
-        )
+        estimates[at] = _alternative(cases[at], measure(blueprint, cases[at]), limit)
         exact.append(at)
         if sum(estimates[i].fits for i in exact) == _FINALISTS:
             break
@@ -120,33 +119,24 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     if not fitting:
         too_large = [each for each in estimates if not each.fits]
         raise NothingFitsError(min(too_large, key=lambda each: each.peak), limit)
-    best = max(fitting, key=lambda i: estimates[i].rate)
+    best = max(fitting, key=lambda i: estimates[i].tokens_per_second)
     # An estimate that is faster than what was rehearsed was too high, and is left out.
     others = [
         each
         for i, each in enumerate(estimates)
-        if i != best and not (each.fits and each.rate > estimates[best].rate)
+        if i != best
+        and not (each.fits and each.tokens_per_second > estimates[best].tokens_per_second)
     ]
-    others.sort(key=lambda each: -each.rate)
-    return Fit(settings=found[best].settings, alternatives=_neighbors(others))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Estimate:
-    settings: Settings
-    alternative: Alternative
-
-
-def _slowness(estimate: _Estimate) -> float:
-    return -estimate.alternative.rate
+    others.sort(key=lambda each: -each.tokens_per_second)
+    return Fit(settings=cases[best], alternatives=_neighbors(others))
 
 
 def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:
     fitting = [each for each in others if each.fits][:_SHOWN]
-    slowest = fitting[-1].rate if fitting else 0.0
-    faster = [each for each in others if not each.fits and each.rate > slowest]
+    slowest = fitting[-1].tokens_per_second if fitting else 0.0
+    faster = [each for each in others if not each.fits and each.tokens_per_second > slowest]
     closest = sorted(faster, key=lambda each: each.peak)[:_SHOWN]
-    return tuple(sorted((*fitting, *closest), key=lambda each: -each.rate))
+    return tuple(sorted((*fitting, *closest), key=lambda each: -each.tokens_per_second))
 
 
 def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternative:
@@ -154,17 +144,17 @@ def _alternative(settings: Settings, measured: Measured, limit: int) -> Alternat
     return Alternative(
         mesh=str(settings.mesh),
         strategy=settings.strategy.value,
-        checkpointing=settings.activation_checkpointing.value,
+        activation_checkpointing=settings.activation_checkpointing.value,
         batch_size=settings.batch_size,
         peak=round(measured.peak),
-        rate=units / measured.seconds if measured.seconds else 0.0,
+        tokens_per_second=units / measured.seconds if measured.seconds else 0.0,
         fits=measured.peak <= limit,
     )
 
 
 def _estimates(
     blueprint: Blueprint, settings: Settings, limit: int, measure: Measure
-) -> Iterator[_Estimate]:
+) -> Iterator[tuple[Settings, Alternative]]:
     """Estimate all batch sizes of all strategies, checkpointings and meshes that may be best.
 
     Batch size and checkpointing are estimated for one strategy. What another strategy changes is
@@ -177,24 +167,27 @@ def _estimates(
         if not meshes:
             continue
         first = replace(settings, strategy=meshes[0][0], mesh=meshes[0][1])
-        lines = {
-            each: estimator.line(replace(first, activation_checkpointing=each))
-            for each in Checkpointing
-        }
+        lines = {each: estimator.line(_recomputing(first, each)) for each in Checkpointing}
         own = 0.0
         for strategy, mesh in meshes:
             case = replace(settings, strategy=strategy, mesh=mesh)
             change = estimator.difference(case, first)
             for checkpointing, batch_size in itertools.product(Checkpointing, BATCHES):
-                at = replace(case, activation_checkpointing=checkpointing, batch_size=batch_size)
+                at = replace(_recomputing(case, checkpointing), batch_size=batch_size)
                 measured = lines[checkpointing](batch_size) + change
                 alternative = _alternative(at, measured, limit)
-                yield _Estimate(settings=at, alternative=alternative)
+                yield at, alternative
                 if alternative.fits:
-                    own = max(own, alternative.rate)
+                    own = max(own, alternative.tokens_per_second)
         if own and own < best:
             return  # cutting matrices into smaller ones pays no more
         best = max(best, own)
+
+
+def _recomputing(settings: Settings, mode: Checkpointing) -> Settings:
+    """Return settings with another checkpointing, in as many blocks as before if in any."""
+    every = 1 if mode is Checkpointing.NONE else settings.recompute_every
+    return replace(settings, activation_checkpointing=mode, recompute_every=every)
 
 
 def _meshes(
@@ -275,14 +268,13 @@ class _Estimator:
     def at(self, settings: Settings) -> Measured:
         """Return the estimate of settings."""
         if settings not in self._known:
-            self._known[settings] = self._rehearsed(settings)
+            if self._few is None or self._more is None:
+                found = self._measure(self._blueprint, settings)
+            else:
+                few, more = (self._measure(each, settings) for each in (self._few, self._more))
+                found = _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
+            self._known[settings] = found
         return self._known[settings]
-
-    def _rehearsed(self, settings: Settings) -> Measured:
-        if self._few is None or self._more is None:
-            return self._measure(self._blueprint, settings)
-        few, more = self._measure(self._few, settings), self._measure(self._more, settings)
-        return _extrapolated(few, more, _FEW, _MORE, len(self._blueprint.blocks))
 
     def line(self, settings: Settings) -> Callable[[int], Measured]:
         """Return estimates by batch size."""
@@ -292,7 +284,7 @@ class _Estimator:
     def difference(self, settings: Settings, first: Settings) -> Measured:
         """Return what settings change, with the smallest batch and without checkpointing."""
         one, other = (
-            self.at(replace(each, activation_checkpointing=Checkpointing.NONE, batch_size=1))
+            self.at(replace(_recomputing(each, Checkpointing.NONE), batch_size=1))
             for each in (settings, first)
         )
         return Measured(peak=one.peak - other.peak, seconds=one.seconds - other.seconds)
@@ -313,32 +305,19 @@ def shortened(blueprint: Blueprint, layers: int) -> Blueprint | None:
     Returns:
         ``None`` if the layers are not in one list, or there are too few of them.
     """
-    blocks = list(blueprint.blocks)
-    if len(blocks) <= layers:
+    if len(blueprint.blocks) <= layers:
         return None
-    inside = {id(block) for block in blocks}
-    parents = [
+    model, blocks = blueprint.copied()
+    parents: list[Any] = [
         module
-        for module in blueprint.model.modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential)
-        and inside <= {id(child) for child in module}
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and {*blocks} <= {*module}
     ]
     if not parents:
         return None
-    copies: dict[int, Any] = {}
-    for tensor in itertools.chain(blueprint.model.parameters(), blueprint.model.buffers()):
-        without = tensor.detach().to("meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        copies[id(tensor)] = (
-            nn.Parameter(without, tensor.requires_grad) if is_parameter else without
-        )
-    model = copy.deepcopy(blueprint.model, copies)
-    removed = {id(copies[id(block)]) for block in blocks[layers:]}
-    parent = copies[id(parents[0])]
-    for index in reversed(range(len(parent))):
-        if id(parent[index]) in removed:
-            del parent[index]
+    for index in reversed(range(len(parents[0]))):
+        if parents[0][index] in blocks[layers:]:
+            del parents[0][index]
     names = {name for name, _ in model.named_modules()}
     styles = {name: style for name, style in blueprint.tensor_parallel.items() if name in names}
-    left = [copies[id(block)] for block in blocks[:layers]]
-    return replace(blueprint, model=model, blocks=left, tensor_parallel=styles)
+    return replace(blueprint, model=model, blocks=blocks[:layers], tensor_parallel=styles)

@@ -35,31 +35,26 @@ from __future__ import annotations
 import difflib
 import enum
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
-from shardwise.base.errors import CheckpointError
+from shardwise.base.errors import CheckpointError, NotPossibleError
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.files import Links, read_small
+
+T = TypeVar("T")
 
 _GIB = 2**30
 _MAX_BYTES = 1 << 16  # of a file that describes a machine
 
 
-class MachineError(ValueError):
-    """A device, a link or a file of them cannot be used.
-
-    Attributes:
-        found: what was given.
-        expected: what is possible.
-    """
+class MachineError(NotPossibleError):
+    """A device, a link or a file of them that cannot be used."""
 
     def __init__(self, where: str, found: object, expected: str) -> None:
-        self.found = printable(str(found))[:200]
-        self.expected = expected
-        super().__init__(f"{printable(where)}: found {self.found}, expected {expected}")
+        super().__init__(printable(where), printable(str(found))[:200], expected)
 
 
 class Execution(enum.Enum):
@@ -231,8 +226,7 @@ def device_named(name: str) -> Device:
     Raises:
         MachineError: it is not known.
     """
-    _check_known("device", name, DEVICES)
-    return DEVICES[name]
+    return _named("device", name, DEVICES)
 
 
 def device_reported_as(name: str) -> Device | None:
@@ -256,13 +250,12 @@ def link_named(name: str) -> Link:
     Raises:
         MachineError: it is not known.
     """
-    _check_known("link", name, LINKS)
-    return LINKS[name]
+    return _named("link", name, LINKS)
 
 
-def _check_known(kind: str, name: str, known: Mapping[str, object]) -> None:
+def _named(kind: str, name: str, known: Mapping[str, T]) -> T:
     if name in known:
-        return
+        return known[name]
     near = difflib.get_close_matches(name.lower(), known, n=1)
     hint = f" (did you mean {near[0]}?)" if near else ""
     names = ", ".join(known)
@@ -314,18 +307,16 @@ class Machine:
         Raises:
             MachineError: the file cannot be read, or does not describe a machine.
         """
-        fields = _Fields(_toml(path), str(path))
-        device = _device(fields.table("device"))
-        inside = _link(fields.table("link", needed=False), LINKS[device.host_link])
-        between = _link(fields.table("link_between_hosts", needed=False), LINKS["ib-400"])
-        ranks = int(fields.number("ranks_per_host", 8.0, least=1))
-        fields.end()
+        rest, where = _toml(path), str(path)
+        tables = {name: _table(rest, name, where) for name in ("device", *_FILE_LINKS)}
+        device = _device(*tables["device"])
+        defaults = (LINKS[device.host_link], LINKS["ib-400"])
+        inside, between = (
+            _link(*tables[name], default)
+            for name, default in zip(_FILE_LINKS, defaults, strict=True)
+        )
+        ranks = int(_read(rest, where, ["ranks_per_host"], {}).get("ranks_per_host", 8))
         return cls(device=device, inside=inside, between=between, ranks_per_host=ranks)
-
-
-def known() -> tuple[Sequence[str], Sequence[str]]:
-    """Return the names of all known devices and of all known links."""
-    return list(DEVICES), list(LINKS)
 
 
 # -- files ----------------------------------------------------------------------------------------
@@ -341,104 +332,77 @@ def _toml(path: Path) -> dict[str, Any]:
         raise MachineError(str(path), f"no TOML ({error})", "a TOML file") from None
 
 
-class _Fields:
-    """A table of a file, read field by field.
+_FILE_LINKS = ("link", "link_between_hosts")
+#: The least and the most of numbers in a file; of all others, 1 and 1e30.
+_LIMITS = {
+    "matmul_efficiency": (1e-3, 1.0),
+    "attention_efficiency": (1e-3, 1.0),
+    "memory_efficiency": (1e-3, 1.0),
+    "op_overhead": (0.0, 1.0),
+    "latency": (0.0, 10.0),
+}
+
+
+def _table(values: dict[str, Any], name: str, where: str) -> tuple[dict[str, Any], str]:
+    """Take a table out of another, and say where it is; an empty one if it is not there."""
+    found, where = values.pop(name, {}), f"{where}, [{name}]"
+    if not isinstance(found, dict):
+        raise MachineError(where, type(found).__name__, "a table")
+    return found, where
+
+
+def _read(
+    table: dict[str, Any],
+    where: str,
+    numbers: Iterable[str],
+    texts: Mapping[str, Iterable[str]],
+    needed: Iterable[str] = (),
+) -> dict[str, Any]:
+    """Return the fields of a table, checked.
 
     Args:
-        values: the table.
+        table: the table.
         where: the file and the table, for error messages.
+        numbers: names of the numbers that it may have.
+        texts: names of the texts that it may have, each with what it may be; nothing: anything.
+        needed: the names of those that have to be there.
     """
-
-    def __init__(self, values: object, where: str) -> None:
-        if not isinstance(values, dict):
-            raise MachineError(where, type(values).__name__, "a table")
-        self._left = dict(values)
-        self.where = where
-
-    def table(self, name: str, *, needed: bool = True) -> _Fields:
-        """Return a table within; an empty one if it need not be there."""
-        if needed and name not in self._left:
-            raise MachineError(self.where, f"no [{name}]", f"a table [{name}]")
-        return _Fields(self._left.pop(name, {}), f"{self.where}, [{name}]")
-
-    def number(
-        self, name: str, default: float | None = None, least: float = 0.0, most: float = 1e30
-    ) -> float:
-        """Return a number from ``least`` to ``most``."""
-        value = self._left.pop(name, default)
-        expected = f"a number from {least:g} to {most:g}"
-        if value is None:
-            raise MachineError(self.where, f"no {name}", expected)
-        if type(value) not in (int, float) or not least <= value <= most:
-            raise MachineError(f"{self.where}, {name}", value, expected)
-        return float(value)
-
-    def share(self, name: str, default: float) -> float:
-        """Return a number above 0 and up to 1."""
-        return self.number(name, default, least=1e-3, most=1.0)
-
-    def text(self, name: str, default: str | None = None, among: Iterable[str] = ()) -> str:
-        """Return a printable text of at most 100 characters, one of ``among`` if there are some."""
-        value = self._left.pop(name, default)
-        names = list(among)
-        expected = f"one of {', '.join(names)}" if names else "up to 100 printable characters"
-        if value is None:
-            raise MachineError(self.where, f"no {name}", expected)
-        if not isinstance(value, str) or not value.isprintable() or not 0 < len(value) <= 100:
-            raise MachineError(f"{self.where}, {name}", value, expected)
-        if names and value not in names:
-            raise MachineError(f"{self.where}, {name}", value, expected)
-        return value
-
-    def names(self) -> list[str]:
-        """Return the names of the fields that are left."""
-        return list(self._left)
-
-    def end(self) -> None:
-        """Check that nothing is left."""
-        if self._left:
-            raise MachineError(self.where, f"the unknown field {next(iter(self._left))}", "others")
+    for name in needed:
+        if name not in table:
+            raise MachineError(where, f"no {name}", f"a field {name}")
+    for name, value in table.items():
+        if name in texts:
+            names = list(texts[name])
+            expected = f"one of {', '.join(names)}" if names else "up to 100 printable characters"
+            fits = isinstance(value, str) and value.isprintable() and 0 < len(value) <= 100
+            fits = fits and (not names or value in names)
+        elif name in numbers:
+            least, most = _LIMITS.get(name, (1.0, 1e30))
+            expected = f"a number from {least:g} to {most:g}"
+            fits = type(value) in (int, float) and least <= value <= most
+        else:
+            raise MachineError(where, f"the unknown field {name}", "others")
+        if not fits:
+            raise MachineError(f"{where}, {name}", value, expected)
+    return table
 
 
-def _device(fields: _Fields) -> Device:
-    name = fields.text("name")
-    table = fields.table("flops")
-    flops = {dtype: table.number(dtype, least=1.0) for dtype in table.names()}
-    if not flops:
-        raise MachineError(table.where, "no dtype", "such as bfloat16 = 312e12")
-    base = Device(
-        name=name,
-        memory=int(fields.number("memory", least=1)),
-        memory_bandwidth=fields.number("memory_bandwidth", least=1.0),
-        flops=flops,
-    )
-    device = replace(
-        base,
-        matmul_efficiency=fields.share("matmul_efficiency", base.matmul_efficiency),
-        attention_efficiency=fields.share("attention_efficiency", base.attention_efficiency),
-        memory_efficiency=fields.share("memory_efficiency", base.memory_efficiency),
-        op_overhead=fields.number("op_overhead", base.op_overhead, most=1.0),
-        host_link=fields.text("host_link", base.host_link, among=LINKS),
-    )
-    fields.end()
-    return device
+def _device(table: dict[str, Any], where: str) -> Device:
+    flops, at = _table(table, "flops", where)
+    if not _read(flops, at, flops, {}):
+        raise MachineError(at, "no dtype", "such as bfloat16 = 312e12")
+    shares = ("matmul_efficiency", "attention_efficiency", "memory_efficiency")
+    needed = ("name", "memory", "memory_bandwidth")
+    numbers = (*needed[1:], *shares, "op_overhead")
+    found = _read(table, where, numbers, {"name": (), "host_link": LINKS}, needed)
+    return Device(**{**found, "memory": int(found["memory"]), "flops": flops})
 
 
-def _link(fields: _Fields, default: Link) -> Link:
-    name = fields.text("name", default.name)
-    known = LINKS.get(name)
-    base = known or default
-    link = Link(
-        name=name,
-        bandwidth=fields.number("bandwidth", known.bandwidth if known else None, least=1.0),
-        latency=fields.number("latency", base.latency, most=10.0),
-        shared_by=SharedBy(
-            fields.text(
-                "shared_by",
-                base.shared_by.value,
-                among=[each.value for each in SharedBy],
-            )
-        ),
-    )
-    fields.end()
-    return link
+def _link(table: dict[str, Any], where: str, default: Link) -> Link:
+    shared_by = [each.value for each in SharedBy]
+    texts: dict[str, Iterable[str]] = {"name": (), "shared_by": shared_by}
+    needed = () if str(table.get("name", default.name)) in LINKS else ("bandwidth",)
+    found = _read(table, where, ("bandwidth", "latency"), texts, needed)
+    if "shared_by" in found:
+        found["shared_by"] = SharedBy(found["shared_by"])
+    return replace(LINKS.get(found.get("name", default.name), default), **found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwise.frontends.pretrained.opening import model_of
-from shardwise.frontends.wrap import repeated_blocks
+from shardwise.frontends.wrap.policies import matches, repeated_blocks
 from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning.presets import (
     BYTE_VOCABULARY,
@@ -253,7 +252,7 @@ def _styles(model: Any) -> dict[str, ParallelStyle]:
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     named = dict(model.named_modules())
     asked = {
-        name: next((style for pattern, style in plan.items() if _matches(name, pattern)), "")
+        name: next((style for pattern, style in plan.items() if matches(name, pattern)), "")
         for name, each in named.items()
         if each not in (embedding, head) and next(each.parameters(recurse=False), None) is not None
     }
@@ -308,11 +307,6 @@ _STYLES: Mapping[str, Callable[[Placement], ParallelStyle]] = {
         sequence_dim=2, use_local_output=True
     ),
 }
-
-
-def _matches(name: str, pattern: str) -> bool:
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
 def _heads(config: Any) -> Iterator[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,36 +54,14 @@ class LlamaShape:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "max_position_embeddings": self.positions,
+            "num_key_value_heads": self.kv_heads,
+            "vocab_size": self.vocabulary,
         }
-        if self.kv_heads is not None:
-            settings["num_key_value_heads"] = self.kv_heads
-        if self.vocabulary is not None:
-            settings["vocab_size"] = self.vocabulary
-        return settings
+        return {name: value for name, value in settings.items() if value is not None}
 
 
-def _llama3(hidden: int, intermediate: int, layers: int, heads: int) -> LlamaShape:
-    return LlamaShape(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        positions=131_072,
-        kv_heads=8,
-        vocabulary=128_256,
-    )
-
-
-def _llama2(hidden: int, intermediate: int, layers: int, heads: int) -> LlamaShape:
-    return LlamaShape(
-        hidden=hidden,
-        intermediate=intermediate,
-        layers=layers,
-        heads=heads,
-        positions=4096,
-        vocabulary=32_000,
-    )
-
+_llama3 = functools.partial(LlamaShape, positions=131_072, kv_heads=8, vocabulary=128_256)
+_llama2 = functools.partial(LlamaShape, positions=4096, vocabulary=32_000)
 
 #: The first three are of this library; their names count all parameters but embedding and head. The
 #: others have the shapes of the Llama 2 and Llama 3.1 papers.
@@ -90,11 +69,11 @@ LLAMAS = {
     "llama-tiny": LlamaShape(hidden=128, intermediate=384, layers=4, heads=4, positions=1024),
     "llama-34m": LlamaShape(hidden=512, intermediate=2048, layers=8, heads=8, positions=2048),
     "llama-150m": LlamaShape(hidden=1024, intermediate=2688, layers=12, heads=16, positions=2048),
-    "llama-8b": _llama3(4096, 14_336, 32, 32),
-    "llama-70b": _llama3(8192, 28_672, 80, 64),
-    "llama-405b": _llama3(16_384, 53_248, 126, 128),
-    "llama2-7b": _llama2(4096, 11_008, 32, 32),
-    "llama2-13b": _llama2(5120, 13_824, 40, 40),
+    "llama-8b": _llama3(hidden=4096, intermediate=14_336, layers=32, heads=32),
+    "llama-70b": _llama3(hidden=8192, intermediate=28_672, layers=80, heads=64),
+    "llama-405b": _llama3(hidden=16_384, intermediate=53_248, layers=126, heads=128),
+    "llama2-7b": _llama2(hidden=4096, intermediate=11_008, layers=32, heads=32),
+    "llama2-13b": _llama2(hidden=5120, intermediate=13_824, layers=40, heads=40),
 }
 
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,9 +37,7 @@ from shardwise.insight.planning.events import (
     StepPhase,
     Wait,
 )
-from shardwise.insight.planning.formulas import MOST_READS, stand_in
 from shardwise.insight.planning.settings import UntraceableError
-from shardwise.insight.planning.work import Traits, tensors_in, traits_of, work_of
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -100,18 +98,6 @@ class _Growth:
         return Change(self.held.settled, self.nbytes, self.held.module, self.moment)
 
 
-class Recorded(NamedTuple):
-    """A step.
-
-    Attributes:
-        before: bytes by kind when it begins.
-        events: of the step.
-    """
-
-    before: Mapping[Memory, int]
-    events: tuple[Event, ...]
-
-
 class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
 
@@ -120,7 +106,8 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         dimensions: name and number of ranks of each process group of the mesh, by its name.
 
     Attributes:
-        formulas: modules whose results depend on values, and why; see ``formulas.py``.
+        before: bytes by kind when the step begins.
+        formulas: modules whose results depend on values, and why; see ``work.py``.
     """
 
     def __init__(
@@ -134,7 +121,6 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._events: list[Event | _Growth] = []
         self._held: dict[int, Held] = {}
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._before: dict[Memory, int] = {}
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._ends: frozenset[str] = frozenset()
@@ -147,6 +133,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
             weakref.WeakKeyDictionary()
         )
+        self.before: dict[Memory, int] = {}
         self.model_flops = 0
         self.formulas: dict[str, str] = {}
         self._reads = 0
@@ -224,7 +211,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._records = True
         for held in self._held.values():
             kind = held.kind or Memory.OTHER
-            self._before[kind] = self._before.get(kind, 0) + held.nbytes
+            self.before[kind] = self.before.get(kind, 0) + held.nbytes
             held.kind = kind
 
     def enter(self, phase: StepPhase) -> None:
@@ -233,12 +220,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._phase = phase
         self._group = ""
 
-    def finish(self) -> Recorded:
+    def finish(self) -> tuple[Event, ...]:
         """Return what has been recorded."""
-        events = tuple(
-            each.change() if isinstance(each, _Growth) else each for each in self._events
-        )
-        return Recorded(self._before, events)
+        return tuple(each.change() if isinstance(each, _Growth) else each for each in self._events)
 
     # -- the runtime's reports, as an observer ---------------------------------------------------
 
@@ -364,18 +348,19 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             return out
         if not (self._records and traits.computes and (made or traits.writes)):
             return out
-        work = work_of(func, args, kwargs, out, written)
+        flops = fake.flops_of(func, args, kwargs, out)
+        touched = (*tensors_in((args, tuple(kwargs.values()))), *written)
         if not source.runtime and phase in (StepPhase.FORWARD, StepPhase.BACKWARD):
-            self.model_flops += work.flops.needed
+            self.model_flops += flops.needed
         self._events.append(
             Op(
                 name=traits.name,
                 module=module,
                 phase=phase,
-                flops=work.flops.done,
-                nbytes=work.nbytes,
-                shapes=work.shapes,
-                dtype=work.dtype,
+                flops=flops.done,
+                nbytes=sum(tensor.numel() * tensor.element_size() for tensor in touched),
+                shapes=tuple(tuple(tensor.shape) for tensor in touched),
+                dtype=str(written[0].dtype)[6:] if written else "",
                 runtime=source.runtime,
             )
         )
@@ -561,3 +546,92 @@ def _source_of_file(path: str) -> _Source | None:
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
 _HERE = __file__.removesuffix("insight/planning/recorder.py")
+
+
+# -- operations by their schemas -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What the schema of an operation says about all its calls."""
+
+    name: str
+    short: str
+    namespace: str
+    only_views: bool
+    writes: bool
+    computes: bool
+
+
+#: They touch no memory.
+_IDLE = frozenset(
+    {
+        *("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"),
+        *("empty_permuted", "set_", "resize_"),
+    }
+)
+
+
+@functools.cache
+def traits_of(func: Any) -> Traits:
+    """Return what the schema of an operation says."""
+    name = str(func)
+    namespace, _, rest = name.partition(".")
+    short = rest.partition(".")[0]
+    return Traits(
+        name=name,
+        short=short,
+        namespace=namespace,
+        only_views=fake.only_views(func),
+        writes=fake.writes(func),
+        computes=short not in _IDLE,
+    )
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """Return the tensors in nested lists and tuples."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, list | tuple):
+        return [tensor for value in values for tensor in tensors_in(value)]
+    return []
+
+
+# -- what depends on values ------------------------------------------------------------------------
+
+MOST_READS = 10_000  # of values in one step; more are a loop that waits for one
+
+
+def stand_in(name: str, args: tuple[Any, ...]) -> Any:
+    """Return what an operation that depends on values returns in a rehearsal.
+
+    Args:
+        name: of the operation, such as ``"aten.nonzero.default"``.
+        args: its arguments.
+
+    Raises:
+        NotImplementedError: there is nothing to stand in for it.
+    """
+    tensor: torch.Tensor = args[0]
+    match name.split(".")[1]:
+        case "_local_scalar_dense":
+            return True if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
+        case "nonzero":
+            return tensor.new_empty(tensor.numel(), tensor.ndim, dtype=torch.long)
+        case "masked_select":
+            return torch.where(args[1], tensor, tensor).flatten()
+        case "index":
+            return torch.ops.aten.index.Tensor(tensor, _indices(args[1]))
+    raise NotImplementedError(name)
+
+
+def _indices(given: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Replace masks by positions: as many as they have elements."""
+    found: list[torch.Tensor | None] = []
+    for index in given:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            positions = index.new_empty(index.numel(), dtype=torch.long)
+            found += [positions] * index.ndim
+        else:
+            found.append(index)
+    return found

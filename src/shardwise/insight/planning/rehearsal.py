@@ -8,14 +8,12 @@ is written down, so that a plan cannot differ from what the runtime does.
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import random
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,8 +30,7 @@ from shardwise.base.places import Medium, OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
-from shardwise.frontends.activation import checkpoint_blocks
-from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
 from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
@@ -94,37 +91,40 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         for name in world.names:
             Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
         with _explaining("copying the model"):
-            model, blocks = _without_values(blueprint, settings)
+            model, blocks = blueprint.copied()
+            if settings.shard_dtype is not None:
+                store_in(model, _dtype(settings.shard_dtype))
+            model.train()
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         stack.enter_context(_fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
-            built = _build(model, blocks, blueprint, settings, mesh)
+            _build(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
-            optimizer = _Optimizer(settings, built.model)
+            optimizer = _Optimizer(settings, model)
         stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             each = range(settings.accumulate)
-            batches = [_batch(settings, built.model, name, mode) for _ in each]
+            batches = [_batch(settings, model, name, mode) for _ in each]
         recorder = RehearsalRecorder(mode, _dimensions(mesh))
-        with recorder, recorder.watching(built.model, built.ends), observing(recorder):
+        with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             with _explaining("a step of the optimizer"):
-                optimizer.make_states(built.model)
+                optimizer.make_states(model)
             if settings.stepping is Stepping.IN_BACKWARD:
-                for group in groups_of(built.model):
+                for group in groups_of(model):
                     group.stepper = stepper
-            recorder.label_gradients(_fulls(built.model))
-            _warm_up(recorder, settings, built.model, optimizer, batches)
-            elsewhere = _offloaded_parameters(settings, built.model)
-            _label(recorder, built.model, optimizer, batches, elsewhere)
+            recorder.label_gradients(_fulls(model))
+            _warm_up(recorder, settings, model, optimizer, batches)
+            elsewhere = _offloaded_parameters(settings, model)
+            _label(recorder, model, optimizer, batches, elsewhere)
             recorder.record()
-            _step(recorder, settings, built.model, optimizer, batches)
-            recorded = recorder.finish()
+            _step(recorder, settings, model, optimizer, batches)
+            events = recorder.finish()
     return Log(
         rank=rank,
-        before=recorded.before,
-        events=recorded.events,
+        before=recorder.before,
+        events=events,
         tokens=settings.batch_size * settings.accumulate * (settings.seq_length or 1),
         flops=recorder.model_flops,
         formulas=recorder.formulas,
@@ -171,39 +171,30 @@ def _fake_as_real() -> contextlib.AbstractContextManager[None]:
     return hf.fake_as_real()
 
 
-@dataclass(frozen=True)
-class _Built:
-    """The sharded model, and the names of the modules that compute logits or the loss."""
-
-    model: nn.Module
-    ends: frozenset[str]
-
-
 def _build(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     blueprint: Blueprint,
     settings: Settings,
     mesh: DeviceMesh,
-) -> _Built:
+) -> None:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     if TENSOR not in settings.world.names:
         _make_fake(model)
         _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
-        return _Built(model, _ends(model))
+        return
     # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
     # all is done on the meta device, except that transports get fake memory from the start.
     with dtensor.real_tensors():
         data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
-    transports = DataMesh.of(data, settings.transport, wires=settings.wire)
+    transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
     with dtensor.real_tensors():
         _shard(model, blocks, blueprint, settings, data)
     del transports  # the groups hold them now
     names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     allocate(model, [name for name, _ in names])
-    return _Built(model, _ends(model))
 
 
 def _shard(
@@ -225,25 +216,8 @@ def _shard(
         ),
         placement=blueprint.placement,
         transport=settings.transport,
-        wire=settings.wire.argument,
+        wire=settings.collective_wire.argument,
     )
-
-
-def _without_values(blueprint: Blueprint, settings: Settings) -> tuple[nn.Module, list[nn.Module]]:
-    """Copy the model to the meta device, in its dtype; return the copy, and its blocks."""
-    copies: dict[int, Any] = {}
-    for tensor in (*blueprint.model.parameters(), *blueprint.model.buffers()):
-        if not tensor.is_meta:
-            without = tensor.detach().to("meta")
-            copies[id(tensor)] = (
-                nn.Parameter(without, tensor.requires_grad)
-                if isinstance(tensor, nn.Parameter)
-                else without
-            )
-    model = copy.deepcopy(blueprint.model, copies)
-    if settings.shard_dtype is not None:
-        store_in(model, _dtype(settings.shard_dtype))
-    return model.train(), [copies[id(block)] for block in blueprint.blocks]
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -6,8 +6,9 @@ JSON form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise.base.observe import Memory
@@ -82,25 +83,26 @@ class Alternative:
     Attributes:
         mesh: ranks by dimension.
         strategy: name of the strategy.
-        checkpointing: which activations are recomputed.
+        activation_checkpointing: which activations are recomputed.
         batch_size: samples of a rank and microbatch.
         peak: estimated bytes of the rank that holds most.
-        rate: estimated tokens a second on all ranks; samples for models without sequences.
+        tokens_per_second: estimated, on all ranks; samples for models without sequences.
         fits: whether it fits.
     """
 
     mesh: str
     strategy: str
-    checkpointing: str
+    activation_checkpointing: str
     batch_size: int
     peak: int
-    rate: float
+    tokens_per_second: float
     fits: bool
 
     @property
     def words(self) -> str:
         """The settings in a few words."""
-        recomputed = "" if self.checkpointing == "none" else f", {self.checkpointing} checkpointing"
+        mode = self.activation_checkpointing
+        recomputed = "" if mode == "none" else f", {mode} checkpointing"
         return f"{self.strategy} over {self.mesh}, batch size {self.batch_size}{recomputed}"
 
 
@@ -159,7 +161,10 @@ class Plan:
     @property
     def bytes_sent(self) -> dict[str, int]:
         """Bytes that a rank sends in a step, by mesh dimension."""
-        return _summed((each.dimension, each.sent) for each in self.traffic)
+        sums: Counter[str] = Counter()
+        for each in self.traffic:
+            sums[each.dimension] += each.sent
+        return dict(sums)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
@@ -178,7 +183,7 @@ class Plan:
             if self.available is None
             else {"bytes": self.available.nbytes, "source": self.available.source},
             "formulas": dict(self.formulas),
-            "alternatives": [_json_of_alternative(each) for each in self.alternatives],
+            "alternatives": [asdict(each) for each in self.alternatives],
         }
 
     def _json_of_exchange(self) -> dict[str, Any] | None:
@@ -195,13 +200,7 @@ class Plan:
         step = self.step
         return {
             "seconds": step and step.seconds,
-            "parts": step
-            and {
-                "compute": step.compute,
-                "exposed_communication": step.exposed,
-                "optimizer": step.optimizer,
-                "host": step.host,
-            },
+            "parts": step and {k.replace(" ", "_"): v for k, v in step.parts.items()},
             "bytes_sent": self.bytes_sent,
             "collectives": [
                 {
@@ -235,22 +234,3 @@ def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
         "activations_by_module": dict(rank.by_module),
         "offloaded": rank.offloaded,
     }
-
-
-def _json_of_alternative(each: Alternative) -> dict[str, Any]:
-    return {
-        "mesh": each.mesh,
-        "strategy": each.strategy,
-        "activation_checkpointing": each.checkpointing,
-        "batch_size": each.batch_size,
-        "peak": each.peak,
-        "tokens_per_second": each.rate,
-        "fits": each.fits,
-    }
-
-
-def _summed(items: Iterable[tuple[str, int]]) -> dict[str, int]:
-    sums: dict[str, int] = {}
-    for name, value in items:
-        sums[name] = sums.get(name, 0) + value
-    return sums

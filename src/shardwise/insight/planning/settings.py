@@ -39,7 +39,7 @@ from shardwise.insight.schema.option import (
     view,
 )
 from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
-from shardwise.transport.wire import WireFormat, Wires
+from shardwise.transport.wire import WireFormat
 
 MOST_RANKS = 100_000  # of a mesh to plan for
 #: More ranks on CPUs are rehearsed with plain collectives, unless a transport is named: messages
@@ -99,13 +99,6 @@ class RehearsalError(ValueError):
             "model needs other inputs, give `batch` and `step`"
         )
         self.where = where
-
-
-class Compiled(enum.Enum):
-    """What ``torch.compile`` compiles."""
-
-    NOTHING = "nothing"
-    BLOCKS = "blocks"  # each block by itself, as trainings do
 
 
 class Products(enum.Enum):
@@ -301,19 +294,9 @@ class Settings(StrategyConfig, PlannedStep):
             self.check_values()
         plan = self.sharding
         names = plan.names[1:] if plan.apart else plan.names
-        unknown = self.wire.unknown(names)
+        unknown = self.collective_wire.unknown(names)
         if unknown is not None:
             raise SettingsError("wire", f"the dimension {unknown}", f"one of {', '.join(names)}")
-
-    @property
-    def wire(self) -> Wires:
-        """The formats between hosts."""
-        return self.collective_wire
-
-    @property
-    def compiled(self) -> Compiled:
-        """What ``torch.compile`` compiles."""
-        return Compiled.BLOCKS if self.compile else Compiled.NOTHING
 
     @property
     def sharding(self) -> ShardingPlan:
@@ -374,7 +357,7 @@ class Settings(StrategyConfig, PlannedStep):
             del values[name]
         values["wire"] = values.pop("collective_wire")
         sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
-        compiled, optimizer = self.compiled.value, name_of(self.optimizer)
+        compiled, optimizer = "blocks" if self.compile else "nothing", name_of(self.optimizer)
         return {**values, "mesh": sizes, "optimizer": optimizer, "compiled": compiled}
 
 

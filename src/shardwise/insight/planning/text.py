@@ -1,4 +1,7 @@
-"""A plan as text for a terminal of 80 columns or more."""
+"""A plan as text for a terminal of 80 columns or more, and as one HTML page.
+
+The page is the inspector's, with memory, traffic and time above it.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,21 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.base.html import bar, document, escape, keys
+from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
 from shardwise.base.units import binary_size, seconds
 from shardwise.frontends.strategies import Checkpointing
-from shardwise.insight.inspect.text import add_figures, plain_table, rendered
+from shardwise.insight.inspect import page as inspector
+from shardwise.insight.inspect.report import Report
+from shardwise.insight.inspect.text import Cells, rendered
 from shardwise.insight.inspect.words import Row, counted, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
-from shardwise.insight.planning.settings import MOST_PEERS, Compiled, Products, Settings, name_of
+from shardwise.insight.planning.settings import MOST_PEERS, Products, Settings, name_of
 from shardwise.insight.schema.sharding import Stepping
 
 MOST_MODULES = 6  # of whose activations are listed
-_MOST_KINDS = 3  # of ranks that get a column
 
 NAMES = {
     Memory.PARAMETERS: "parameters",
@@ -48,12 +54,9 @@ def _parts(plan: Plan) -> Iterator[Text | Table]:
     yield lines
     yield Text()
     yield from needs(plan)
-    if plan.step is not None:
+    for cells in speeds(plan):
         yield Text()
-        yield _time(plan)
-    if plan.alternatives:
-        yield Text()
-        yield _alternatives(plan)
+        yield cells.for_terminal()
     for note in notes(plan):
         yield Text()
         yield Text(note)
@@ -61,14 +64,13 @@ def _parts(plan: Plan) -> Iterator[Text | Table]:
 
 def needs(plan: Plan) -> Iterator[Text | Table]:
     """Tables of what a step needs on any machine: memory and traffic."""
-    yield _memory(plan.ranks)
-    modules = largest_modules(plan.ranks[0])
-    if modules:
+    first, *others = bytes_needed(plan)
+    table = first.for_terminal()
+    table.add_row(Text(f"peak: {plan.ranks[0].peak_moment}"))
+    yield table
+    for cells in others:
         yield Text()
-        yield _modules(plan.ranks[0], modules)
-    if plan.traffic:
-        yield Text()
-        yield _traffic(plan)
+        yield cells.for_terminal()
 
 
 def head(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -125,7 +127,7 @@ def _optimizer(settings: Settings) -> str:
         parts.append("steps in backward")
     if settings.master_dtype is not None:
         parts.append(f"{settings.master_dtype} masters")
-    if settings.compiled is Compiled.BLOCKS:
+    if settings.compile:
         parts.append("blocks compiled")
     return ", ".join(parts)
 
@@ -159,142 +161,80 @@ def speed(plan: Plan) -> str:
     return "; ".join([", ".join(parts), *bound])
 
 
-# -- tables, as cells that the page shows too ------------------------------------------------------
+# -- tables that the page shows too ----------------------------------------------------------------
 
 
-def memory_rows(ranks: Sequence[RankBytes]) -> Iterator[tuple[str, ...]]:
-    """Cells of the table of memory: the kind, and its bytes at the peak and at most."""
+def bytes_needed(plan: Plan) -> Iterator[Cells]:
+    """Tables of memory, the modules with the most activations, and traffic."""
+    yield _memory(plan.ranks)
+    if rows := list(_modules(plan.ranks[0])):
+        yield Cells(("activations at the peak", "each", "together"), rows)
+    if plan.traffic:
+        heads = ("traffic of a step", "collective", "calls", "launches", "full tensors", "sent")
+        yield Cells(heads, list(_traffic(plan)), words=2)
+
+
+def speeds(plan: Plan) -> Iterator[Cells]:
+    """Tables of time, and of alternatives, the fastest first."""
+    if (step := plan.step) is not None:
+        every = {**step.parts, "all together": step.seconds}
+        rows = [
+            (name, seconds(value), f"{value / step.seconds:.1%}" if step.seconds else "")
+            for name, value in every.items()
+        ]
+        yield Cells(("time of a step", "seconds", "share"), rows)
+    if plan.alternatives:
+        unit = "tokens/s" if plan.settings.seq_length else "samples/s"
+        heads = ("next to it", "checkpointing", "batch", "peak", unit, "fits")
+        yield Cells(heads, list(_alternatives(plan)), words=2)
+
+
+def _memory(ranks: Sequence[RankBytes]) -> Cells:
+    """The kinds of memory, each with its bytes at the peak and at most."""
+    columns = [counted(rank.ranks, "rank") for rank in ranks] if ranks[1:] else ["at the peak"]
+    rows = []
     for kind in KINDS:
         found = [bytes_of(rank)[kind.value] for rank in ranks]
         most = max(rank.most.get(kind, 0) for rank in ranks)
-        yield NAMES[kind], *map(binary_size, found), binary_size(max(most, *found))
-    yield "all together", *(binary_size(rank.peak) for rank in ranks), ""
+        rows.append((NAMES[kind], *map(binary_size, found), binary_size(max(most, *found))))
+    rows.append(("all together", *(binary_size(rank.peak) for rank in ranks), ""))
+    return Cells(("memory of a rank", *columns, "at most"), rows)
 
 
-def memory_heads(ranks: Sequence[RankBytes]) -> tuple[str, ...]:
-    """The heads of the table of memory."""
-    if len(ranks) == 1:
-        return "memory of a rank", "at the peak", "at most"
-    return "memory of a rank", *(counted(rank.ranks, "rank") for rank in ranks), "at most"
-
-
-def _memory(ranks: Sequence[RankBytes]) -> Table:
-    shown = ranks[:_MOST_KINDS]
-    first, *others = memory_heads(shown)
-    table = plain_table(first)
-    add_figures(table, *others)
-    for cells in memory_rows(shown):
-        table.add_row(*map(Text, cells))
-    table.add_row(Text(f"peak: {ranks[0].peak_moment}"))
-    return table
-
-
-Module = tuple[str, int]
-
-
-def largest_modules(rank: RankBytes) -> list[Row[Module]]:
+def _modules(rank: RankBytes) -> Iterator[tuple[str, str, str]]:
     """The modules with the most activations at the peak, repeated ones folded, largest first."""
+
+    def together(row: Row[tuple[str, int]]) -> int:
+        return row.first[1] * len(row.members)
+
     rows = fold(rank.by_module.items(), name=lambda item: item[0], kind=lambda item: item[1])
-    return sorted(rows, key=lambda row: -row.first[1] * len(row.members))[:MOST_MODULES]
-
-
-def module_rows(rank: RankBytes, rows: Sequence[Row[Module]]) -> Iterator[tuple[str, str, str]]:
-    """Cells of the table of activations: the modules, bytes of each, and of all of them."""
+    rows = sorted(rows, key=together, reverse=True)[:MOST_MODULES]
     for row in rows:
-        each, times = row.first[1], len(row.members)
-        yield row.full_name or "the model itself", binary_size(each), binary_size(each * times)
-    left = rank.activations - sum(row.first[1] * len(row.members) for row in rows)
-    if left > 0:
+        name = row.full_name or "the model itself"
+        yield name, binary_size(row.first[1]), binary_size(together(row))
+    left = rank.activations - sum(map(together, rows))
+    if rows and left > 0:
         yield "others", "", binary_size(left)
 
 
-MODULE_HEADS = ("activations at the peak", "each", "together")
-
-
-def _modules(rank: RankBytes, rows: Sequence[Row[Module]]) -> Table:
-    table = plain_table(MODULE_HEADS[0])
-    add_figures(table, *MODULE_HEADS[1:])
-    for cells in module_rows(rank, rows):
-        table.add_row(*map(Text, cells))
-    return table
-
-
-TRAFFIC_HEADS = ("traffic of a step", "collective", "calls", "launches", "full tensors", "sent")
-
-
-def traffic_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Cells of the table of traffic, on one rank."""
+def _traffic(plan: Plan) -> Iterator[tuple[str, ...]]:
     for each in plan.traffic:
-        counts = f"{each.calls:,}", f"{each.launches:,}"
         yield (
-            each.dimension,
-            each.collective,
-            *counts,
-            binary_size(each.nbytes),
-            binary_size(each.sent),
+            *(each.dimension, each.collective, f"{each.calls:,}", f"{each.launches:,}"),
+            *(binary_size(each.nbytes), binary_size(each.sent)),
         )
 
 
-def _traffic(plan: Plan) -> Table:
-    table = plain_table(*TRAFFIC_HEADS[:2])
-    add_figures(table, *TRAFFIC_HEADS[2:])
-    for cells in traffic_rows(plan):
-        table.add_row(*map(Text, cells))
-    return table
-
-
-TIME_HEADS = ("time of a step", "seconds", "share")
-
-
-def time_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """Cells of the table of time."""
-    step = plan.step
-    assert step is not None
-    for name, value in (
-        ("compute", step.compute),
-        ("exposed communication", step.exposed),
-        ("optimizer", step.optimizer),
-        ("host", step.host),
-        ("all together", step.seconds),
-    ):
-        share = f"{value / step.seconds:.1%}" if step.seconds else ""
-        yield name, seconds(value), share
-
-
-def _time(plan: Plan) -> Table:
-    table = plain_table(TIME_HEADS[0])
-    add_figures(table, *TIME_HEADS[1:])
-    for cells in time_rows(plan):
-        table.add_row(*map(Text, cells))
-    return table
-
-
-def alternative_heads(plan: Plan) -> tuple[str, ...]:
-    """The heads of the table of alternatives."""
-    unit = "tokens/s" if plan.settings.seq_length else "samples/s"
-    return "next to it", "checkpointing", "batch", "peak", unit, "fits"
-
-
-def alternative_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
-    """Cells of the table of alternatives, the fastest first."""
+def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
     for each in plan.alternatives:
         yield (
             f"{each.strategy} {each.mesh}",
-            each.checkpointing,
+            each.activation_checkpointing,
             str(each.batch_size),
             binary_size(each.peak),
-            f"{each.rate:,.0f}",
+            f"{each.tokens_per_second:,.0f}",
             "yes" if each.fits else "no",
         )
-
-
-def _alternatives(plan: Plan) -> Table:
-    heads = alternative_heads(plan)
-    table = plain_table(*heads[:2])
-    add_figures(table, *heads[2:])
-    for cells in alternative_rows(plan):
-        table.add_row(*map(Text, cells))
-    return table
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -320,3 +260,95 @@ def notes(plan: Plan) -> Iterator[str]:
             "No times: this machine was not measured. `shardwise calibrate` does so, once; "
             "`shardwise plan --device` plans for others."
         )
+
+
+# -- the page --------------------------------------------------------------------------------------
+
+#: Hues of kinds of memory, in degrees.
+_HUES = {
+    Memory.PARAMETERS: 215,
+    Memory.GRADIENTS: 175,
+    Memory.OPTIMIZER: 265,
+    Memory.FULL_PARAMETERS: 195,
+    Memory.TRANSPORT: 320,
+    Memory.ACTIVATIONS: 35,
+    Memory.OTHER: 95,
+}
+#: Colors of parts of a step, as a timeline has them.
+_COLORS = {
+    "compute": "var(--forward)",
+    "exposed communication": "var(--wait)",
+    "optimizer": "var(--optimizer)",
+    "host": "var(--runtime)",
+}
+
+
+def page(plan: Plan, layout: Report | None) -> str:
+    """The HTML of the page.
+
+    Args:
+        plan: the plan.
+        layout: who holds what; ``None`` to leave it out.
+    """
+    sections = list(_sections(plan))
+    if layout is not None:
+        return inspector.page(layout, sections)
+    title = f"{plan.model} on {plan.settings.world}"
+    heading = f"<header><h1>{escape(plan.model)}</h1></header>"
+    return document(title, [heading, *sections])
+
+
+def _sections(plan: Plan) -> Iterator[str]:
+    yield f'<style>{resource(__name__, "page.css")}</style><div class="plan"><h2>Plan</h2><dl>'
+    for label, text in head(plan):
+        yield f"<dt>{escape(label)}</dt><dd>{escape(text)}</dd>"
+    yield "</dl>"
+    yield from _memory_bar(plan)
+    if plan.step is not None:
+        yield from _time_bar(plan)
+    yield '<div class="tables">'
+    for cells in (*bytes_needed(plan), *speeds(plan)):
+        yield f"<div>{cells.for_page()}</div>"
+    yield "</div>"
+    for note in notes(plan):
+        yield f"<p>{escape(note)}</p>"
+    yield "</div>"
+
+
+def _memory_bar(plan: Plan) -> Iterator[str]:
+    rank = plan.ranks[0]
+    parts = [
+        (NAMES[kind], bytes_of(rank)[kind.value], f"hsl({_HUES[kind]} var(--s) var(--l))")
+        for kind in KINDS
+    ]
+    limit = None if plan.available is None else plan.available.nbytes
+    scale = max(rank.peak, limit or 0, 1)
+    mark = ""
+    if limit is not None:
+        place = min(100 * limit / scale, 99.5)
+        mark = f'<span class="limit" style="left:{place:.2f}%" title="{binary_size(limit)}"></span>'
+    yield from _bar(
+        f"memory at the peak: {rank.peak_moment}",
+        [(name, binary_size(value), value / scale, color) for name, value, color in parts],
+        mark,
+    )
+
+
+def _time_bar(plan: Plan) -> Iterator[str]:
+    step = plan.step
+    assert step is not None
+    scale = max(sum(step.parts.values()), 1e-12)
+    yield from _bar(
+        f"time of a step: {seconds(step.seconds)}",
+        [
+            (name, seconds(value), value / scale, _COLORS[name])
+            for name, value in step.parts.items()
+        ],
+    )
+
+
+def _bar(title: str, parts: Sequence[tuple[str, str, float, str]], mark: str = "") -> Iterator[str]:
+    """A bar with its title and the keys to its parts; for these see :func:`.html.bar`."""
+    yield f"<p>{escape(title)}</p>"
+    yield bar(parts, mark)
+    yield keys((f"{name} {size}", color) for name, size, share, color in parts if share > 0)

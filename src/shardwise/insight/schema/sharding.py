@@ -234,6 +234,10 @@ class StrategyConfig(Config):
             OptionError: an option is impossible.
         """
         super().check_values()
+        recomputes = self.activation_checkpointing is not Checkpointing.NONE
+        expected = "--activation-checkpointing too, or another option that recomputes"
+        alone = self.recompute_every > 1 and not recomputes
+        require(not alone, "--recompute-every", self.recompute_every, expected)
         for name, place in self._places.items():
             try:
                 OffloadPlace.parse(place)
@@ -335,10 +339,6 @@ class ShardingConfig(StrategyConfig):
         super().check_values()
         once = self.mesh is None or self.replicas is None
         require(once, "--mesh", "--replicas too", "one of the two")
-        recomputes = self.activation_checkpointing is not Checkpointing.NONE
-        expected = "--activation-checkpointing too, or another option that recomputes"
-        alone = self.recompute_every > 1 and not recomputes
-        require(not alone, "--recompute-every", self.recompute_every, expected)
 
 
 def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) -> ShardingPlan:

@@ -12,8 +12,8 @@ from typing import Any
 from shardwise.base import units
 from shardwise.base.observe import Activity
 from shardwise.checkpoint.disk.strict import Fields, refuse
-from shardwise.insight.planning.clock import PlanSpan as Predicted
 from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.rank import RankTimeline, time_of
 from shardwise.insight.timeline.steps import Part, StepOfAll, steps_of, typical
 
@@ -134,7 +134,7 @@ def prediction_from_json(value: Any, where: str) -> StepTime:
     """
     try:
         spans = [
-            Predicted(Activity(activity), str(name), str(dimension), time_of(begin), time_of(end))
+            Span(Activity(activity), str(name), time_of(begin), time_of(end), str(dimension))
             for activity, name, dimension, begin, end in value["spans"]
         ]
         numbers: dict[str, Any] = {

@@ -6,7 +6,7 @@ The script adds one step in detail: what each rank did at which moment, beside w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from shardwise.base import units
@@ -15,8 +15,9 @@ from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
 from shardwise.insight.inspect.words import counted
 from shardwise.insight.planning.clock import StepTime
+from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.merged import Timeline
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline
 from shardwise.insight.timeline.steps import Part, StepOfAll, StepOfRank
 from shardwise.insight.timeline.trace import nested
 
@@ -113,7 +114,6 @@ def _steps(
         return
     predicted = timeline.prediction
     longest = max([step.seconds for step in steps] + ([predicted.seconds] if predicted else []))
-    shown = {rank.rank for rank in ranks}
     yield '<div class="scroll" tabindex="0" role="region" aria-label="steps"><table class="steps">'
     yield '<thead><tr><th scope="col">rank</th>'
     for step in steps:
@@ -128,8 +128,6 @@ def _steps(
             yield f"<td>{_bar(_predicted_parts(predicted), longest)}</td>"
         yield "</tr>"
     for rank in ranks:
-        if rank.rank not in shown:
-            continue
         yield f'<tr><th scope="row">{rank.rank}</th>'
         for step in steps:
             mine = next((each for each in step.ranks if each.rank == rank.rank), None)
@@ -266,9 +264,8 @@ def _data(
         begin = min(mine.step.begin for mine in step.ranks)
         groups = []
         if timeline.prediction is not None:
-            groups.append(
-                {"title": "predicted", "rows": _predicted_rows(timeline.prediction, names)}
-            )
+            rows = _rows(timeline.prediction.spans, 0.0, 0.0, names, _about_prediction)
+            groups.append({"title": "predicted", "rows": rows})
         for rank in ranks:
             mine = next((each for each in step.ranks if each.rank == rank.rank), None)
             if mine is None:
@@ -276,9 +273,8 @@ def _data(
             spans = rank.of(mine.step)[: max(0, left)]
             left -= len(spans)
             slow = " (slowest)" if rank.rank == _waited_for(step) else ""
-            groups.append(
-                {"title": f"rank {rank.rank}{slow}", "rows": _rows(rank, spans, begin, names)}
-            )
+            rows = _rows(spans, begin, rank.end, names, _about)
+            groups.append({"title": f"rank {rank.rank}{slow}", "rows": rows})
         drawn.append({"number": step.number, "length": round(1e6 * step.seconds), "groups": groups})
     typical = timeline.typical
     shown = [step.number for step in steps]
@@ -289,12 +285,16 @@ def _data(
 
 
 def _rows(
-    rank: RankTimeline, spans: Sequence[Span], zero: float, names: dict[str, int]
+    spans: Sequence[Span],
+    zero: float,
+    latest: float,
+    names: dict[str, int],
+    about_span: Callable[[Span], str],
 ) -> list[list[Any]]:
     by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]] = {}
     for span in spans:
-        end = rank.end if span.end is None else span.end
-        about = {"kind": _kind(span), "about": _about(span)}
+        end = latest if span.end is None else span.end
+        about = {"kind": _kind(span), "about": about_span(span)}
         if span.activity in COLLECTIVES:
             row = span.dimension or "ranks"
         else:
@@ -303,17 +303,6 @@ def _rows(
         if span.device is not None:
             by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
     return _drawn(by_row, zero, names)
-
-
-def _predicted_rows(predicted: StepTime, names: dict[str, int]) -> list[list[Any]]:
-    by_row: dict[str, list[tuple[float, float, str, dict[str, Any]]]] = {}
-    for span in predicted.spans:
-        kind = span.activity.name.lower()
-        row = _ROWS[0] if kind in ("forward", "backward") else _ROWS[1]
-        row = span.dimension if span.activity in COLLECTIVES else row
-        about = {"kind": kind, "about": f"predicted {span.activity.value}"}
-        by_row.setdefault(row, []).append((span.begin, span.end, span.name, about))
-    return _drawn(by_row, 0.0, names)
 
 
 def _drawn(
@@ -342,6 +331,10 @@ def _drawn(
 def _kind(span: Span) -> str:
     """Return the class of a span in the drawing."""
     return span.activity.name.lower()
+
+
+def _about_prediction(span: Span) -> str:
+    return f"predicted {span.activity.value}"
 
 
 def _about(span: Span) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardwise.base.observe import Activity, Memory
 from shardwise.checkpoint.disk.strict import MAX_INT, Fields, refuse
+from shardwise.insight.planning.events import Span
 
 #: Activities that are collectives.
 COLLECTIVES = frozenset(
@@ -21,42 +22,6 @@ _MOST = 1 << 24  # spans or changes in a file
 _MOST_RANKS = 1 << 20
 _LATEST = 1e12  # seconds: no clock is further
 _PLACES = 7  # decimal places of a time: 0.1 microseconds
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Something that took time.
-
-    Attributes:
-        activity: what it was.
-        name: of the group, such as ``"model.layers.3"``; for ``PEER``, the rank waited for.
-        begin: when it began on the host.
-        end: when it ended there; ``None`` if it never did.
-        dimension: the mesh dimension of a collective or a wait, else ``""``.
-        nbytes: what a collective moved, as :class:`~shardwise.base.observe.Observer` says.
-        thread: a small number for the thread that it ran in.
-        transport: of a collective, such as ``"shm"``, else ``""``.
-        launches: of a collective: how many calls of the wire it took.
-        members: of a collective: the ranks that took part.
-        device: when it began and ended on the device, if that was recorded.
-    """
-
-    activity: Activity
-    name: str
-    begin: float
-    end: float | None
-    dimension: str = ""
-    nbytes: int = 0
-    thread: int = 0
-    transport: str = ""
-    launches: int = 0
-    members: tuple[int, ...] = ()
-    device: tuple[float, float] | None = None
-
-    @property
-    def seconds(self) -> float:
-        """How long it took on the host; 0 if it never ended."""
-        return 0.0 if self.end is None else self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import time
@@ -17,23 +16,24 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
-from shardwise.base import devices, observe
+from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
 from shardwise.insight.planning.clock import StepTime
-from shardwise.insight.timeline.clocks import (
+from shardwise.insight.timeline.files import leave, make_folder, write
+from shardwise.insight.timeline.meeting import (
     ClockReport,
+    Meeting,
     Reading,
     SharedClock,
     clock_of_host,
     own_clock,
     read_clock,
+    turns_of,
+    waiting_for,
 )
-from shardwise.insight.timeline.device import DeviceClock
-from shardwise.insight.timeline.files import leave, make_folder, write
-from shardwise.insight.timeline.meeting import Meeting, turns_of, waiting_for
 from shardwise.insight.timeline.merged import Timeline, packed, unpacked
 from shardwise.insight.timeline.rank import RankTimeline
-from shardwise.insight.timeline.recorder import Recorder
+from shardwise.insight.timeline.recorder import DeviceClock, Recorder
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
@@ -73,7 +73,7 @@ class Recording:
         self._now = now
         self._clock = clock
         self._recorder: Recorder | None = None
-        self._place = _OwnPlace(0, 1)
+        self._rank, self._world_size = 0, 1
         self._held = contextlib.ExitStack()
         self._first: Reading | None = None
         self._clocks: Mapping[int, ClockReport] = {}
@@ -96,8 +96,9 @@ class Recording:
 
     def __enter__(self) -> Self:
         peers = _peers()
-        self._place = _place(peers) or _OwnPlace(0, 1)
-        limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._place.world_size))
+        if peers is not None:
+            self._rank, self._world_size = peers.rank, peers.size
+        limit = max(_FEWEST, min(SPANS_OF_RANK, SPANS_OF_ALL // self._world_size))
         clock = DeviceClock.of(_device())
         recorder = Recorder(limit, clock, self._now)
         self._first = self._begin(peers)
@@ -124,7 +125,7 @@ class Recording:
                 self._leave(self._first, f"{type(error).__name__}: {error}")
             return
         try:
-            if self._place.world_size == 1 or (peers is not None and self._all_have_come(peers)):
+            if self._world_size == 1 or (peers is not None and self._all_have_come(peers)):
                 self._put_together(peers)
                 return
         except RuntimeError as lost:
@@ -137,19 +138,22 @@ class Recording:
         """Meet the other ranks, and compare clocks. If any rank cannot begin, all of them raise."""
         if peers is None or not c10d.has_shared_store(peers.group):
             observe.check_unobserved()
-            if self.folder is not None and self._place.rank == 0:
+            if self.folder is not None and self._rank == 0:
                 make_folder(self.folder)
             return own_clock(self._now)
         doing = "the beginning of a recording"
         name = clock_of_host() if self._clock is None else self._clock
-        mine = _Arrival(ClockReport(name, self._now()), _problem(observe.check_unobserved))
+        mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
         turns = turns_of(peers)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
-            said = meeting.meet(mine.to_json(), waiting_for(peers, doing, self._patience))
-        arrivals = {rank: _Arrival.from_json(text) for rank, text in said.items()}
+            said = meeting.meet(
+                plain.written(mine).decode(), waiting_for(peers, doing, self._patience)
+            )
+        arrivals = {rank: plain.read(_Arrival, text.encode()) for rank, text in said.items()}
         turns.late = peers.rank not in arrivals
-        _raise_any(mine, *arrivals.values())
+        for each in (mine, *arrivals.values()):
+            each.check()
         if turns.late:
             _log.warning(
                 "rank %d came to a recording when others had waited %g s and begun: it is recorded "
@@ -175,14 +179,18 @@ class Recording:
         """
         key, first = f"{meeting.name}/folder", min(self._clocks)
         if peers.rank == first:
-            problem = None if (to := self.folder) is None else _problem(lambda: make_folder(to))
-            made = _Arrival(self._clocks[first], problem)
-            peers.store.set(key, made.to_json())
+
+            def prepare() -> None:
+                if self.folder is not None:
+                    make_folder(self.folder)
+
+            made = _Arrival.after(prepare, self._clocks[first])
+            peers.store.set(key, plain.written(made).decode())
         else:
             doing = "the beginning of a recording"
             text = peers.call(lambda: peers.store.get(key), doing, [first])
-            made = _Arrival.from_json(text)
-        _raise_any(made)
+            made = plain.read(_Arrival, text)
+        made.check()
 
     def _end(self, peers: Peers) -> Meeting:
         return Meeting(peers.store, f"{self._meeting}/end", peers.rank, range(peers.size))
@@ -223,11 +231,12 @@ class Recording:
     def _of_this_rank(self, last: Reading, error: str = "") -> RankTimeline:
         assert self._recorder is not None
         assert self._first is not None
-        place = _place(_peers()) or self._place
+        if (peers := _peers()) is not None:  # it may have been made inside of the block
+            self._rank, self._world_size = peers.rank, peers.size
         shared = SharedClock(self._first, last)
         return self._recorder.timeline(
-            rank=place.rank,
-            world_size=place.world_size,
+            rank=self._rank,
+            world_size=self._world_size,
             device=devices.name(_device()),
             shared=shared,
             error=error[:2000],
@@ -288,57 +297,33 @@ class _Arrival:
     Attributes:
         clock: what it reports of its clock.
         problem: why it cannot begin; ``None``: it can.
+        number: of the system's error that it is, if it is one.
+        file: the one that the error is about.
     """
 
     clock: ClockReport
-    problem: Exception | None
-
-    def to_json(self) -> str:
-        """Return it as text."""
-        error, problem = self.problem, None
-        if isinstance(error, OSError):
-            problem = [error.errno, error.strerror, error.filename and str(error.filename)]
-        elif error is not None:
-            problem = [None, str(error), None]
-        return json.dumps([self.clock.clock, self.clock.now, problem])
+    problem: str | None = None
+    number: int | None = None
+    file: str | None = None
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> _Arrival:
-        """Read what :meth:`to_json` returned."""
-        clock, now, problem = json.loads(text)
-        error: Exception | None = None
-        if problem is not None:
-            number, words, name = problem
-            error = RuntimeError(words) if number is None else OSError(number, words, name)
-        return cls(ClockReport(clock, now), error)
+    def after(cls, prepare: Callable[[], object], clock: ClockReport) -> _Arrival:
+        """Prepare, and return what came of it."""
+        try:
+            prepare()
+        except OSError as error:
+            file = error.filename and str(error.filename)
+            return cls(clock, str(error.strerror or error), error.errno or 0, file)
+        except RuntimeError as error:
+            return cls(clock, str(error))
+        return cls(clock)
 
-
-def _problem(prepare: Callable[[], object]) -> Exception | None:
-    """Return what a preparation raised."""
-    try:
-        prepare()
-    except (OSError, RuntimeError) as error:
-        return error
-    return None
-
-
-def _raise_any(*arrivals: _Arrival) -> None:
-    """Raise the first problem, if there is one."""
-    for each in arrivals:
-        if each.problem is not None:
-            raise each.problem
-
-
-@dataclass(frozen=True)
-class _OwnPlace:
-    """This process among the ranks."""
-
-    rank: int
-    world_size: int
-
-
-def _place(peers: Peers | None) -> _OwnPlace | None:
-    return None if peers is None else _OwnPlace(peers.rank, peers.size)
+    def check(self) -> None:
+        """Raise the problem, if there is one."""
+        if self.problem is not None and self.number is not None:
+            raise OSError(self.number, self.problem, self.file)
+        if self.problem is not None:
+            raise RuntimeError(self.problem)
 
 
 def _peers() -> Peers | None:

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from shardwise.base.observe import Activity
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span, Step
+from shardwise.insight.planning.events import Span
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Step
 
 
 class Part(enum.Enum):

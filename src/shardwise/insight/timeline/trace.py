@@ -15,8 +15,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from shardwise.base.observe import Activity
+from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.merged import Timeline
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Span
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline
 
 _COMPUTES = frozenset({Activity.FORWARD, Activity.BACKWARD})
 
@@ -52,9 +53,6 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
 
 def _of_rank(rank: RankTimeline) -> Iterator[dict[str, Any]]:
-    title = f"rank {rank.rank} on {rank.host}, {rank.device}"
-    yield _named("process_name", rank.rank, 0, title)
-    yield {**_named("process_sort_index", rank.rank, 0, ""), "args": {"sort_index": rank.rank}}
     tracks: dict[str, list[_Slice]] = defaultdict(list)
     tracks["steps"] = [(s.begin, s.end, f"step {s.number}", {}) for s in rank.steps]
     for span in rank.spans:
@@ -62,7 +60,8 @@ def _of_rank(rank: RankTimeline) -> Iterator[dict[str, Any]]:
         tracks[_track(span)].append((span.begin, end, _title(span), _more(span)))
         if span.device is not None:
             tracks["device"].append((*span.device, _title(span), _more(span)))
-    yield from _process(rank.rank, tracks)
+    title = f"rank {rank.rank} on {rank.host}, {rank.device}"
+    yield from _process(rank.rank, title, rank.rank, tracks)
     yield from _memory(rank)
     if rank.error:
         yield {
@@ -163,24 +162,21 @@ def _of_prediction(timeline: Timeline) -> Iterator[dict[str, Any]]:
     predicted = timeline.prediction
     assert predicted is not None
     pid = 1 + max(rank.rank for rank in timeline.ranks)
-    yield _named("process_name", pid, 0, "predicted")
-    yield {**_named("process_sort_index", pid, 0, ""), "args": {"sort_index": -1}}
     tracks: dict[str, list[_Slice]] = defaultdict(list)
     for step in timeline.ranks[0].steps:
         for span in predicted.spans:
-            begin, end = step.begin + span.begin, step.begin + span.end
-            name = f"{span.activity.value} {span.name}".rstrip()
-            track = "host"
-            if span.activity in COLLECTIVES:
-                track = f"collectives over {span.dimension or 'ranks'}"
-            elif span.activity in _COMPUTES:
-                track = "groups"
-            tracks[track].append((begin, end, name, {"cat": span.activity.value}))
-    yield from _process(pid, tracks)
+            begin, end = step.begin + span.begin, step.begin + span.begin + span.seconds
+            cat = {"cat": span.activity.value}
+            tracks[_track(span)].append((begin, end, _title(span), cat))
+    yield from _process(pid, "predicted", -1, tracks)
 
 
-def _process(pid: int, tracks: dict[str, list[_Slice]]) -> Iterator[dict[str, Any]]:
-    """Everything on the tracks of a process."""
+def _process(
+    pid: int, title: str, place: int, tracks: dict[str, list[_Slice]]
+) -> Iterator[dict[str, Any]]:
+    """A process, and everything on its tracks."""
+    yield _named("process_name", pid, 0, title)
+    yield {**_named("process_sort_index", pid, 0, ""), "args": {"sort_index": place}}
     for tid, (track, slices) in enumerate(_laid_out(tracks), start=1):
         yield _named("thread_name", pid, tid, track)
         yield {**_named("thread_sort_index", pid, tid, ""), "args": {"sort_index": tid}}

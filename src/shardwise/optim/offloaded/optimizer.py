@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
-from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import Medium, OffloadPlace
 from shardwise.optim.around import AroundOptimizer
-from shardwise.optim.forms import OwnStates
+from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
-from shardwise.optim.offloaded.states import EntryForm, OffloadedStates
+from shardwise.optim.offloaded.states import OffloadedStates, kept_form
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
 from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.sharding.param import check_origin, forms_of
@@ -136,11 +136,6 @@ class OffloadedOptimizer(AroundOptimizer):
         """Bytes of states of this rank that are kept elsewhere."""
         return 0 if self._kept is None else self._kept.nbytes
 
-    @property
-    def nbytes_staging(self) -> int:
-        """Bytes of memory that states of this rank pass through."""
-        return 0 if self._kept is None else self._kept.staging_nbytes
-
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step as the inner optimizer does, and bring all states to where they are kept.
 
@@ -229,21 +224,18 @@ class OffloadedOptimizer(AroundOptimizer):
             OffloadError: it cannot be written.
         """
         self._check()
-        params = dict(zip(keys_in_order(state_dict), parameters_in_order(self), strict=False))
-        given: dict[Any, Any] = dict(state_dict["state"])
-        states = {
-            params[key]: self._fit(params[key], dict(given.pop(key)))
-            for key in list(given)
-            if key in params
-        }
-        for number, (param, state) in enumerate(states.items()):
-            for key, value in state.items():
+
+        def fit(number: int, param: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+            fitted = self._fit(param, dict(state))
+            for key, value in fitted.items():
                 check_origin(f"optimizer state {key!r} of parameter {number}", value, param)
             if isinstance(self.inner, OwnStates) and not self._masters.has(param):
-                self.inner.check_state(number, param, state)
-        # With an empty state, the inner optimizer checks the groups, and converts nothing.
+                self.inner.check_state(number, param, fitted)
+            return fitted
+
         before = self.inner.state
-        self.inner.load_state_dict({**state_dict, "state": given})
+        with taking_states(self.inner, fit) as states:
+            self.inner.load_state_dict(state_dict)
         rest, self.inner.state = self.inner.state, before
         for group in self.param_groups:
             for param in group["params"]:
@@ -278,7 +270,7 @@ class OffloadedOptimizer(AroundOptimizer):
         """
         self._check()
         self._open()
-        form = EntryForm.of(value)
+        form = kept_form(value)
         if self._kept is None or form is None:
             return value
         with self._failing():
@@ -407,7 +399,7 @@ def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:
 
 def _on_device(key: str, value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
     """Move what stays in memory to the device where torch's optimizers expect it."""
-    if not isinstance(value, torch.Tensor) or EntryForm.of(value) is not None:
+    if not isinstance(value, torch.Tensor) or kept_form(value) is not None:
         return value
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         return value

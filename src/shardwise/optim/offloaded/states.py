@@ -12,7 +12,6 @@ and written behind:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,64 +20,32 @@ from typing import Any
 import torch
 
 from shardwise._torch import dtensor
-from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base import observe
 from shardwise.base.observe import Activity
 from shardwise.base.scratch import file
 from shardwise.base.scratch.file import KeptPart
+from shardwise.optim.forms import Form
 from shardwise.optim.offloaded.stores import StagingBlock, StateStaging, Store, Wait
 
 _STATES = "optimizer states"  # what a timeline calls waiting for them
 
 
-@dataclass(frozen=True)
-class EntryForm:
-    """What a tensor looks like.
+def kept_form(value: object) -> Form | None:
+    """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
 
-    Attributes:
-        shape: of this rank's part.
-        stride: of this rank's part.
-        dtype: of both.
-        spec: mesh and placements of a ``DTensor``.
+    That is a tensor with at least ``file.SMALLEST`` bytes on this rank, which lie together.
+    Tensors of subclasses other than ``DTensor`` stay where they are, and so do those that
+    require gradients.
     """
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    spec: DTensorSpec | None
-
-    @classmethod
-    def of(cls, value: object) -> EntryForm | None:
-        """Return the form of a tensor that can be kept elsewhere, ``None`` of anything else.
-
-        That is a tensor with at least ``file.SMALLEST`` bytes on this rank, which lie together.
-        Tensors of subclasses other than ``DTensor`` stay where they are, and so do those that
-        require gradients.
-        """
-        if not isinstance(value, torch.Tensor) or value.requires_grad:
-            return None
-        local = dtensor.plain(value)
-        if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):
-            return None
-        if local.ndim == 0 or local.nbytes < file.SMALLEST or not _is_dense(local):
-            return None
-        spec = None if local is value else dtensor.spec_of(value)
-        return cls(tuple(local.shape), local.stride(), local.dtype, spec)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of this rank's part, rounded up to what direct I/O takes."""
-        return file.aligned(math.prod(self.shape) * self.dtype.itemsize)
-
-    def over(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of this form whose values are in ``memory``, from its beginning.
-
-        Args:
-            memory: bytes, of shape ``(nbytes,)``.
-        """
-        used = memory[: math.prod(self.shape) * self.dtype.itemsize].view(self.dtype)
-        local = used.as_strided(self.shape, self.stride)
-        return local if self.spec is None else dtensor.wrap_local(local, self.spec)
+    if not isinstance(value, torch.Tensor) or value.requires_grad:
+        return None
+    local = dtensor.plain(value)
+    if local.layout is not torch.strided or local.is_meta or dtensor.is_wrapper(local):
+        return None
+    if local.ndim == 0 or local.nbytes < file.SMALLEST or not _is_dense(local):
+        return None
+    spec = None if local is value else dtensor.spec_of(value)
+    return Form(tuple(local.shape), local.stride(), local.dtype, spec)
 
 
 @dataclass(eq=False)
@@ -92,7 +59,7 @@ class Entry:
         shown: the tensor in the state now: ``home``, or one in staging memory.
     """
 
-    form: EntryForm
+    form: Form
     memory: torch.Tensor
     home: torch.Tensor
     shown: torch.Tensor = field(init=False)
@@ -168,11 +135,6 @@ class OffloadedStates:
         kept = (entry for entries in self._entries.values() for entry in entries.values())
         return sum(entry.form.nbytes for entry in kept)
 
-    @property
-    def staging_nbytes(self) -> int:
-        """How many bytes of memory states pass through."""
-        return self._staging.nbytes
-
     def read_ahead(self, params: Iterable[torch.Tensor]) -> None:
         """Start to read the states of parameters, if there is memory for them."""
         pieces = self._pieces_of(params)
@@ -224,7 +186,7 @@ class OffloadedStates:
         for piece, view in zip(loan.pieces, loan.views, strict=True):
             found = self._inner.state.get(piece.param, {}).get(piece.key)
             if found is not view:
-                if found is None or EntryForm.of(found) != piece.entry.form:
+                if found is None or kept_form(found) != piece.entry.form:
                     del self._entries[piece.param][piece.key]
                     continue
                 dtensor.plain(view).copy_(dtensor.plain(found))
@@ -246,7 +208,7 @@ class OffloadedStates:
             state = self._inner.state.get(param, {})
             shared = _shared(state)
             for key, value in state.items():
-                form = None if key in kept or key in shared else EntryForm.of(value)
+                form = None if key in kept or key in shared else kept_form(value)
                 if form is not None:
                     kept[key] = self.make_entry(form)
                     pieces.append(StagedEntry(param, key, kept[key], at))
@@ -260,7 +222,7 @@ class OffloadedStates:
             dtensor.plain(view).copy_(dtensor.plain(value))
         self._put(loan)
 
-    def make_entry(self, form: EntryForm) -> Entry:
+    def make_entry(self, form: Form) -> Entry:
         """Set bytes aside for a tensor.
 
         Raises:
@@ -280,7 +242,7 @@ class OffloadedStates:
             self._finish_oldest()
         self._staging.clear()  # which activations may need now
 
-    def lend_home(self, form: EntryForm) -> torch.Tensor:
+    def lend_home(self, form: Form) -> torch.Tensor:
         """Return a tensor in the store, without values, for a state that :meth:`replace` is given.
 
         Raises:

@@ -25,8 +25,7 @@ from shardwise import (
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.activation import batch_norms
-from shardwise.frontends.blocks import shard_blocks, store_in
+from shardwise.frontends.blocks import batch_norms, shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,

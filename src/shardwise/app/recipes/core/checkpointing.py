@@ -229,10 +229,10 @@ class Checkpoints:
         Raises:
             CheckpointError: what is in the way of it cannot be deleted; on every rank.
         """
-        from shardwise.checkpoint.ranks.saving import Snapshot
+        from shardwise.checkpoint.ranks.saving import Saving
 
         target, extra = self._prepared(position)
-        return Snapshot(target, model, optimizer, extra, **self._options()).write
+        return Saving(target, model, optimizer, extra, **self._options()).copy().write
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Position:
         """Load a checkpoint into shards, in the same or another world. Every rank calls it.

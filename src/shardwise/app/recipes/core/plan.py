@@ -39,6 +39,7 @@ from shardwise.insight.planning.fit import nearest
 from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
 from shardwise.insight.planning.report import Available
 from shardwise.insight.planning.settings import (
+    MachineConfig,
     PlannedExchange,
     RehearsalError,
     Settings,
@@ -94,8 +95,7 @@ def plan_training(
         settings = replace(settings, reshard_after_forward=False)
     if machine is None and device.type != devices.CPU.type:
         # No times are known, but the device is here: it says what is free.
-        own = devices.backends_for(device).rpartition(":")[2]
-        settings = replace(settings, backend=own)
+        settings = replace(settings, device_type=device.type)
         available = Available(nbytes=devices.free_memory(device), source=devices.name(device))
         return make_plan(blueprint, settings, None, available, rehearsed)
     return make_plan(blueprint, settings, machine, None, rehearsed)
@@ -151,16 +151,15 @@ def settings_for(config: TrainConfig, example: Example, world: World) -> Setting
 
 def _machine_for(config: TrainConfig, world: World) -> tuple[torch.device, Machine | None]:
     """Return the device that ranks will compute on, and the machine if its speed is known."""
-    kind = config.device
+    kind, on_host = config.device, MachineConfig(ranks_per_host=world.local_size)
     if kind == AUTO:
         enough = devices.count() >= world.local_size
         kind = devices.default_type() if enough else devices.CPU.type
     if kind == devices.CPU.type:
-        return devices.CPU, find_machine(None, None, world.local_size, None, world.size)
+        return devices.CPU, find_machine(on_host, world.size)
     device = torch.device(kind)
     found = device_reported_as(devices.name(device))
-    name = None if found is None else found.name
-    return device, None if name is None else find_machine(name, None, world.local_size)
+    return device, None if found is None else find_machine(replace(on_host, device=found.name))
 
 
 def check_fits(plan: ModelPlan) -> None:
