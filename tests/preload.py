@@ -26,6 +26,8 @@ with importing():
 
     # A machine with a GPU, to which nothing can be added, may not have all of these.
     with suppress(ImportError):
+        import datasets  # and pandas with it: what ranks that train on streams of text need
+
         import shardwise.app.cli.main
         import shardwise.app.recipes.imagenet
         import shardwise.app.recipes.lm
