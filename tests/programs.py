@@ -19,6 +19,7 @@ import contextlib
 import enum
 import gc
 import hmac
+import importlib
 import math
 import os
 import runpy
@@ -316,6 +317,9 @@ def _become(words: list[str], env: dict[str, str], cwd: str | None) -> NoReturn:
     try:
         os.environ.clear()
         os.environ.update(env)
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            if name in sys.modules:
+                importlib.reload(sys.modules[name])  # it reads variables as it is imported
         if cwd is not None:
             os.chdir(cwd)
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
