@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from shardwise.app.recipes.core.position import Position
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import damage, delete, delete_partial, step_folder, steps
+from shardwise.checkpoint.disk.commit import (
+    damage,
+    delete,
+    delete_partial,
+    is_complete,
+    step_folder,
+    steps,
+)
 from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
 from shardwise.elastic.errors import UserError
 
@@ -291,11 +298,11 @@ class Checkpoints:
         """Whether a step has a complete checkpoint, as rank 0 sees it. Every rank calls it.
 
         Raises:
-            SaveError: the folder cannot be read, or a rank was lost.
+            SaveError: a rank was lost.
         """
-        doing = f"looking for checkpoints in {self._folder}"
+        doing = f"looking for {self.path(step)}"
         try:
-            return self._ranks().first(doing, lambda: step in self.steps())
+            return self._ranks().first(doing, lambda: is_complete(self.path(step)))
         except CheckpointError as error:
             raise SaveError(self._lost(step, error)) from error
 
