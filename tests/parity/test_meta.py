@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
-from tests.parity.gathering import whole_parameters
-from tests.parity.models import MODELS, make_model
-from tests.parity.training import (
+from tests.corpus.gathering import whole_parameters
+from tests.corpus.models import MODELS, make_model
+from tests.corpus.oracle import (
+    DOORS,
     STRATEGIES,
     Case,
     History,
@@ -20,7 +21,6 @@ from tests.parity.training import (
     make_optimizer,
     make_sharded,
     naming,
-    shard,
     train_sharded,
 )
 from tests.worlds import Ranks
@@ -38,12 +38,8 @@ def _initializer(model: nn.Module) -> Callable[[nn.Module], object]:
 def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
     with torch.device("meta"):
         model = MODELS[name].build()
-    return shard(
-        model,
-        name,
-        mesh=STRATEGIES[strategy].mesh(world_size),
-        reshard_after_forward=STRATEGIES[strategy].reshard_after_forward,
-    )
+    mesh, blocks = STRATEGIES[strategy].mesh(world_size), MODELS[name].blocks(model)
+    return DOORS["fully_shard"](model, blocks, mesh, Case(name, strategy))
 
 
 def _train_materialized(

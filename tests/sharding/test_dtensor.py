@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     assert_same_gradients,
     assert_same_values,
@@ -24,20 +25,10 @@ from tests.sharding.nets import (
 from tests.worlds import on_threads
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(EvenBlock() for _ in range(2))
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

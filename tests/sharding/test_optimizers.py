@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, StateDictType, clip_grad_norm_
 from shardwise.optim import in_backward, offload
+from tests.corpus.models import Stack
 from tests.sharding.nets import (
     Net,
-    Stack,
     assert_same_gradients,
     assert_same_values,
     batches,

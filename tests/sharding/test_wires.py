@@ -17,6 +17,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.two_levels import TwoLevelTransport
+from tests.corpus.models import Odd
 from tests.sharding.nets import (
     Net,
     average_backward,
@@ -41,23 +42,6 @@ GRADIENTS = Wire(reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
 EVERYTHING = Wire(gather="int8", reduce="int8", error_feedback=True)
 Threads = Callable[..., list[Any]]
-
-
-class Odd(nn.Module):
-    """Tied and frozen parameters, one that no forward uses, and fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.blocks[1].bias.requires_grad_(requires_grad=False)
-        self.lonely = nn.Linear(3, 1)
-        self.one = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x * self.one
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

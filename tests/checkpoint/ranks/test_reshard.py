@@ -16,6 +16,7 @@ from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
 from tests.checkpoint.meshes import NAMES, Setup, build, fill, give_state, random_setup, wrong
+from tests.corpus.models import EvenBlock
 from tests.harness import run_ranks
 from tests.worlds import Ranks
 
@@ -107,19 +108,9 @@ def test_what_ranks_hold_alike_is_written_once(saved: tuple[Path, Saved]) -> Non
 # ---- tensor parallelism beside it ----
 
 
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 def _tensor_parallel(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    block = _Block()
+    block = EvenBlock()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     return fully_shard(block, mesh=mesh["dp"])
@@ -144,7 +135,7 @@ def test_tensor_parallel_shards_load_as_a_plain_model_and_back(
 ) -> None:
     expected = ranks(_save_tensor_parallel, 4, tmp_path / "parallel")[0]
     torch.manual_seed(OTHER_SEED)
-    plain = _Block()
+    plain = EvenBlock()
     checkpoint.load(tmp_path / "parallel", plain)
     for name, value in plain.named_parameters():
         assert torch.equal(value, expected[name]), name
