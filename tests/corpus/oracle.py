@@ -302,7 +302,10 @@ def make_sharded(
     """Build a case's model and shard it the case's way over all ranks."""
     model = make_model(case.model, seed=seed).to(case.dtype)
     mesh = STRATEGIES[case.strategy].mesh(world_size, device_type)
-    return DOORS[case.door](model, MODELS[case.model].blocks(model), mesh, case)
+    blocks = MODELS[case.model].blocks(model)
+    sharded = DOORS[case.door](model, blocks, mesh, case)
+    assert all(state_of(block) is not None for block in one_by_one(blocks)), "a block has no group"
+    return sharded
 
 
 def train_sharded(
