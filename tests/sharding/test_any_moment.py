@@ -1034,20 +1034,6 @@ def test_parameters_that_are_replaced_between_steps_are_used_or_refused(
         net(x)
 
 
-def _frozen_before_its_backward(rank: int, world_size: int, transport: str) -> None:
-    for reshard in STRATEGIES:
-        net, whole = sharded_net(transport=transport, reshard_after_forward=reshard), seeded(Net)
-        x = batches(world_size)
-        for model in (net, whole):
-            frozen = [model.blocks[1].up.weight, model.head.weight]
-            loss = loss_of(model, x[rank])
-            for param in frozen:
-                param.requires_grad_(False)
-            loss.backward()
-            assert all(param.grad is None for param in frozen)
-        assert net.blocks[1].up.bias.grad is not None
-
-
 def _frozen_by_a_hook_of_its_backward(rank: int, world_size: int, transport: str) -> None:
     net, whole = sharded_net(transport=transport), seeded(Net)
     x = batches(world_size)[rank]
@@ -1087,7 +1073,6 @@ def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(transport:
         transport,
         in_turn,
         2,
-        _frozen_before_its_backward,
         _frozen_by_a_hook_of_its_backward,
         _frozen_after_it_accumulated,
     )

@@ -115,20 +115,3 @@ def test_data_parallel_dimensions_of_one_mesh(
         loss_of(net, distribute_tensor(x[0], mesh, placements)).backward()
         average_backward(whole, x)
     assert_same_gradients(net, whole)
-
-
-@on_threads(4)
-def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="weight is a plain tensor"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    with pytest.raises(ValueError, match="found 'up'"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="up"))
-    cut = nn.Linear(4, 4, bias=False)
-    cut.weight = nn.Parameter(distribute_tensor(cut.weight.detach(), mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(ValueError, match=r"expected Replicate\(\) on the data parallel dimension"):
-        fully_shard(cut, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    net = seeded(Net)
-    _tensor_parallel(net, mesh["tp"])
-    with pytest.raises(ValueError, match="expected a factor of the 2 ranks"):
-        fully_shard(net, mesh=mesh["dp"], reshard_after_forward=3)

@@ -63,13 +63,6 @@ def test_torchs_clipping_and_ours_agree(rank: int, world_size: int) -> None:
 
 
 @on_threads(2)
-def test_foreach_and_fused_optimizers(rank: int, world_size: int) -> None:
-    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
-        net, whole = twins(Net)
-        train_alike(net, whole, rank, world_size, make=torch.optim.AdamW, **options)
-
-
-@on_threads(2)
 def test_an_optimizer_made_anew_from_its_state_dict_trains_on(rank: int, world_size: int) -> None:
     net, whole = twins(Net)
     models = (net, whole)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import fully_shard, materialize
 from tests.corpus.models import Tied
@@ -16,7 +14,7 @@ from tests.sharding.nets import (
     check_backward,
     seeded,
 )
-from tests.worlds import Ranks, on_threads
+from tests.worlds import on_threads
 
 
 def _shard(model: nn.Module, **kwargs: Any) -> nn.Module:
@@ -55,17 +53,3 @@ def test_materializing(rank: int, world_size: int) -> None:
     whole.apply(init)
     x = batches(world_size)
     check_backward(sharded, whole, x, rank)
-
-
-def _meshes(rank: int, world_size: int) -> str:
-    model = seeded(Tied)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model.first, mesh=mesh)
-    with pytest.raises(ValueError, match="is tied to weight, which is sharded over") as caught:
-        fully_shard(model.last)
-    assert type(model.last) is nn.Linear, "nothing was changed"
-    return str(caught.value)
-
-
-def test_groups_on_different_meshes_are_refused(threads: Ranks) -> None:
-    assert "shard both over the same mesh" in threads(_meshes, 4)[0]
