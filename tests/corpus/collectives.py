@@ -41,7 +41,8 @@ class CustomGather(Custom):
     ) -> dist.Work | None:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         returns = async_op or self._returns_work
-        return gather(output_tensor, input_tensor, group=group, async_op=returns)
+        work: dist.Work | None = gather(output_tensor, input_tensor, group=group, async_op=returns)
+        return work
 
 
 class CustomScatter(Custom):
@@ -66,7 +67,10 @@ class CustomScatter(Custom):
         self.ops.append(op)
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
         returns = async_op or self._returns_work
-        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=returns)
+        work: dist.Work | None = scatter(
+            output_tensor, input_tensor, op=op, group=group, async_op=returns
+        )
+        return work
 
 
 def customize(model: nn.Module, *, returns_work: bool = False) -> CustomScatter:
