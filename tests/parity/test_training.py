@@ -151,12 +151,14 @@ def _of_every_door(world: World) -> list[Case]:
         Case(model, flat[number % 2], "sgd", "wrapper", evaluates=True)
         for number, model in enumerate(MODELS)
     ]
-    strategies = [
-        Case("net", strategy, "adamw", door)
-        for door in doors
-        for strategy in (flat if door == "wrapper for XLA" else _strategies(world[0]))
+    every = _strategies(world[0])
+    strategies = [Case("net", strategy, "adamw", "wrapper") for strategy in every]
+    others = [
+        Case("net", strategy, "sgd", door)
+        for door, strategy in _pairs(world, doors, every)
+        if door != "wrapper for XLA" or strategy in flat
     ]
-    return [*models, *strategies]
+    return [*models, *strategies, *others]
 
 
 def _of_every_door_in_use(world: World) -> list[Case]:
