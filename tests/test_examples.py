@@ -20,8 +20,8 @@ import pytest
 import torch
 
 from shardwise import MixedPrecisionPolicy, fully_shard
+from tests.corpus.models import MODELS, make_batch, make_model
 from tests.harness import run_ranks
-from tests.parity.models import MODELS, make_batch, make_model
 from tests.programs import shell_environment, start_program
 from tests.worlds import on_processes
 

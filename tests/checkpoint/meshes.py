@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import fully_shard
-from tests.parity.models import MODELS, make_model
+from tests.corpus.models import MODELS, make_model
 
 NAMES = ("mlp", "conv", "frozen", "scalars", "shared", "llama-tied", "unused")
 
@@ -26,7 +26,7 @@ class Setup:
     """How a model lies over a world.
 
     Attributes:
-        model: one of :data:`tests.parity.models.MODELS`.
+        model: one of :data:`tests.corpus.models.MODELS`.
         shape: of the mesh; ``None`` for a model that is not sharded.
         reshard: ``reshard_after_forward``.
         last_dim: whether matrices are cut along their last dimension.

@@ -8,23 +8,23 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardwise import checkpoint, fully_shard, init_mesh
+from shardwise import checkpoint
 from shardwise.checkpoint.ranks.saving import copies
+from tests.corpus.models import MODELS, make_batch
+from tests.corpus.oracle import Case, make_sharded
 from tests.devices.device import NAME
-from tests.devices.world import batch, loss_of, model, run_on_device
+from tests.devices.world import run_on_device
+
+MODEL = "buffered"
 
 
 def _sharded(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = model()
-    mesh = init_mesh(device_type=kind, dp=2)
-    for block in net[:2]:
-        fully_shard(block, mesh=mesh)
-    fully_shard(net, mesh=mesh)
+    net = make_sharded(Case(MODEL), 2, device_type=kind)
     return net, torch.optim.AdamW(net.parameters(), lr=0.05, foreach=False)
 
 
 def _step(net: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
-    loss_of(net, batch(step, rank)).backward()
+    MODELS[MODEL].loss(net, *make_batch(MODEL, rank, step, 0)).backward()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from shardwise.base import devices
 from tests.devices.device import NAME, register
@@ -32,45 +31,3 @@ def calls() -> list[str]:
     group = dist.group.WORLD
     assert isinstance(group, PretendGroup)
     return group.calls
-
-
-class Block(nn.Module):
-    """A residual block of uneven sizes, with a buffer and a scalar."""
-
-    shift: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(5)
-        self.up = nn.Linear(5, 7)
-        self.down = nn.Linear(7, 5)
-        self.gain = nn.Parameter(torch.empty(()))
-        self.register_buffer("shift", torch.empty(5))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.constant_(self.gain, 0.5)
-        self.shift.fill_(0.25)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(self.norm(x)).tanh()
-        out: torch.Tensor = x + self.gain * self.down(hidden) + self.shift.to(x.dtype)
-        return out
-
-
-def model() -> nn.Sequential:
-    """Two blocks and a head, on the CPU, with the same values on all ranks."""
-    torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), nn.Linear(5, 3, bias=False))
-
-
-def batch(step: int, rank: int) -> torch.Tensor:
-    """What a rank trains on, on the CPU."""
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(4, 5, generator=generator)
-
-
-def loss_of(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A loss that needs every parameter."""
-    loss: torch.Tensor = net(x).square().mean()
-    return loss

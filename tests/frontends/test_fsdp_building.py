@@ -24,7 +24,7 @@ from shardwise import (
 from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
 from tests.frontends.training import assert_bits, train, trained_twin, whole, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 
 class Tied(nn.Module):
@@ -62,7 +62,7 @@ class Normed(nn.Module):
 # -- values ----------------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@on_threads(2)
 def test_all_ranks_get_rank_0s_parameters_and_buffers(rank: int, world_size: int) -> None:
     expected = seeded(Net)
     replicas = [{}, {"sharding_strategy": ShardingStrategy.NO_SHARD}]
@@ -87,7 +87,7 @@ def test_all_ranks_get_rank_0s_parameters_and_buffers(rank: int, world_size: int
         assert not torch.equal(row, expected.head.weight[3:]), "without it every rank has its own"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_models_on_the_meta_device_are_materialized_unit_by_unit(
     rank: int, world_size: int
 ) -> None:
@@ -133,7 +133,7 @@ def _is_shard(param: torch.Tensor) -> bool:
     return isinstance(param, DTensor) or param.is_meta
 
 
-@on_processes(2)
+@on_threads(2)
 def test_units_wrapped_by_hand_and_with_arguments_of_their_own(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     net = seeded(Net)
@@ -157,7 +157,7 @@ def test_units_wrapped_by_hand_and_with_arguments_of_their_own(rank: int, world_
     assert_bits(model, expected)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_checkpointed_modules_compute_forward_again(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     runs = []
@@ -192,7 +192,7 @@ def test_checkpointed_modules_compute_forward_again(rank: int, world_size: int) 
 # -- dtypes ----------------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@on_threads(2)
 def test_mixed_precision_says_what_is_computed_in_which_dtype(rank: int, world_size: int) -> None:
     low = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
     model = FullyShardedDataParallel(
@@ -261,7 +261,7 @@ def _gradients_stay_low_where_asked_for(rank: int, world_size: int) -> None:
 # -- what torch's own cannot do on a CPU -----------------------------------------------------------
 
 
-@on_processes(2)
+@on_threads(2)
 def test_everything_that_works_on_a_gpu_works_on_a_cpu(rank: int, world_size: int) -> None:
     """Together: rank 0's values, offloading, and a hybrid mesh that only replicates."""
     mesh = init_device_mesh("cpu", (world_size, 1))

@@ -41,7 +41,7 @@ from tests.frontends.training import (
     wrapped,
 )
 from tests.sharding.nets import Net, batches, loss_of, seeded
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 FULL, SHARDED, LOCAL = (
     StateDictType.FULL_STATE_DICT,
@@ -63,7 +63,8 @@ class Batched(nn.Module):
 # -- the model -------------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("one_host")
+@on_threads(2)
 def test_every_kind_of_state_dict_is_saved_and_loaded(rank: int, world_size: int) -> None:
     expected = seeded(Net)
     for strategy in STRATEGIES:
@@ -102,7 +103,7 @@ def _perturb(model: nn.Module) -> None:
             param.add_(1)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_what_is_whole_can_be_had_on_the_first_rank_alone(rank: int, world_size: int) -> None:
     first = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
     model = seeded(Batched)
@@ -128,7 +129,7 @@ def test_what_is_whole_can_be_had_on_the_first_rank_alone(rank: int, world_size:
     assert state["0.weight"] is state["1.weight"], "gathered once"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_what_is_wrong_with_a_state_dict_is_said_by_name(rank: int, world_size: int) -> None:
     model = wrapped()
     state = model.state_dict()
@@ -168,7 +169,7 @@ def test_what_is_wrong_with_a_state_dict_is_said_by_name(rank: int, world_size: 
     assert FullyShardedDataParallel.get_state_dict_type(model).state_dict_type is FULL
 
 
-@on_processes(1)
+@on_threads(1)
 def test_the_kind_of_state_dict_comes_and_goes(rank: int, world_size: int) -> None:
     model = wrapped()
     get = FullyShardedDataParallel.get_state_dict_type
@@ -186,7 +187,8 @@ def test_the_kind_of_state_dict_comes_and_goes(rank: int, world_size: int) -> No
 # -- the optimizer ---------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("one_host")
+@on_threads(2)
 def test_optimizer_state_is_the_one_processes_and_goes_on_from_there(
     rank: int, world_size: int
 ) -> None:
@@ -242,7 +244,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
             assert torch.equal(value, other), f"{key} of {name} changed after it was saved"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_whole_optimizer_state_on_the_first_rank_alone(rank: int, world_size: int) -> None:
     first = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True)
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
@@ -272,7 +274,7 @@ def test_whole_optimizer_state_on_the_first_rank_alone(rank: int, world_size: in
             assert_same(state, saved)  # what lies on the host is a copy, also on a CPU
 
 
-@on_processes(2)
+@on_threads(2)
 def test_the_older_functions_for_optimizer_state(rank: int, world_size: int) -> None:
     fsdp = FullyShardedDataParallel
     model = wrapped()
@@ -312,7 +314,7 @@ def test_the_older_functions_for_optimizer_state(rank: int, world_size: int) -> 
         fsdp.optim_state_dict(model, strange)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_state_finds_its_parameter_in_other_parameter_groups(rank: int, world_size: int) -> None:
     model = wrapped()
     saved = train(model, rank, world_size)
@@ -334,7 +336,7 @@ def test_state_finds_its_parameter_in_other_parameter_groups(rank: int, world_si
 # -- torch.distributed.checkpoint ------------------------------------------------------------------
 
 
-@on_processes(2)
+@on_threads(2)
 def test_torchs_state_dict_functions_see_the_wrapped_model(rank: int, world_size: int) -> None:
     model = wrapped()
     optimizer = train(model, rank, world_size)
@@ -362,7 +364,8 @@ def test_torchs_state_dict_functions_see_the_wrapped_model(rank: int, world_size
 # -- whole parameters ------------------------------------------------------------------------------
 
 
-@on_processes(2)
+@pytest.mark.usefixtures("one_host")
+@on_threads(2)
 def test_whole_parameters_are_lent_changed_and_written_back(rank: int, world_size: int) -> None:
     summon = FullyShardedDataParallel.summon_full_params
     expected = seeded(Net)
@@ -407,7 +410,7 @@ def test_whole_parameters_are_lent_changed_and_written_back(rank: int, world_siz
         assert_bits(model, trained_twin(world_size)[0], "and trains on")
 
 
-@on_processes(2)
+@on_threads(2)
 def test_whole_parameters_are_lent_between_steps_only(rank: int, world_size: int) -> None:
     summon = FullyShardedDataParallel.summon_full_params
     model = wrapped()
@@ -436,7 +439,7 @@ def _tries(summon: Any, model: nn.Module) -> str:
         return str(error)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_apply_sees_whole_parameters(rank: int, world_size: int) -> None:
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -449,7 +452,7 @@ def test_apply_sees_whole_parameters(rank: int, world_size: int) -> None:
     assert_bits(model, seeded(Net).apply(init))
 
 
-@on_processes(2)
+@on_threads(2)
 def test_a_tied_parameter_is_lent_once(rank: int, world_size: int) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
     net[1][0].weight = net[0].weight

@@ -17,7 +17,6 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from shardwise.frontends.settings import (
     UnitSettings,
     check_device,
-    default_reshard,
     find_mesh,
     warn_without_effect,
 )
@@ -48,20 +47,6 @@ def test_arguments_without_effect_are_named_at_the_caller() -> None:
     assert caught[0].filename == __file__
     with pytest.warns(UserWarning, match="^bucket: packed anyway$"):
         warn_without_effect({"flat": False, "bucket": 64}, TABLE, stacklevel=1)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "reshard"),
-    [
-        (ShardingStrategy.FULL_SHARD, None),
-        (ShardingStrategy.HYBRID_SHARD, None),
-        (ShardingStrategy.SHARD_GRAD_OP, False),
-        (ShardingStrategy.NO_SHARD, False),
-    ],
-)
-def test_strategies_say_what_is_freed(strategy: ShardingStrategy, reshard: bool | None) -> None:
-    """``None`` frees all but the root's parameters."""
-    assert default_reshard(strategy) is reshard
 
 
 @on_threads(4)

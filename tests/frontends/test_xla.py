@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,42 +14,32 @@ from shardwise import (
     ShardingStrategy,
     StateDictType,
     XlaFullyShardedDataParallel,
-    checkpoint_module,
 )
 from shardwise.frontends.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 from tests.frontends.training import assert_bits, train, trained_twin, whole
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
-from tests.worlds import on_processes
+from tests.worlds import on_threads
 
 by_size = functools.partial(size_based_auto_wrap_policy, min_num_params=50)
 by_class = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={Block})
 
 
-@on_processes(2)
+@on_threads(2)
 def test_it_trains_as_one_process_does(rank: int, world_size: int) -> None:
     expected, _ = trained_twin(world_size)
     nested = seeded(Net)
     for index, block in enumerate(nested.blocks):
         nested.blocks[index] = XlaFullyShardedDataParallel(block)
 
-    def checkpointed(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        return XlaFullyShardedDataParallel(checkpoint_module(module), *args, **kwargs)
-
     for model in (
         XlaFullyShardedDataParallel(nested),
         XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_size),
-        XlaFullyShardedDataParallel(seeded(Net), reshard_after_forward=False),
-        XlaFullyShardedDataParallel(
-            seeded(Net), auto_wrap_policy=by_class, auto_wrapper_callable=checkpointed
-        ),
         XlaFullyShardedDataParallel(seeded(Net, seed=rank), sync_module_states=True),
         XlaFullyShardedDataParallel(
             seeded(Net), shard_param_on_dim_0=True, disable_reshard_on_root=False
         ),
     ):
         assert isinstance(model, FullyShardedDataParallel)
-        with model.no_sync():
-            pass
         train(model, rank, world_size)
         assert_bits(model, expected)
     assert isinstance(nested.blocks[0], XlaFullyShardedDataParallel)
@@ -59,7 +48,7 @@ def test_it_trains_as_one_process_does(rank: int, world_size: int) -> None:
     assert model.sharding_strategy is ShardingStrategy.FULL_SHARD
 
 
-@on_processes(2)
+@on_threads(2)
 def test_its_state_dict_is_this_ranks_shards(rank: int, world_size: int) -> None:
     model = XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_class)
     state = model.state_dict()
@@ -74,7 +63,7 @@ def test_its_state_dict_is_this_ranks_shards(rank: int, world_size: int) -> None
     assert model.state_dict()["head.weight"].shape == (5, 6)
 
 
-@on_processes(2)
+@on_threads(2)
 def test_its_dtypes(rank: int, world_size: int) -> None:
     low = XlaFullyShardedDataParallel(seeded(Net), compute_dtype=torch.bfloat16)
     assert low(batches(world_size)[rank]).dtype == torch.bfloat16
@@ -87,7 +76,7 @@ def test_its_dtypes(rank: int, world_size: int) -> None:
     assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
 
 
-@on_processes(4)
+@on_threads(4)
 def test_it_shards_over_groups_of_ranks(rank: int, world_size: int) -> None:
     groups = [[0, 2], [1, 3]]
     model = XlaFullyShardedDataParallel(
@@ -107,7 +96,7 @@ def test_it_shards_over_groups_of_ranks(rank: int, world_size: int) -> None:
         XlaFullyShardedDataParallel(Net(), sharding_groups=[[rank], [rank]])
 
 
-@on_processes(1)
+@on_threads(1)
 def test_what_has_no_meaning_here_says_so_once(rank: int, world_size: int) -> None:
     for argument, value in (
         ("flatten_parameters", True),
@@ -126,7 +115,7 @@ def test_what_has_no_meaning_here_says_so_once(rank: int, world_size: int) -> No
         assert caught[0].filename == __file__, "it points at the caller"
 
 
-@on_processes(2)
+@on_threads(2)
 def test_it_tells_how_its_shards_are_cut(rank: int, world_size: int) -> None:
     model = XlaFullyShardedDataParallel(seeded(Net), auto_wrap_policy=by_class)
     parts = model.get_shard_metadata()["shard_info"]

@@ -12,8 +12,16 @@ import torch
 from torch import nn
 
 from shardwise import FullyShardedDataParallel, checkpoint
+from tests.corpus.oracle import (
+    Case,
+    assert_same_history,
+    make_optimizer,
+    make_sharded,
+    reference_training,
+    train_sharded,
+)
 from tests.gpu.devices import TYPE, Devices, assert_same, device, mesh, sharded, whole
-from tests.sharding.nets import Block, Net, assert_same_values, batches, loss_of, seeded
+from tests.sharding.nets import Net, assert_same_values, batches, loss_of, seeded
 
 
 def _made(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -69,28 +77,15 @@ def test_checkpoints_hold_what_was_on_the_device(devices: Devices, tmp_path: Pat
 
 
 def _wrapped(rank: int, world_size: int) -> None:
-    net = FullyShardedDataParallel(
-        seeded(Net),
-        auto_wrap_policy=lambda module, recurse, **_: recurse or isinstance(module, Block),
-        device_mesh=mesh(),
-    )
-    alone = whole()
-    mine, theirs = (torch.optim.SGD(m.parameters(), lr=0.05) for m in (net, alone))
-    for step in range(3):
-        x = batches(world_size, step).to(device())
-        loss_of(net, x[rank]).backward()
-        for batch in x:
-            (loss_of(alone, batch) / world_size).backward()
-        norm = net.clip_grad_norm_(1.0)
-        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(alone.parameters(), 1.0))
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(net, alone)
+    case = Case("net", optimizer="sgd", door="wrapper", max_norm=1.0)
+    net = make_sharded(case, world_size, device_type=TYPE)
+    found = train_sharded(net, make_optimizer(case.optimizer, net.parameters()), case, rank)
+    expected = reference_training(case, world_size, TYPE)
+    assert_same_history(found, expected, rtol=1e-4, atol=1e-5)
     with FullyShardedDataParallel.summon_full_params(net):
-        for found, expected in zip(net.parameters(), alone.parameters(), strict=True):
-            assert found.device.type == TYPE
-            torch.testing.assert_close(found, expected)
+        for name, param in net.named_parameters():
+            assert param.device.type == TYPE
+            torch.testing.assert_close(param.cpu(), expected.parameters[-1][name])
 
 
 def test_the_wrapper_trains_alike(devices: Devices) -> None:

@@ -3,69 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from shardwise import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    clip_grad_norm_,
-    fully_shard,
-)
-from tests.gpu.devices import (
-    TYPE,
-    Devices,
-    assert_same,
-    device,
-    long_on_cpus,
-    mesh,
-    needs_gpu,
-    sharded,
-    whole,
-)
+from shardwise import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.corpus.oracle import Case, check_trainings, make_sharded
+from tests.gpu.devices import TYPE, Devices, device, long_on_cpus, mesh, needs_gpu, sharded, whole
 from tests.sharding.nets import batches, loss_of
-
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-class _Copies:
-    """Custom collectives, by way of torch's own."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Copies):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return gather(output_tensor, input_tensor, group=group, async_op=async_op)
-
-
-class _ReduceScatter(_Copies):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _recomputed(net: nn.Module) -> None:
@@ -73,109 +21,28 @@ def _recomputed(net: nn.Module) -> None:
         net.blocks[index] = checkpoint_wrapper(block)
 
 
-def _prefetched(net: nn.Module) -> None:
-    for this, after in zip(net.blocks[:-1], net.blocks[1:], strict=True):
-        this.set_modules_to_forward_prefetch([after])
-        after.set_modules_to_backward_prefetch([this])
-
-
-def _customized(net: nn.Module) -> None:
-    for module in net.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(_AllGather())
-            module.set_custom_reduce_scatter(_ReduceScatter())
-
-
-@dataclass(frozen=True)
-class Way:
-    """A way to shard.
-
-    Attributes:
-        kwargs: of ``fully_shard``.
-        shape: of the mesh, from the world size.
-        before: what is done to the model before it is sharded.
-        after: and what afterwards.
-        microbatches: in each step, of which the last reduces gradients.
-        norm: to clip gradients to.
-    """
-
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    shape: Callable[[int], tuple[int, ...]] = lambda world_size: (world_size,)
-    before: Callable[[nn.Module], None] = lambda net: None
-    after: Callable[[nn.Module], None] = lambda net: None
-    microbatches: int = 1
-    norm: float | None = None
-
-    @property
-    def offloads(self) -> bool:
-        """Whether shards are on the host."""
-        return "offload_policy" in self.kwargs
-
-
-WAYS = {
-    "zero-3": Way({"reshard_after_forward": True}),
-    "zero-2": Way({"reshard_after_forward": False}),
-    "no-shard": Way({"reshard_after_forward": False}, lambda ranks: (ranks, 1)),
-    "hybrid": Way({}, lambda ranks: (1, ranks)),
-    "recomputed": Way(before=_recomputed),
-    "prefetched": Way(after=_prefetched),
-    "accumulated": Way(microbatches=3, norm=0.5),
-    "custom": Way(after=_customized),
-    "offloaded": Way({"offload_policy": CPUOffloadPolicy(pin_memory=True)}),
-    "offloaded-pageable": Way({"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+#: Trainings, in float32 and in bfloat16, as far as they differ from the usual one.
+WAYS: dict[str, dict[str, Any]] = {
+    "zero-3": {"strategy": "full-shard"},
+    "zero-2": {"strategy": "shard-grad-op"},
+    "no-shard": {"strategy": "no-shard"},
+    "hybrid": {"strategy": "one-replica"},
+    "recomputed": {"door": "fully_shard, recomputing"},
+    "prefetched": {"door": "fully_shard, ahead"},
+    "accumulated": {"microbatches": 3, "sync_every": False, "max_norm": 0.5},
+    "custom": {"door": "fully_shard, custom collectives"},
+    "offloaded": {"door": "fully_shard, offloaded"},
+    "offloaded-pageable": {"door": "fully_shard, pageable"},
 }
 
 
-def _reference_step(net: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> None:
-    """The mean gradient over all ranks' microbatches, in fp32, computed in ``dtype``."""
-    narrow = copy.deepcopy(net).to(dtype)
-    total = [torch.zeros_like(param, dtype=torch.float32) for param in net.parameters()]
-    for of_rank in x:
-        mine = [torch.zeros_like(each) for each in total]
-        for batch in of_rank:
-            loss_of(narrow, batch.to(dtype)).backward()
-            for one, param in zip(mine, narrow.parameters(), strict=True):
-                one += param.grad
-                param.grad = None
-        for both, one in zip(total, mine, strict=True):
-            both += one / len(x)
-    for param, grad in zip(net.parameters(), total, strict=True):
-        param.grad = grad
-
-
 def _trains(rank: int, world_size: int, name: str) -> None:
-    way = WAYS[name]
-    for dtype in DTYPES:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        net, alone = whole(), whole()
-        way.before(net)
-        over = mesh(*way.shape(world_size))
-        net = sharded(net, mesh=over, mp_policy=policy, **way.kwargs)
-        way.after(net)
-        mine, theirs = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (net, alone))
-        home = "cpu" if way.offloads else TYPE
-        for step in range(3):
-            all_x = [batches(world_size, 10 * step + i) for i in range(way.microbatches)]
-            x = torch.stack(all_x, dim=1).to(device())  # (ranks, microbatches, ...)
-            for micro in range(way.microbatches):
-                net.set_requires_gradient_sync(micro == way.microbatches - 1)
-                loss_of(net, x[rank, micro]).backward()
-            _reference_step(alone, x, dtype)
-            for (where, param), other in zip(
-                net.named_parameters(), alone.parameters(), strict=True
-            ):
-                assert param.to_local().device.type == home, where
-                assert param.grad.dtype == torch.float32, where
-                assert_same(param.grad, other.grad, f"{name}, {dtype}, step {step}, {where}")
-            if way.norm is not None:
-                found = clip_grad_norm_(net.parameters(), way.norm)
-                expected = nn.utils.clip_grad_norm_(alone.parameters(), way.norm)
-                torch.testing.assert_close(found, expected)
-            for optimizer in (mine, theirs):
-                optimizer.step()
-                optimizer.zero_grad()
-        for (where, param), other in zip(net.named_parameters(), alone.parameters(), strict=True):
-            assert_same(param, other, f"{name}, {dtype}, {where}")
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case("net", **{"param_dtype": dtype, "reduce_dtype": torch.float32, **WAYS[name]})
+        check_trainings(rank, world_size, [case], TYPE, rtol=1e-4, atol=1e-5)
+        home = "cpu" if "offloaded" in name else TYPE
+        net = make_sharded(case, world_size, device_type=TYPE)
+        assert {param.to_local().device.type for param in net.parameters()} == {home}
 
 
 #: On CPUs, where ``tests/sharding`` and ``tests/parity`` look at the others.
@@ -191,9 +58,21 @@ ALWAYS = ("zero-3", "accumulated", "custom")
     ],
 )
 def test_training_equals_unsharded_training(devices: Devices, world_size: int, name: str) -> None:
-    if TYPE == "cpu" and (WAYS[name].offloads or world_size == 1):
+    if TYPE == "cpu" and ("offloaded" in name or world_size == 1):
         pytest.skip("nothing that the tests on CPUs do not look at")
     devices.run(_trains, world_size, name)
+
+
+def _reference_step(net: nn.Module, x: torch.Tensor, dtype: torch.dtype) -> None:
+    """The mean gradient over all ranks' batches, in fp32, computed in ``dtype``."""
+    narrow = copy.deepcopy(net).to(dtype)
+    net.zero_grad()
+    for batch in x:
+        loss_of(narrow, batch.to(dtype)).backward()
+        for param, computed in zip(net.parameters(), narrow.parameters(), strict=True):
+            grad = computed.grad.float() / len(x)
+            param.grad = grad if param.grad is None else param.grad + grad
+            computed.grad = None
 
 
 def _offloaded(rank: int, world_size: int, pin_memory: bool) -> None:
@@ -224,7 +103,7 @@ def _stepped_beside(rank: int, world_size: int) -> None:
     for step in range(4):
         x = batches(world_size, step).to(device())
         loss_of(net, x[rank]).backward()
-        _reference_step(alone, x[:, None], torch.bfloat16)
+        _reference_step(alone, x, torch.bfloat16)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             torch.cuda._sleep(50_000_000)  # cycles
@@ -260,7 +139,7 @@ def _compiled(rank: int, world_size: int) -> None:
         for step in range(3):
             x = batches(world_size, step).to(device())
             loss_of(net, x[rank]).backward()
-            _reference_step(alone, x[:, None], torch.float32)
+            _reference_step(alone, x, torch.float32)
             for (where, param), other in zip(
                 net.named_parameters(), alone.parameters(), strict=True
             ):

@@ -34,9 +34,8 @@ from shardwise.optim import (
 )
 from shardwise.sharding.state import groups_of
 from shardwise.transport import memory
+from tests.corpus.models import MODELS, make_model
 from tests.sharding.nets import (
-    WIDTH,
-    Block,
     Net,
     batches,
     hybrid_mesh,
@@ -54,26 +53,6 @@ def adamw(params: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
 
 
-class Odd(nn.Module):
-    """A weight in two groups, a block that runs twice, a frozen parameter and an unused one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.out.weight = self.embed.weight
-        self.blocks[1].up.bias.requires_grad_(False)
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.embed(x)
-        for block in (*self.blocks, self.blocks[0]):
-            x = block(x)
-        out: torch.Tensor = self.out(x)
-        return out
-
-
 class Recomputing(Net):
     """Blocks that are recomputed in backward."""
 
@@ -85,10 +64,10 @@ class Recomputing(Net):
 
 
 def odd(**kwargs: Any) -> nn.Module:
-    net = seeded(Odd)
-    for module in (net.embed, net.out):
-        fully_shard(module, **kwargs)
-    return shard_blocks(net, **kwargs)
+    net = make_model("odd")
+    for block in MODELS["odd"].blocks(net):
+        fully_shard(block, **kwargs)
+    return fully_shard(net, **kwargs)
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -105,6 +84,26 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Compare bit for bit."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def beside(
+    make: Callable[[], nn.Module] = sharded_net,
+) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+    """A model that steps in backward, its twin, and the ordinary optimizer of the twin."""
+    mine, theirs = make(), make()
+    in_backward(mine, adamw)
+    return mine, theirs, adamw(theirs.parameters())
+
+
+def step_alike(
+    mine: nn.Module, theirs: nn.Module, ordinary: torch.optim.Optimizer, x: torch.Tensor
+) -> None:
+    """Go backward through a model that steps there and through its twin, and step that."""
+    for model in (mine, theirs):
+        loss_of(model, x).backward()
+    ordinary.step()
+    ordinary.zero_grad()
+    assert_equal(values(mine), values(theirs))
 
 
 def _copied(tree: Any) -> Any:
@@ -214,12 +213,7 @@ def test_optimizers_that_need_whole_matrices_or_blocks_step_too(
     in_backward(mine, lambda _: make(mine))
     ordinary = make(theirs)
     for step in range(2):
-        x = batches(world_size, step)[rank]
-        for model in (mine, theirs):
-            loss_of(model, x).backward()
-        ordinary.step()
-        ordinary.zero_grad()
-        assert_equal(values(mine), values(theirs))
+        step_alike(mine, theirs, ordinary, batches(world_size, step)[rank])
 
 
 def _recomputed(**kwargs: Any) -> nn.Module:
@@ -299,9 +293,7 @@ def test_the_last_of_several_backwards_steps(threads: Ranks, set_last: Callable[
 @on_threads(2)
 def test_groups_that_the_last_backward_does_not_reach_step_too(rank: int, world_size: int) -> None:
     """The last backward of a step does not reach every group."""
-    mine, theirs = sharded_net(), sharded_net()
-    in_backward(mine, adamw)
-    ordinary = adamw(theirs.parameters())
+    mine, theirs, ordinary = beside()
     x = batches(world_size)[rank]
     for model in (mine, theirs):
         model.set_is_last_backward(False)
@@ -405,9 +397,7 @@ def test_parameters_outside_of_groups_wait_for_step(rank: int, world_size: int) 
 
 @on_threads(2)
 def test_manual_finalization_steps(rank: int, world_size: int) -> None:
-    mine, theirs = sharded_net(), sharded_net()
-    in_backward(mine, adamw)
-    ordinary = adamw(theirs.parameters())
+    mine, theirs, ordinary = beside()
     for model in (mine, theirs):
         model.set_manual_backward_finalization(True)
     before = values(mine)
@@ -753,9 +743,7 @@ def test_an_optimizer_that_raises_interrupts_the_step(rank: int, world_size: int
 
 @on_threads(2)
 def test_a_second_backward_needs_the_values_of_its_forward(rank: int, world_size: int) -> None:
-    mine, theirs = sharded_net(), sharded_net()
-    in_backward(mine, adamw)
-    ordinary = adamw(theirs.parameters())
+    mine, theirs, ordinary = beside()
     x = batches(world_size)[rank]
     losses = [loss_of(model, x) for model in (mine, theirs)]
     for model, loss in zip((mine, theirs), losses, strict=True):
@@ -772,9 +760,7 @@ def test_a_second_backward_needs_the_values_of_its_forward(rank: int, world_size
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_threads()
 def test_kept_parameters_are_gathered_again_after_a_step(rank: int, world_size: int) -> None:
-    mine, theirs = sharded_net(), sharded_net()
-    in_backward(mine, adamw)
-    ordinary = adamw(theirs.parameters())
+    mine, theirs, ordinary = beside()
     with mine.keep_unsharded():
         for step in range(2):
             x = batches(world_size, step)[rank]
@@ -796,12 +782,7 @@ def test_prefetched_and_kept_parameters_are_never_stale(rank: int, world_size: i
     in_backward(mine, adamw)
     ordinary = adamw(theirs.parameters())
     for step in range(2):
-        x = batches(world_size, step)[rank]
-        for model in (mine, theirs):
-            loss_of(model, x).backward()
-        ordinary.step()
-        ordinary.zero_grad()
-        assert_equal(values(mine), values(theirs))
+        step_alike(mine, theirs, ordinary, batches(world_size, step)[rank])
 
 
 class Twice(Net):
@@ -818,16 +799,9 @@ class Twice(Net):
 def test_backwards_inside_of_a_backward_that_recompute_make_one_step(
     rank: int, world_size: int
 ) -> None:
-    mine, theirs = sharded_net(Twice), sharded_net(Twice)
-    in_backward(mine, adamw)
-    ordinary = adamw(theirs.parameters())
+    mine, theirs, ordinary = beside(lambda: sharded_net(Twice))
     for step in range(2):
-        x = batches(world_size, step)[rank].requires_grad_()
-        for model in (mine, theirs):
-            loss_of(model, x).backward()
-        ordinary.step()
-        ordinary.zero_grad()
-        assert_equal(values(mine), values(theirs))
+        step_alike(mine, theirs, ordinary, batches(world_size, step)[rank].requires_grad_())
 
 
 @on_threads(2)

@@ -12,7 +12,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +136,20 @@ def assert_same(
                 assert found == value
 
 
+def train_alike(
+    mine: nn.Module,
+    optim: torch.optim.Optimizer,
+    other: nn.Module,
+    theirs: torch.optim.Optimizer,
+    steps: Iterable[int],
+) -> None:
+    """Take some steps with both, and compare."""
+    for step in steps:
+        _step(mine, optim, step)
+        _step(other, theirs, step)
+    assert_same(mine, optim, other, theirs)
+
+
 # -- on one rank -----------------------------------------------------------------------------------
 
 
@@ -165,10 +179,7 @@ def test_an_optimizer_that_has_states_already_goes_on(tmp_path: Path) -> None:
     _step(mine, inner, 0)
     _step(other, theirs, 0)
     optim = offload(inner, f"disk:{tmp_path}")
-    for step in (1, 2):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, (1, 2))
 
 
 def test_gradients_may_be_missing_in_some_steps(tmp_path: Path) -> None:
@@ -301,10 +312,7 @@ def test_a_parameter_larger_than_the_limit_steps_alone(tmp_path: Path) -> None:
     mine, other = _nets()
     optim = offload(adamw(mine.parameters()), f"disk:{tmp_path}", staging=1)
     theirs = adamw(other.parameters())
-    for step in range(3):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, range(3))
 
 
 def test_however_long_a_disk_takes_nothing_is_read_before_it_is_written(
@@ -378,10 +386,7 @@ def test_states_are_of_any_kind_of_tensor(tmp_path: Path) -> None:
         offload(Collecting(mine.parameters()), f"disk:{tmp_path}"),
         Collecting(other.parameters()),
     )
-    for step in range(5):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, range(5))
     for p, q in zip(mine.parameters(), other.parameters(), strict=True):
         for key, value in theirs.state[q].items():
             found = optim.state[p][key]
@@ -418,10 +423,7 @@ def test_states_that_share_memory_go_on_to_share_it(tmp_path: Path) -> None:
         offload(Sharing(mine.parameters()), f"disk:{tmp_path}"),
         Sharing(other.parameters()),
     )
-    for step in range(4):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, range(4))
 
 
 # -- between steps ---------------------------------------------------------------------------------
@@ -584,10 +586,7 @@ def test_waiting_for_a_disk_can_be_interrupted(
     optim.zero_grad()
     assert_same(mine, optim, other, theirs)
     assert staging_of(optim) == 0
-    for step in (1, 2):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, (1, 2))
 
 
 def test_states_that_are_left_half_moved_are_used_no_more(
@@ -742,10 +741,7 @@ def test_a_state_dict_goes_on_in_another_optimizer(dtype: torch.dtype, tmp_path:
     other.load_state_dict(mine.state_dict())
     theirs.load_state_dict(saved)
     assert_same(mine, optim, other, theirs)
-    for step in range(3, 5):
-        _step(mine, optim, step)
-        _step(other, theirs, step)
-    assert_same(mine, optim, other, theirs)
+    train_alike(mine, optim, other, theirs, (3, 4))
 
 
 def test_the_state_of_the_optimizer_alone_is_loaded_and_back(tmp_path: Path) -> None:

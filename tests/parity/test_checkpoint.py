@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from tests.harness import run_ranks
-from tests.parity.gathering import (
+from tests.corpus.gathering import (
     join,
     parts_of_optimizer_state,
     parts_of_parameters,
     whole_parameters,
 )
-from tests.parity.models import MODELS, make_batch, make_model
-from tests.parity.training import (
+from tests.corpus.models import MODELS, make_batch, make_model
+from tests.corpus.oracle import (
     Case,
     History,
     assert_same_history,
@@ -227,30 +225,20 @@ def _joined(by_rank: Sequence[dict[str, Trained]]) -> dict[str, Trained]:
     return joined
 
 
-Saved = Callable[[int, str], tuple[Path, dict[str, Trained]]]
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """What so many ranks saved with a strategy, and the models as they were and went on."""
-
-    @functools.cache
-    def save(saved_by: int, strategy: str) -> tuple[Path, dict[str, Trained]]:
-        folder = tmp_path_factory.mktemp("checkpoints")
-        return folder, _joined(run_ranks(_train_and_save, saved_by, strategy, folder))
-
-    return save
-
-
 @pytest.mark.parametrize(
     ("saved_by", "strategy", "loaded_by", "other_strategy"),
     [*MOVES, *(pytest.param(*each, marks=pytest.mark.long) for each in LONG_MOVES)],
 )
-def test_a_checkpoint_loads_on_another_mesh(
-    saved: Saved, saved_by: int, strategy: str, loaded_by: int, other_strategy: str
+def test_a_checkpoint_loads_on_another_mesh_and_becomes_a_plain_file(
+    ranks: Ranks,
+    tmp_path: Path,
+    saved_by: int,
+    strategy: str,
+    loaded_by: int,
+    other_strategy: str,
 ) -> None:
-    folder, by_model = saved(saved_by, strategy)
-    loaded = _joined(run_ranks(_load_and_train, loaded_by, other_strategy, folder))
+    by_model = _joined(ranks(_train_and_save, saved_by, strategy, tmp_path))
+    loaded = _joined(ranks(_load_and_train, loaded_by, other_strategy, tmp_path))
     for model, before in by_model.items():
         after = loaded[model]
         _assert_equal(after.parameters, before.parameters)
@@ -259,17 +247,8 @@ def test_a_checkpoint_loads_on_another_mesh(
             _assert_equal(after.optimizer[name], state)
         if saved_by == loaded_by:  # the same ranks see the same batches: as if it never stopped
             assert_same_history(after.afterwards, before.afterwards, rtol=None)
-
-
-@pytest.mark.parametrize(("world_size", "strategy"), [(2, "no-shard"), (3, "shard-grad-op")])
-def test_a_checkpoint_becomes_a_plain_file_of_the_unsharded_model(
-    saved: Saved, tmp_path: Path, world_size: int, strategy: str
-) -> None:
-    folder, by_model = saved(world_size, strategy)
-    for name, expected in by_model.items():
-        dcp_to_torch_save(folder / name, tmp_path / "plain.pt")
-
+        dcp_to_torch_save(tmp_path / model, tmp_path / "plain.pt")
         plain = torch.load(tmp_path / "plain.pt", weights_only=True)
-        unsharded = make_model(name, seed=OTHER_SEED)
+        unsharded = make_model(model, seed=OTHER_SEED)
         unsharded.load_state_dict(plain["model"], strict=True)
-        _assert_equal(dict(unsharded.named_parameters()), expected.parameters)
+        _assert_equal(dict(unsharded.named_parameters()), before.parameters)

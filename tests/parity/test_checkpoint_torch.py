@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from shardwise import checkpoint, fully_shard
-from tests.parity.gathering import optimizer_state, whole_parameters
-from tests.parity.models import MODELS, make_model
-from tests.parity.training import STRATEGIES, make_optimizer
+from tests.corpus.gathering import optimizer_state, whole_parameters
+from tests.corpus.models import MODELS, make_model
+from tests.corpus.oracle import STRATEGIES, make_optimizer
 from tests.worlds import Ranks
 
 Whole = dict[str, Tensor]

@@ -6,19 +6,18 @@ one, in the way that monitors count: by standing in for the functions of ``torch
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from tests.parity.models import MODELS, make_batch, make_model
-from tests.parity.training import Case, make_sharded, naming
-from tests.worlds import Ranks
+from tests.corpus.instruments import run
+from tests.corpus.models import MODELS, make_batch, make_model
+from tests.corpus.oracle import Case, make_sharded
 
 MODEL = "llama"
 GROUPS = len(MODELS[MODEL].blocks(make_model(MODEL))) + 1  # the root has parameters of its own
@@ -31,46 +30,38 @@ FUNCTIONS = {
 }
 
 
-def _count(rank: int, world_size: int, cases: list[Case]) -> list[list[Counter[str]]]:
-    """Count the collectives of two steps of each case."""
-    count = count_collectives()
-    counts = []
-    for case in cases:
-        with naming(case):
-            counts.append(_count_steps(make_sharded(case, world_size), case, rank, count))
-    return counts
-
-
-def _count_steps(
-    model: nn.Module, case: Case, rank: int, count: Counter[str]
-) -> list[Counter[str]]:
-    counts = []
-    for step in range(2):
-        count.clear()
-        for microbatch in range(case.microbatches):
-            is_last = microbatch == case.microbatches - 1
-            model.set_requires_gradient_sync(case.sync_every or is_last)
-            batch = make_batch(case.model, rank, step, microbatch)
-            MODELS[case.model].loss(model, *batch).backward()
-        counts.append(count.copy())
-    return counts
-
-
-def count_collectives() -> Counter[str]:
-    """Count every call from now on, under the names of :data:`FUNCTIONS`."""
+@contextmanager
+def counting() -> Iterator[Counter[str]]:
+    """Count every call, under the names of :data:`FUNCTIONS`."""
     count: Counter[str] = Counter()
 
-    def counting(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
+    def stand_in(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
             count[kind] += 1
             return function(*args, **kwargs)
 
-        return stand_in
+        return call
 
-    for kind, names in FUNCTIONS.items():
-        name = next(name for name in names if hasattr(dist, name))
-        setattr(dist, name, counting(kind, getattr(dist, name)))
-    return count
+    with pytest.MonkeyPatch.context() as patch:
+        for kind, names in FUNCTIONS.items():
+            name = next(name for name in names if hasattr(dist, name))
+            patch.setattr(dist, name, stand_in(kind, getattr(dist, name)))
+        yield count
+
+
+def _count_steps(rank: int, world_size: int, case: Case) -> list[Counter[str]]:
+    """Count the collectives of two steps."""
+    model, counts = make_sharded(case, world_size), []
+    with counting() as count:
+        for step in range(2):
+            count.clear()
+            for microbatch in range(case.microbatches):
+                is_last = microbatch == case.microbatches - 1
+                model.set_requires_gradient_sync(case.sync_every or is_last)
+                batch = make_batch(case.model, rank, step, microbatch)
+                MODELS[case.model].loss(model, *batch).backward()
+            counts.append(count.copy())
+    return counts
 
 
 #: Strategy, ranks, whether gradients are reduced in every microbatch; then, per group: all-gathers,
@@ -95,22 +86,14 @@ STEPS = [
 
 
 def _case(strategy: str, sync_every: bool) -> Case:
-    return Case(MODEL, strategy, microbatches=MICROBATCHES, sync_every=sync_every)
-
-
-@functools.cache
-def _counted(ranks: Ranks, world_size: int) -> dict[Case, list[list[Counter[str]]]]:
-    """By case, what each rank counted in two steps: one world for all cases of its size."""
-    cases = [_case(strategy, sync) for strategy, size, sync, *_ in STEPS if size == world_size]
-    by_rank = ranks(_count, world_size, cases, env={"SHARDWISE_TRANSPORT": "collectives"})
-    return {case: list(counts) for case, *counts in zip(cases, *by_rank, strict=True)}
+    door = "fully_shard, collectives"
+    return Case(MODEL, strategy, door=door, microbatches=MICROBATCHES, sync_every=sync_every)
 
 
 @pytest.mark.parametrize(
     ("strategy", "world_size", "sync_every", "all_gathers", "reduce_scatters", "all_reduces"), STEPS
 )
 def test_collectives_of_a_step(
-    ranks: Ranks,
     strategy: str,
     world_size: int,
     sync_every: bool,
@@ -126,7 +109,7 @@ def test_collectives_of_a_step(
     }
     expected = Counter({kind: count * GROUPS for kind, count in per_group.items() if count})
 
-    for counts in _counted(ranks, world_size)[_case(strategy, sync_every)]:
+    for counts in run("pretended", _count_steps, world_size, _case(strategy, sync_every)):
         assert counts == [expected, expected]
 
 
@@ -146,9 +129,8 @@ KEPT = [
 
 def _count_gathers(rank: int, world_size: int, switch: str, frees: bool) -> list[int]:
     """Count the all-gathers of two steps that do not reshard until the last microbatch."""
-    count = count_collectives()
     case = _case("hybrid" if world_size == 4 else "full-shard", sync_every=True)
-    with naming(case):
+    with counting() as count:
         model = make_sharded(case, world_size)
         model.set_reshard_after_forward(frees)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,8 +150,7 @@ def _count_gathers(rank: int, world_size: int, switch: str, frees: bool) -> list
 
 @pytest.mark.parametrize(("switch", "world_size", "frees", "all_gathers"), KEPT)
 def test_what_accumulation_keeps_is_not_gathered_again(
-    ranks: Ranks, switch: str, world_size: int, frees: bool, all_gathers: int
+    switch: str, world_size: int, frees: bool, all_gathers: int
 ) -> None:
-    env = {"SHARDWISE_TRANSPORT": "collectives"}
-    for counts in ranks(_count_gathers, world_size, switch, frees, env=env):
+    for counts in run("pretended", _count_gathers, world_size, switch, frees):
         assert counts == [all_gathers * GROUPS] * 2

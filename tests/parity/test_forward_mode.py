@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import shardwise
+from tests.corpus.models import Stack
 from tests.sharding.nets import (
-    Stack,
     assert_same_gradients,
     average_backward,
     batches,

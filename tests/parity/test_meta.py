@@ -10,20 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
-from tests.parity.gathering import whole_parameters
-from tests.parity.models import MODELS, make_model
-from tests.parity.training import (
+from tests.corpus.gathering import whole_parameters
+from tests.corpus.models import MODELS, make_model
+from tests.corpus.oracle import (
+    DOORS,
     STRATEGIES,
     Case,
-    History,
     assert_same_history,
     make_optimizer,
     make_sharded,
     naming,
-    shard,
     train_sharded,
 )
-from tests.worlds import Ranks
+from tests.worlds import on_threads
 
 NAMES = ["mlp", "conv", "shared", "llama", "llama-tied"]
 
@@ -38,33 +37,8 @@ def _initializer(model: nn.Module) -> Callable[[nn.Module], object]:
 def _on_meta_device(name: str, strategy: str, world_size: int) -> nn.Module:
     with torch.device("meta"):
         model = MODELS[name].build()
-    return shard(
-        model,
-        name,
-        mesh=STRATEGIES[strategy].mesh(world_size),
-        reshard_after_forward=STRATEGIES[strategy].reshard_after_forward,
-    )
-
-
-def _train_materialized(
-    rank: int, world_size: int, strategy: str, names: list[str]
-) -> list[tuple[dict[str, Tensor], dict[str, Tensor], History, History]]:
-    outcomes = []
-    for name in names:
-        case = Case(name, strategy)
-        with naming(case):
-            model = _on_meta_device(name, strategy, world_size)
-            torch.manual_seed(5)
-            materialize(model, init=_initializer(model))
-            parameters, buffers = whole_parameters(model), dict(model.named_buffers())
-            twin = make_sharded(case, world_size)
-            twin.load_state_dict(model.state_dict())
-            histories = [
-                train_sharded(each, make_optimizer("sgd", each.parameters()), case, rank)
-                for each in (model, twin)
-            ]
-            outcomes.append((parameters, buffers, *histories))
-    return outcomes
+    mesh, blocks = STRATEGIES[strategy].mesh(world_size), MODELS[name].blocks(model)
+    return DOORS["fully_shard"](model, blocks, mesh, Case(name, strategy))
 
 
 @pytest.mark.parametrize(
@@ -77,36 +51,37 @@ def _train_materialized(
         ("hybrid", 4, NAMES[::2]),
     ],
 )
+@on_threads()
 def test_materialized_equals_unsharded_initialization_and_trains_alike(
-    ranks: Ranks, strategy: str, world_size: int, names: list[str]
+    rank: int, world_size: int, strategy: str, names: list[str]
 ) -> None:
-    per_rank = ranks(_train_materialized, world_size, strategy, names)
+    for name in names:
+        case = Case(name, strategy)
+        with naming(case):
+            model = _on_meta_device(name, strategy, world_size)
+            torch.manual_seed(5)
+            materialize(model, init=_initializer(model))
+            expected = make_model(name)
+            torch.manual_seed(5)
+            with torch.no_grad():
+                expected.apply(_initializer(expected))
+            _assert_equal(whole_parameters(model), dict(expected.named_parameters()), name)
+            _assert_equal(dict(model.named_buffers()), dict(expected.named_buffers()), name)
+            twin = make_sharded(case, world_size)
+            twin.load_state_dict(model.state_dict())
+            history, other = (
+                train_sharded(each, make_optimizer("sgd", each.parameters()), case, rank)
+                for each in (model, twin)
+            )
+            assert_same_history(history, other, rtol=None)
 
-    for index, name in enumerate(names):
-        expected = make_model(name)
-        torch.manual_seed(5)
-        with torch.no_grad():
-            expected.apply(_initializer(expected))
-        for outcomes in per_rank:
-            parameters, buffers, history, twin = outcomes[index]
-            _assert_equal(parameters, dict(expected.named_parameters()), name)
-            _assert_equal(buffers, dict(expected.named_buffers()), name)
-            assert_same_history(history, twin, rtol=None)
 
-
-def _load_into_empty(rank: int, world_size: int) -> dict[str, Tensor]:
-    case = Case("mlp")
+@on_threads(3)
+def test_a_state_dict_loads_into_a_model_without_values(rank: int, world_size: int) -> None:
     model = _on_meta_device("mlp", "full-shard", world_size)
     model.to_empty(device="cpu")
-    model.load_state_dict(make_sharded(case, world_size).state_dict())
-    return whole_parameters(model)
-
-
-def test_a_state_dict_loads_into_a_model_without_values(ranks: Ranks) -> None:
-    expected = dict(make_model("mlp").named_parameters())
-
-    for parameters in ranks(_load_into_empty, 3):
-        _assert_equal(parameters, expected, "mlp")
+    model.load_state_dict(make_sharded(Case("mlp"), world_size).state_dict())
+    _assert_equal(whole_parameters(model), dict(make_model("mlp").named_parameters()), "mlp")
 
 
 def _assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], model: str) -> None:

@@ -7,7 +7,6 @@ and results agree within the rounding of the dtype.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -15,27 +14,32 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from tests.parity.gathering import join
-from tests.parity.models import MODELS
-from tests.parity.training import (
+from shardwise.base.scratch import libc
+from tests.corpus.gathering import join
+from tests.corpus.instruments import run
+from tests.corpus.models import MODELS
+from tests.corpus.oracle import (
+    DOORS,
     STRATEGIES,
     Case,
     History,
     assert_same_history,
+    check_trainings,
     reference_training,
     sharded_trainings,
 )
-from tests.threads import run_threads
-from tests.worlds import Ranks
+from tests.devices.device import NAME
 
 T = TypeVar("T")
 U = TypeVar("U")
-#: How many ranks train, and over which transport.
+#: How many ranks train, and on which instrument.
 World = tuple[int, str]
 
 
 #: Worlds that `make long` trains in: the others hold the same cases, if not on the same meshes.
-LONG: list[World] = [(2, "collectives"), (4, "collectives"), (4, "fake"), (1, "fake")]
+LONG: list[World] = [(2, "collectives"), (4, "collectives"), (4, "threads"), (1, "threads")]
+
+NEEDS_SHM = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
 
 EXACT: dict[str, Any] = {"rtol": None}
 
@@ -59,25 +63,12 @@ PRECISIONS: list[dict[str, Any]] = [
 ]
 
 
-@functools.cache
-def _trained(ranks: Ranks, world_size: int, transport: str) -> dict[Case, History]:
-    """Train what all tests look at in one world: starting one takes longer than most trainings."""
-    tests = [of for of, worlds in CASES[transport].items() if world_size in worlds]
-    cases = list(dict.fromkeys(case for of in tests for case in of((world_size, transport))))
-    if transport == "fake":
-        by_rank = run_threads(sharded_trainings, world_size, cases)
-    else:
-        env = {"SHARDWISE_TRANSPORT": transport}
-        by_rank = ranks(sharded_trainings, world_size, cases, env=env, timeout=240)
-    return {
-        case: History(**join([vars(parts) for parts in histories]))
-        for case, *histories in zip(cases, *by_rank, strict=True)
-    }
-
-
 def _tolerance(case: Case, world_size: int) -> dict[str, Any]:
     if case.max_norm is not None:
         # The norm is a sum over shards: its rounding, and the clipped step's, depends on the cut.
+        return TOLERANCES[torch.float32]
+    if case.model in ("tied", "odd"):
+        # The averages of several groups' gradients are added, not what is in them.
         return TOLERANCES[torch.float32]
     if case.dtype == torch.bfloat16:
         # torch's SGD itself rounds bfloat16 by the place of an element within its tensor.
@@ -88,25 +79,13 @@ def _tolerance(case: Case, world_size: int) -> dict[str, Any]:
     return TOLERANCES[case.reduces_in]
 
 
-def _assert_equal_reference(ranks: Ranks, cases: list[Case], world: World) -> None:
-    world_size = world[0]
-    histories = _trained(ranks, *world)
-    differences = []
-    for case in cases:
-        reference = reference_training(case, world_size)
-        try:
-            assert_same_history(histories[case], reference, **_tolerance(case, world_size))
-        except AssertionError as difference:
-            differences.append(f"{case} over {world_size} ranks: {difference}")
-    assert not differences, "\n".join(differences)
-
-
-# ---- the cases of each test ----
+# ---- the cases ----
 
 
 def _strategies(world_size: int) -> list[str]:
     """The strategies that a world allows: a hybrid mesh has two hosts."""
-    return [name for name in STRATEGIES if world_size % 2 == 0 or not name.startswith("hybrid")]
+    names = [name for name in STRATEGIES if name != "one-replica"]
+    return [name for name in names if world_size % 2 == 0 or not name.startswith("hybrid")]
 
 
 def _pairs(world: World, ones: Iterable[T], others: Iterable[U]) -> list[tuple[T, U]]:
@@ -128,7 +107,7 @@ def _of_every_strategy(world: World) -> list[Case]:
 
 def _of_every_model(world: World) -> list[Case]:
     pairs = _pairs(world, MODELS, ["full-shard", "shard-grad-op"])
-    return [Case(model, strategy, optimizer="sgd") for model, strategy in pairs]
+    return [Case(model, strategy, "sgd", evaluates=True) for model, strategy in pairs]
 
 
 def _of_every_precision(world: World) -> list[Case]:
@@ -147,27 +126,94 @@ def _of_accumulation(world: World) -> list[Case]:
 
 def _of_clipping(world: World) -> list[Case]:
     models = ["mlp", "scalars", "frozen", "llama-tied"]
-    return [
+    cases = [
         Case(model, strategy, optimizer="sgd", max_norm=0.05)
         for model, strategy in _pairs(world, models, _strategies(world[0]))
     ]
+    for case in cases:
+        norms = reference_training(case, world[0]).norms
+        assert any(norm > 0.05 for norm in norms), f"{case}: nothing to clip"
+    return cases
 
 
-#: By transport: what is trained over it, and with how many ranks. What a transport does with bytes
+def _of_every_door(world: World) -> list[Case]:
+    """Every model through the wrapper, and the others' doors with what each is there for."""
+    doors = [door for door in DOORS if door != "fully_shard"]
+    if world[0] == 4:
+        hybrids = [name for name in STRATEGIES if name.startswith("hybrid")]
+        return [
+            Case("net", strategy, "sgd", door)
+            for door in ("wrapper", "shard_blocks")
+            for strategy in hybrids
+        ]
+    flat = ["full-shard", "shard-grad-op"]
+    models = [
+        Case(model, flat[number % 2], "sgd", "wrapper", evaluates=True)
+        for number, model in enumerate(MODELS)
+    ]
+    every = _strategies(world[0])
+    strategies = [Case("net", strategy, "adamw", "wrapper") for strategy in every]
+    others = [
+        Case("net", strategy, "sgd", door)
+        for door, strategy in _pairs(world, doors, every)
+        if door != "wrapper for XLA" or strategy in flat
+    ]
+    return [*models, *strategies, *others]
+
+
+def _of_every_door_in_use(world: World) -> list[Case]:
+    """Precisions, accumulation and clipping through the doors that translate them."""
+    doors = ["wrapper", "shard_blocks", "wrapper for XLA"]
+    precisions = [
+        Case("mlp", door=door, **{"optimizer": "sgd", **precision})
+        for door, precision in _pairs(world, doors, PRECISIONS)
+        if door != "wrapper for XLA" or precision.get("reduce_dtype") in (None, torch.float32)
+    ]
+    others: list[dict[str, Any]] = [
+        {"microbatches": 3, "sync_every": False},
+        {"microbatches": 2, "sync_every": True},
+        {"max_norm": 0.05},
+    ]
+    return precisions + [
+        Case("net", strategy, "sgd", door, **other)
+        for door, other in itertools.product(doors, others)
+        for strategy in ("full-shard", "shard-grad-op")
+    ]
+
+
+def _of_a_device() -> list[Case]:
+    """What is different where memory is not the host's."""
+    plain = [
+        Case("buffered", strategy, door=door)
+        for door in ("fully_shard", "wrapper")
+        for strategy in ("full-shard", "shard-grad-op", "no-shard")
+    ]
+    others = [
+        *(f"fully_shard, {way}" for way in ("collectives", "offloaded", "custom collectives")),
+        *("fully_shard, from meta", "wrapper, offloaded"),
+    ]
+    in_bf16 = Case("buffered", optimizer="sgd", **BF16_OVER_FP32)
+    return [*plain, *(Case("buffered", door=door) for door in others), in_bf16]
+
+
+#: By instrument: what is trained on it, and with how many ranks. What a transport does with bytes
 #: is tests/transport's to check. So each kind of case is trained over a network by two ranks, which
-#: agree to the last bit, and those that hold every kind of mesh by four; the rest by threads.
+#: agree to the last bit, and those that hold every kind of mesh by four; the rest by threads. In
+#: shared memory, what ranks gather into is each other's: every model is trained there, too.
 CASES: dict[str, dict[Callable[[World], list[Case]], list[int]]] = {
+    "shm": {_of_every_model: [2]},
     "c10d": {
         _of_every_strategy: [2, 4],
-        _of_every_model: [2],
         _of_every_precision: [2],
         _of_accumulation: [2, 4],
         _of_clipping: [2],
     },
     "collectives": {_of_every_strategy: [2, 4], _of_every_precision: [2]},
-    "fake": {
+    "threads": {
         _of_every_strategy: [1, 3],
         _of_every_model: [1, 3, 4],
+        _of_every_door: [2, 4],
+        _of_every_door_in_use: [2],
         _of_every_precision: [1, 4],
         _of_accumulation: [3],
         _of_clipping: [1, 4],
@@ -178,45 +224,39 @@ CASES: dict[str, dict[Callable[[World], list[Case]], list[int]]] = {
 # ---- the tests ----
 
 
-def _worlds(of: Callable[[World], list[Case]]) -> pytest.MarkDecorator:
-    """Run a test in every world of its cases: all tests of one after each other."""
-    params = [
+@pytest.mark.parametrize(
+    ("world_size", "instrument"),
+    [
         pytest.param(
-            (size, name),
-            id=f"{size}-{name}",
-            marks=[pytest.mark.long] if (size, name) in LONG else [],
+            size,
+            name,
+            marks=[
+                *([pytest.mark.long] if (size, name) in LONG else []),
+                *([NEEDS_SHM] if name == "shm" else []),
+            ],
         )
-        for name, tests in CASES.items()
-        for size in tests.get(of, [])
-    ]
-    return pytest.mark.parametrize("world", params, scope="module")
+        for name, kinds in CASES.items()
+        for size in sorted({size for sizes in kinds.values() for size in sizes})
+    ],
+)
+def test_trainings_equal_unsharded_ones(world_size: int, instrument: str) -> None:
+    """All of a world at once: starting one takes longer than most trainings."""
+    world = world_size, instrument
+    kinds = [of for of, sizes in CASES[instrument].items() if world_size in sizes]
+    cases = list(dict.fromkeys(case for of in kinds for case in of(world)))
+    by_rank = run(instrument, sharded_trainings, world_size, cases)
+    differences = []
+    for case, *parts in zip(cases, *by_rank, strict=True):
+        history = History(**join([vars(each) for each in parts]))
+        reference = reference_training(case, world_size)
+        try:
+            assert_same_history(history, reference, **_tolerance(case, world_size))
+        except AssertionError as difference:
+            differences.append(f"{case}: {difference}")
+    assert not differences, "\n".join(differences)
 
 
-@_worlds(_of_every_strategy)
-def test_every_strategy(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_strategy(world), world)
-
-
-@_worlds(_of_every_model)
-def test_every_model(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_model(world), world)
-
-
-@_worlds(_of_every_precision)
-def test_every_precision(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_every_precision(world), world)
-
-
-@_worlds(_of_accumulation)
-def test_accumulation(ranks: Ranks, world: World) -> None:
-    _assert_equal_reference(ranks, _of_accumulation(world), world)
-
-
-@_worlds(_of_clipping)
-def test_gradient_clipping(ranks: Ranks, world: World) -> None:
-    cases = _of_clipping(world)
-    for case in cases:
-        norms = reference_training(case, world[0]).norms
-        assert any(norm > 0.05 for norm in norms), f"{case}: nothing to clip"
-
-    _assert_equal_reference(ranks, cases, world)
+def test_a_device() -> None:
+    run("device", check_trainings, 2, _of_a_device(), NAME)
+    clipped = [Case("buffered", optimizer="sgd", max_norm=0.05)]
+    run("device", check_trainings, 2, clipped, NAME, *TOLERANCES[torch.float32].values())

@@ -1,12 +1,11 @@
-"""Random small trainings: what a rank really allocates and sends, and what its rehearsal says.
+"""Small trainings: what a rank really allocates and sends, and what its rehearsal says.
 
-:func:`counted` trains in real processes, and counts there what the runtime reports and what model
-and optimizer hold. :func:`planned` rehearses the same. Both return values to compare.
+:func:`counted` trains, and counts what the runtime reports and what model and optimizer hold.
+:func:`planned` rehearses the same. Both return values to compare.
 """
 
 from __future__ import annotations
 
-import gc
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -39,6 +38,8 @@ from shardwise.insight.planning.settings import DTYPES, Settings
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
+from tests.corpus.instruments import run
+from tests.corpus.models import MODELS, make_batch, make_model, one_by_one
 from tests.harness import Processes, run_ranks
 from tests.transport.encoded import on_host
 
@@ -137,6 +138,7 @@ class Training:
             optimizer=self.optimizer,
             reshard_after_forward=self.reshard_after_forward,
             transport=self.transport,
+            backend="fake" if self.transport == "collectives" else None,  # see counted()
             collective_wire=self.wire,
             ranks_per_host=self.per_host or None,
             outer_states=self.outer_states,
@@ -175,6 +177,36 @@ class Training:
             tensor_parallel=styles,
             placement=columns if by_columns and not tensor_parallel else None,
         )
+
+
+@dataclass(frozen=True)
+class CorpusTraining(Training):
+    """A training of a model of the corpus.
+
+    Attributes:
+        name: of :data:`tests.corpus.models.MODELS`.
+    """
+
+    name: str = "net"
+
+    @property
+    def settings(self) -> Settings:
+        """The same, for a plan."""
+        return replace(super().settings, batch=self.batch, step=self.loss)
+
+    def batch(self, size: int) -> Any:
+        """Make what a rank sees, however many samples are asked for."""
+        return make_batch(self.name, 0, 0, 0)
+
+    def loss(self, model: Any, batch: Any) -> torch.Tensor:
+        """Compute the loss."""
+        return MODELS[self.name].loss(model, *batch)
+
+    def blueprint(self, device: str = "meta") -> Blueprint:
+        """Build the model."""
+        with torch.device(device):
+            model = make_model(self.name)
+        return Blueprint(self.name, model, one_by_one(MODELS[self.name].blocks(model)))
 
 
 class LanguageTraining(Training):
@@ -255,15 +287,19 @@ def planned(training: Training, rank: int) -> Found:
     return Found({kind: most.get(kind, 0) for kind in EXACT}, sent)
 
 
-def counted(*trainings: Training) -> list[list[Found]]:
-    """Train in real processes, one after the other; return what each rank counted in each.
+def counted(training: Training) -> dict[int, Found]:
+    """Train; return what ranks counted in their third step.
 
-    Args:
-        trainings: of one size of the world.
+    Plain collectives take the memory that torch gives them, and count the same whether others
+    answer or not. So ranks that have nothing else are pretended: the first and the last, which
+    between them have the most and the fewest rows. Those that exchange messages, or share memory,
+    are processes.
     """
-    [size] = {each.world_size for each in trainings}
-    by_rank = run_ranks(count, size, trainings, processes=Processes.NEW)
-    return [list(found) for found in zip(*by_rank, strict=True)]
+    size = training.world_size
+    if training.transport == "collectives":
+        ends = sorted({0, size - 1})
+        return dict(zip(ends, run("pretended", count, size, training, looks=1), strict=True))
+    return dict(enumerate(run_ranks(count, size, training, processes=Processes.NEW)))
 
 
 class Counts:
@@ -304,17 +340,13 @@ class Counts:
         self.sent.clear()
 
 
-def count(rank: int, world_size: int, trainings: Sequence[Training]) -> list[Found]:
-    """Train on one rank, and count in the steps after the second."""
-    found = []
-    for training in trainings:
-        with on_host(rank, training.per_host) if training.per_host else nullcontext():
-            found.append(_count(training))
-        gc.collect()  # the next has its memory
-    return found
+def count(rank: int, world_size: int, training: Training, looks: int = _STEPS) -> Found:
+    """Train on one rank, and count in the third step, or in as many ``looks`` from there on."""
+    with on_host(rank, training.per_host) if training.per_host else nullcontext():
+        return _count(training, looks)
 
 
-def _count(training: Training) -> Found:
+def _count(training: Training, looks: int) -> Found:
     torch.manual_seed(0)
     counts = Counts()
     with observe.observing(counts):
@@ -359,7 +391,7 @@ def _count(training: Training) -> Found:
         _report_gradients_early(model)
         _step(model, settings, optimizer)
         most: list[Counter[Memory]] = []
-        for _ in range(_STEPS):
+        for _ in range(looks):
             counts.start()
             _step(model, settings, optimizer)
             most.append(counts.most)

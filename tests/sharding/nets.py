@@ -13,49 +13,9 @@ from torch.distributed.tensor import DTensor
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import state_of
+from tests.corpus.models import WIDTH, Block, Net
 from tests.harness import run_ranks
 from tests.threads import run_threads
-
-WIDTH = 6
-
-
-class Block(nn.Module):
-    """A residual block with 7 hidden units, which no even number of ranks divides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(WIDTH, 7)
-        self.down = nn.Linear(7, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Net(nn.Module):
-    """Blocks, a head and a scalar."""
-
-    def __init__(self, blocks: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
-        self.head = nn.Linear(WIDTH, 5)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x) * self.gain
-
-
-class Stack(nn.ModuleList):
-    """A container with a forward of its own."""
-
-    def __init__(self, blocks: int = 2) -> None:
-        super().__init__(Block() for _ in range(blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self:
-            x = block(x)
-        return x
 
 
 def run_over(

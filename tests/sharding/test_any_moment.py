@@ -11,7 +11,6 @@ import copy
 import resource
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.base.errors import MisuseError, ShardwiseError
 from shardwise.sharding.states import GroupState
+from tests.corpus.models import Box, Learned
 from tests.harness import Processes
 from tests.sharding.nets import (
     WIDTH,
@@ -39,7 +39,6 @@ from tests.sharding.nets import (
     run_backward,
     run_over,
     seeded,
-    shard_blocks,
     sharded_net,
 )
 from tests.worlds import Ranks, on_processes, on_threads, on_transport
@@ -270,118 +269,6 @@ def _swapped_there_and_back(rank: int, world_size: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_what_a_user_put_aside_is_not_written_to(transport: str) -> None:
     run_over(transport, in_turn, 2, _assigned_there_and_back, _swapped_there_and_back)
-
-
-class Learned(nn.Module):
-    """Returns a part of its parameter, as learned positions do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(9, WIDTH))
-
-    def forward(self, count: int) -> torch.Tensor:
-        return self.table[:count]
-
-
-class WithPositions(nn.Module):
-    def __init__(self, wrap: Callable[[torch.Tensor], Any] | None = None) -> None:
-        super().__init__()
-        self.positions = Learned()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        positions = self.positions(len(x))
-        for block in self.blocks:
-            x = block(x)
-        return x + positions
-
-
-def _returns_a_view(rank: int, world_size: int, transport: str) -> None:
-    net, whole = seeded(WithPositions), seeded(WithPositions)
-    fully_shard(net.positions, transport=transport)
-    shard_blocks(net, transport=transport)
-    x = batches(world_size)
-    for _ in range(2):
-        with torch.no_grad():
-            torch.testing.assert_close(net(x[rank]), whole(x[rank]))
-        check_backward(net, whole, x, rank)
-
-
-def _returns_a_view_of_a_common_group(rank: int, world_size: int, transport: str) -> None:
-    net, whole = seeded(WithPositions), seeded(WithPositions)
-    fully_shard([net.positions, net.blocks[0]], transport=transport)
-    fully_shard(net.blocks[1], transport=transport)
-    fully_shard(net, transport=transport)
-    x = batches(world_size)
-    with torch.no_grad():
-        torch.testing.assert_close(net(x[rank]), whole(x[rank]))
-    check_backward(net, whole, x, rank)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_view_of_a_parameter_that_is_returned_keeps_its_values(transport: str) -> None:
-    run_over(transport, in_turn, 2, _returns_a_view, _returns_a_view_of_a_common_group)
-
-
-class Box:
-    """A class of a user's."""
-
-    def __init__(self, inside: torch.Tensor) -> None:
-        self.inside = inside
-
-
-class Slotted:
-    __slots__ = ("inside",)
-
-    def __init__(self, inside: torch.Tensor) -> None:
-        self.inside = Box(inside)
-
-
-@dataclass
-class Layers:
-    """What is handed from layer to layer."""
-
-    box: Any
-
-
-class Boxing(nn.Module):
-    """Hands on its output in an object that says nothing of itself."""
-
-    def __init__(self, box: Callable[[torch.Tensor], Any]) -> None:
-        super().__init__()
-        self.block = Block()
-        self.box = box
-
-    def forward(self, x: Any) -> Any:
-        while not isinstance(x, torch.Tensor):
-            x = x.box if isinstance(x, Layers) else x.inside
-        return self.box(self.block(x))
-
-
-def _layers(x: torch.Tensor) -> Layers:
-    return Layers(Box(x))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_transport(2)
-def test_outputs_inside_objects_of_any_class_are_found(
-    rank: int, world_size: int, transport: str
-) -> None:
-    for box in (Box, Slotted, _layers):
-        net, whole = (
-            seeded(lambda box=box: nn.Sequential(*[Boxing(box) for _ in range(3)], Boxing(_as_is)))
-            for _ in range(2)
-        )
-        for each in net:
-            fully_shard(each, transport=transport)
-        fully_shard(net, transport=transport)
-        x = batches(world_size)
-        for _ in range(2):
-            check_backward(net, whole, x, rank)
-
-
-def _as_is(x: torch.Tensor) -> torch.Tensor:
-    return x
 
 
 class Aside(nn.Module):
@@ -1147,20 +1034,6 @@ def test_parameters_that_are_replaced_between_steps_are_used_or_refused(
         net(x)
 
 
-def _frozen_before_its_backward(rank: int, world_size: int, transport: str) -> None:
-    for reshard in STRATEGIES:
-        net, whole = sharded_net(transport=transport, reshard_after_forward=reshard), seeded(Net)
-        x = batches(world_size)
-        for model in (net, whole):
-            frozen = [model.blocks[1].up.weight, model.head.weight]
-            loss = loss_of(model, x[rank])
-            for param in frozen:
-                param.requires_grad_(False)
-            loss.backward()
-            assert all(param.grad is None for param in frozen)
-        assert net.blocks[1].up.bias.grad is not None
-
-
 def _frozen_by_a_hook_of_its_backward(rank: int, world_size: int, transport: str) -> None:
     net, whole = sharded_net(transport=transport), seeded(Net)
     x = batches(world_size)[rank]
@@ -1200,7 +1073,6 @@ def test_what_is_frozen_between_forward_and_backward_gets_no_gradient(transport:
         transport,
         in_turn,
         2,
-        _frozen_before_its_backward,
         _frozen_by_a_hook_of_its_backward,
         _frozen_after_it_accumulated,
     )
@@ -1540,40 +1412,3 @@ def test_a_module_that_is_resharded_in_its_own_forward_is_named(rank: int, world
         net(batches(world_size)[rank])
     (note,) = caught.value.__notes__
     assert note.startswith(f"blocks.1 on rank {rank}: its parameters were resharded while")
-
-
-class Gate(nn.Module):
-    """Returns a view, which its caller writes to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.gain).view_as(x)
-
-
-class GatedTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = Gate()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = self.gate(x)
-            x.mul_(0.75)
-        return x
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@on_transport(2)
-def test_a_module_that_runs_twice_may_have_its_views_written_to(
-    rank: int, world_size: int, transport: str
-) -> None:
-    net, whole = seeded(GatedTwice), seeded(GatedTwice)
-    for each in (net.gate, net):
-        fully_shard(each, transport=transport)
-    x = batches(world_size)
-    loss_of(net, x[rank].clone()).backward()
-    average_backward(whole, x.clone())
-    assert_same_gradients(net, whole)

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.base.errors import MisuseError
+from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -285,17 +286,8 @@ def test_forwards_in_backward_and_backwards_in_forward(
 # -- tensor parallelism, hybrid ------------------------------------------------------------------
 
 
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
 def _tensor_parallel(rank: int, world_size: int, transport: str, dp: int) -> None:
-    x, whole, net = batches(1)[0], seeded(Mlp), seeded(Mlp)
+    x, whole, net = batches(1)[0], seeded(EvenBlock), seeded(EvenBlock)
     mesh = init_device_mesh("cpu", (dp, world_size // dp), mesh_dim_names=("dp", "tp"))
     parallelize_module(net, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(net, mesh=mesh["dp"], transport=transport, reshard_after_forward=True)

@@ -28,6 +28,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_modules,
     sharded_net,
+    train_alike,
 )
 from tests.worlds import Ranks, on_processes, on_threads
 
@@ -176,13 +177,7 @@ def _train_custom(rank: int, world_size: int, make: Any, returns_work: bool, **k
     net.zero_grad()
     net.set_custom_all_gather(gather)
     net.set_custom_reduce_scatter(scatter)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in (net, whole)]
-    for step in range(2):
-        x = batches(world_size, step)
-        check_backward(net, whole, x, rank)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    train_alike(net, whole, rank, world_size, steps=2)
     mesh = group_of(net).mesh
     dtypes = {param.dtype for param in net.parameters()}
     assert gather.calls == [mesh.shard_group] * 2, "once a forward: the root is not freed"

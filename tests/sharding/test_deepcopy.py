@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import pytest
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +17,7 @@ from tests.sharding.nets import (
     loss_of,
     seeded,
     sharded_net,
+    train_alike,
 )
 from tests.worlds import Ranks, on_threads
 
@@ -40,16 +40,8 @@ def _independent(rank: int, world_size: int, when: str, k: bool | int) -> None:
             mine.to_local().data_ptr() != theirs.to_local().data_ptr()
             or not mine.to_local().numel()
         )
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    reference = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for step in range(2):
-        x = batches(world_size, step)
-        check_backward(twin, whole, x, rank)
-        assert all(param.grad is None for param in net.parameters()), "the original is untouched"
-        for each in (optimizer, reference):
-            each.step()
-            each.zero_grad()
-    assert_same_values(twin, whole)
+    train_alike(twin, whole, rank, world_size, steps=2)
+    assert all(param.grad is None for param in net.parameters()), "the original is untouched"
     assert_same_values(net, seeded(Net))
     loss_of(twin, batches(world_size)[rank])  # its root stays unsharded
     assert all(isinstance(value, DTensor) for value in twin.state_dict().values())

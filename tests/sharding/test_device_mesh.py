@@ -21,8 +21,7 @@ from shardwise import (
     inspect,
 )
 from shardwise.diloco import DiLoCo
-from tests.harness import run_ranks
-from tests.worlds import Ranks, on_processes
+from tests.worlds import Ranks, on_threads
 
 
 def _larger_than_the_world() -> None:
@@ -166,24 +165,16 @@ def _provoke(rank: int, world_size: int) -> dict[str, str]:
     return messages
 
 
-@pytest.fixture(scope="module")
-def messages() -> list[dict[str, str]]:
-    """What every rank was told, by case."""
-    return run_ranks(_provoke, 4)
+def test_meshes_that_do_not_fit(threads: Ranks) -> None:
+    for rank, told in enumerate(threads(_provoke, 4)):
+        outside = [] if rank else ["smaller than the world"]
+        assert list(told) == [name for name in CASES if name not in outside], f"rank {rank}"
+        for name, text in told.items():
+            missing = [part for part in [f"rank {rank}", *CASES[name][1]] if part not in text]
+            assert not missing, text
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_mesh_that_does_not_fit(messages: list[dict[str, str]], name: str) -> None:
-    for rank, told in enumerate(messages):
-        if name == "smaller than the world" and rank == 0:
-            assert name not in told
-            continue
-        assert name in told, f"rank {rank} was told nothing"
-        missing = [part for part in [f"rank {rank}", *CASES[name][1]] if part not in told[name]]
-        assert not missing, told[name]
-
-
-@on_processes(4)
+@on_threads(4)
 def test_sizes_fill_the_world(rank: int, world_size: int) -> None:
     mesh = init_mesh(pp=1, dp=-1, tp=2)
     assert tuple(mesh.shape) == (1, 2, 2)

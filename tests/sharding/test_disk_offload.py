@@ -32,6 +32,7 @@ from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
 from shardwise.sharding.paging import Pages, ReadOrder
 from shardwise.sharding.state import groups_of
+from tests.corpus.models import Odd
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     Net,
@@ -78,18 +79,12 @@ def _adamw(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
 
 
-class Odd(Net):
-    """Blocks, of which two are tied, a frozen weight, one without gradient, and a clamped one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].down.weight = self.blocks[0].down.weight  # type: ignore[union-attr]
-        self.blocks[1].up.bias.requires_grad_(False)  # type: ignore[union-attr]
-        self.unused = nn.Parameter(torch.ones(5))
+class Clamping(Odd):
+    """An odd model that also writes to a parameter."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            self.gain.clamp_(max=1.25)
+            self.out.bias.clamp_(max=0.1)
         return super().forward(x)
 
 
@@ -115,7 +110,7 @@ def _train_alike(
     mesh = hybrid_mesh(world_size) if hybrid else None
     where = [OffloadPolicy(), *(DiskOffloadPolicy(folder) for _ in range(3))]
     nets = [
-        sharded_net(Odd, mesh=mesh, transport=transport, offload_policy=each, **options)
+        sharded_net(Clamping, mesh=mesh, transport=transport, offload_policy=each, **options)
         for each in where
     ]
     nets[3] = copy.deepcopy(nets[3])

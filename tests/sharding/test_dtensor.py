@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_modul
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import DataParallelMeshDims, FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     assert_same_gradients,
     assert_same_values,
@@ -24,20 +25,10 @@ from tests.sharding.nets import (
 from tests.worlds import on_threads
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(6, 8)
-        self.down = nn.Linear(8, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(self.up(x).relu())
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(EvenBlock() for _ in range(2))
         self.head = nn.Linear(6, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,20 +115,3 @@ def test_data_parallel_dimensions_of_one_mesh(
         loss_of(net, distribute_tensor(x[0], mesh, placements)).backward()
         average_backward(whole, x)
     assert_same_gradients(net, whole)
-
-
-@on_threads(4)
-def test_what_does_not_fit_is_refused(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    with pytest.raises(ValueError, match="weight is a plain tensor"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    with pytest.raises(ValueError, match="found 'up'"):
-        fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="up"))
-    cut = nn.Linear(4, 4, bias=False)
-    cut.weight = nn.Parameter(distribute_tensor(cut.weight.detach(), mesh, [Shard(0), Shard(1)]))
-    with pytest.raises(ValueError, match=r"expected Replicate\(\) on the data parallel dimension"):
-        fully_shard(cut, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-    net = seeded(Net)
-    _tensor_parallel(net, mesh["tp"])
-    with pytest.raises(ValueError, match="expected a factor of the 2 ranks"):
-        fully_shard(net, mesh=mesh["dp"], reshard_after_forward=3)

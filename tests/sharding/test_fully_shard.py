@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
@@ -19,7 +17,6 @@ import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
 from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.state import gather_in_order, state_of
-from shardwise.sharding.states import GroupState
 from tests.sharding.nets import Block, Net, group_of, sharded_net
 from tests.worlds import on_processes, on_threads
 
@@ -132,73 +129,22 @@ def test_unshard_and_reshard_by_hand(rank: int, world_size: int) -> None:
     assert list(keys) == list(net.state_dict())
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@on_threads()
-def test_other_dimensions_even_and_uneven(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    original = Net()
-    reference = copy.deepcopy(original)
-    mesh = init_device_mesh("cpu", (world_size,))
-    net = fully_shard(
-        original, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None
-    )
-    assert net.blocks[0].up.weight.placements == (Shard(1),)
-    assert net.blocks[0].up.weight.to_local().is_contiguous()
-
-    x = torch.randn(world_size, 2, 6, generator=torch.Generator().manual_seed(1))
-    net(x[rank]).square().mean().backward()
-    sum(reference(part).square().mean() for part in x).div(world_size).backward()
-
-    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert torch.equal(param.full_tensor(), whole), name
-        assert param.grad is not None
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
-
-
 @on_threads(2)
-def test_several_modules_as_one_group(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    original = Net()
-    reference = copy.deepcopy(original)
-    pair = [original.blocks[0], original.blocks[1]]
+def test_several_modules_are_one_group(rank: int, world_size: int) -> None:
+    net = Net()
+    pair = [net.blocks[0], net.blocks[1]]
     assert fully_shard(pair) is pair
-    net = fully_shard(original)
-    group = group_of(net.blocks[0])  # type: ignore[union-attr]
-    assert group_of(net.blocks[1]) is group  # type: ignore[union-attr]
+    group = group_of(net.blocks[0])
+    assert group_of(net.blocks[1]) is group
     assert len(group.params) == 6
 
-    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
-    for _ in range(2):
-        net(x).square().mean().backward()
-        reference(x).square().mean().backward()
-    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert param.grad is not None
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
-    assert group.state is GroupState.SHARDED
-
 
 @on_threads(2)
-def test_conversion_and_assigned_state_dicts_are_followed(rank: int, world_size: int) -> None:
+def test_a_state_dict_that_is_not_sharded_is_not_assigned(rank: int, world_size: int) -> None:
     net = sharded_net()
-    net(torch.ones(2, 6)).sum().backward()
-    parameters = list(net.parameters())
-    net.zero_grad()
-    net.double()
-    assert all(a is b for a, b in zip(parameters, net.parameters(), strict=True))
-    net(torch.ones(2, 6, dtype=torch.float64)).sum().backward()
-    for name, param in net.named_parameters():
-        assert param.dtype == torch.float64, name
-        assert param.grad is not None and param.grad.dtype == torch.float64, name
-
-    values = {name: torch.zeros_like(param) for name, param in net.state_dict().items()}
-    net.load_state_dict(values, assign=True)
-    assert net(torch.ones(2, 6, dtype=torch.float64)).abs().max() == 0
-    message = _raises(
-        ValueError,
-        lambda: net.load_state_dict(
-            {name: value.full_tensor() for name, value in values.items()}, assign=True
-        ),
-    )
+    net(torch.ones(2, 6))
+    values = {name: value.full_tensor() for name, value in net.state_dict().items()}
+    message = _raises(ValueError, lambda: net.load_state_dict(values, assign=True))
     assert "blocks.0.up.weight on rank" in message
     assert "expected a DTensor" in message
     assert isinstance(net.blocks[0].up.weight, DTensor), "what was refused does not stay"
@@ -213,162 +159,27 @@ def test_slicing_a_sharded_sequential_gives_a_plain_one(rank: int, world_size: i
 
 
 @on_threads(2)
-def test_freezing_and_unfreezing_while_training(rank: int, world_size: int) -> None:
+def test_groups_are_gathered_ahead_in_order_if_asked_for(rank: int, world_size: int) -> None:
     net = sharded_net()
-    net.blocks[0].requires_grad_(False)
-    net.head.bias.requires_grad_(False)
-    net(torch.ones(2, 6)).sum().backward()
-    for name, param in net.named_parameters():
-        frozen = name.startswith("blocks.0") or name == "head.bias"
-        assert (param.grad is None) == frozen, name
-    net.blocks[0].requires_grad_(True)
-    net(torch.ones(2, 6)).sum().backward()
-    assert all(param.grad is not None for param in net.blocks[0].parameters())
-
-
-@on_threads(2)
-def test_a_failed_forward_can_be_reset(rank: int, world_size: int) -> None:
-    net, twin = sharded_net(), sharded_net()
-    x = torch.ones(2, 6)
-    for each in (net, twin):
-        each(x).sum().backward()
-        each.zero_grad()
-
-    def fail(*_: object) -> None:
-        raise ArithmeticError("in forward")
-
-    handle = net.blocks[1].up.register_forward_hook(fail)
-    _raises(ArithmeticError, lambda: net(x))
-    handle.remove()
-    net.reset_iter_state()
-    assert "expected the root" in _raises(RuntimeError, net.blocks[0].reset_iter_state)
-    for each in (net, twin):
-        each(x).sum().backward()
-    for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
-
-
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-@on_threads(2)
-def test_evaluation_between_steps_changes_nothing(rank: int, world_size: int, mode: str) -> None:
-    net, twin = sharded_net(), sharded_net()
-    x = torch.ones(2, 6)
-    guard = torch.no_grad if mode == "no_grad" else torch.inference_mode
-    for _ in range(3):
-        with guard():
-            net(x)
-        for each in (net, twin):
-            each(x).sum().backward()
-    for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
-
-
-@on_threads(2)
-def test_switches(rank: int, world_size: int) -> None:
-    net = sharded_net()
-    net.set_reshard_after_forward(True)
-    net(torch.ones(2, 6)).sum()
-    assert isinstance(net.head.weight, DTensor), "also the root"
-    assert "expected a bool" in _raises(ValueError, lambda: net.set_reshard_after_forward(1))
-
-    net = sharded_net()
-    net.set_reshard_after_backward(False)
-    net(torch.ones(2, 6)).sum().backward()
-    assert not isinstance(net.blocks[0].up.weight, DTensor)
-
-    net = sharded_net()
-    net.set_requires_gradient_sync(False)
-    for _ in range(2):
-        net(torch.ones(2, 6)).sum().backward()
-    assert all(param.grad is None for param in net.parameters())
-    net.set_requires_gradient_sync(True)
-    net(torch.ones(2, 6)).sum().backward()
-    once = sharded_net()
-    once(torch.ones(2, 6)).sum().mul(3).backward()
-    for param, other in zip(net.parameters(), once.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor())
-
-    halved = sharded_net()
-    for module in halved.modules():
-        if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(2.0 * world_size)
-    halved(torch.ones(2, 6)).sum().mul(6).backward()
-    for param, other in zip(halved.parameters(), once.parameters(), strict=True):
-        assert param.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(param.grad.full_tensor(), other.grad.full_tensor())
-    assert "positive" in _raises(ValueError, lambda: halved.set_gradient_divide_factor(0))
-
-
-@on_threads(2)
-def test_explicit_prefetch(rank: int, world_size: int) -> None:
-    net = sharded_net()
-    first, second, third = net.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
     states: list[str] = []
 
     def note(*_: object) -> None:
-        states.append(" ".join(group_of(b).state.value for b in net.blocks))  # type: ignore[union-attr]
+        states.append(" ".join(group_of(b).state.value for b in net.blocks))
 
-    first.up.register_forward_hook(note)
-    third.up.register_full_backward_hook(note)
-    net(torch.ones(2, 6)).sum().backward()
-    assert states == ["unsharded unsharding unsharding", "unsharding unsharding unsharded"]
-    states.clear()
-    net.reset_iter_state()
+    net.blocks[0].up.register_forward_hook(note)
     gather_in_order(net)
     net(torch.ones(2, 6))
     assert states == ["unsharded unsharding sharded"]
-    message = _raises(ValueError, lambda: first.set_modules_to_forward_prefetch([net.head]))
-    assert "found Linear" in message
 
 
 # -- what it refuses ---------------------------------------------------------------------------
 
 
 @on_threads(2)
-def test_wrong_use_says_what_to_do_and_changes_nothing(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (world_size,))
-
-    assert "no forward" in _raises(
-        ValueError, lambda: fully_shard(nn.ModuleList([nn.Linear(2, 2)]))
-    )
+def test_wrong_use_says_what_to_do(rank: int, world_size: int) -> None:
+    """More of it is in ``test_refusals.py`` and ``test_device_mesh.py``."""
     assert "empty list" in _raises(ValueError, lambda: fully_shard([]))
     assert "found str" in _raises(TypeError, lambda: fully_shard(["linear"]))  # type: ignore[list-item]
-    once = fully_shard(nn.Linear(2, 2))
-    assert "already been applied" in _raises(ValueError, lambda: fully_shard(once))
-    cube = init_device_mesh("cpu", (1, 1, world_size))
-    assert "found 3 dimensions" in _raises(
-        ValueError, lambda: fully_shard(nn.Linear(2, 2), mesh=cube)
-    )
-    for value, words in ((3, "factor of the 2 ranks"), (0, "factor"), ("yes", "found str 'yes'")):
-        plain = nn.Linear(2, 2)
-        message = _raises(
-            ValueError,
-            lambda p=plain, v=value: fully_shard(p, mesh=mesh, reshard_after_forward=v),
-        )
-        assert words in message
-        assert not isinstance(plain.weight, DTensor), "nothing is changed"
-    bad_dim = nn.Linear(2, 2)
-    message = _raises(
-        ValueError, lambda: fully_shard(bad_dim, shard_placement_fn=lambda p: Shard(2))
-    )
-    assert "weight" in message and "(2, 2)" in message
-    message = _raises(
-        ValueError,
-        lambda: fully_shard(bad_dim, shard_placement_fn=lambda p: Replicate()),  # type: ignore[arg-type,return-value]
-    )
-    assert "Replicate" in message
-    assert not isinstance(bad_dim.weight, DTensor)
-    assert "one of auto" in _raises(ValueError, lambda: fully_shard(bad_dim, transport="pigeon"))
-
     with torch.device("meta"):
         unborn = fully_shard(nn.Linear(3, 3))
     message = _raises(RuntimeError, lambda: unborn(torch.ones(1, 3)))
@@ -379,19 +190,6 @@ def test_wrong_use_says_what_to_do_and_changes_nothing(rank: int, world_size: in
     nested.blocks[0](torch.ones(1, 6))
     message = _raises(RuntimeError, lambda: nested(torch.ones(1, 6)))
     assert "blocks.0 has already run" in message
-    dist.barrier()
-
-
-@on_threads(2)
-def test_a_rank_outside_the_mesh_is_told_so(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"]
-    fully_shard(nn.Linear(2, 2), mesh=mesh)  # a sub-mesh that this rank belongs to
-    from torch.distributed.device_mesh import DeviceMesh
-
-    only_first = DeviceMesh("cpu", [0])
-    if rank == 1:
-        message = _raises(ValueError, lambda: fully_shard(nn.Linear(2, 2), mesh=only_first))
-        assert "rank 1 is not part of" in message
 
 
 # -- mixed precision ---------------------------------------------------------------------------
@@ -421,35 +219,6 @@ def test_public_names_are_torchs_own_where_torch_has_them() -> None:
     assert shardwise.MixedPrecisionPolicy is torch.distributed.fsdp.MixedPrecisionPolicy
     assert shardwise.CPUOffloadPolicy is torch.distributed.fsdp.CPUOffloadPolicy
     assert shardwise.OffloadPolicy is torch.distributed.fsdp.OffloadPolicy
-
-
-# -- two mesh dimensions -----------------------------------------------------------------------
-
-
-@on_threads(4)
-def test_accumulating_with_reduce_scatter_but_without_all_reduce(
-    rank: int, world_size: int
-) -> None:
-    torch.manual_seed(0)
-    reference = Net()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    net = sharded_net(mesh=mesh)
-    assert net.head.weight.placements == (Replicate(), Shard(0))
-    batches = torch.randn(3, world_size, 2, 6, generator=torch.Generator().manual_seed(1))
-
-    net.set_requires_all_reduce(False)
-    for batch in batches[:2]:
-        net(batch[rank]).square().mean().backward()
-        assert all(param.grad is None for param in net.parameters()), "held until the all-reduce"
-    net.set_requires_all_reduce(True)
-    net(batches[2][rank]).square().mean().backward()
-
-    for batch in batches:
-        for part in batch:
-            (reference(part).square().mean() / world_size).backward()
-    for (name, param), whole in zip(net.named_parameters(), reference.parameters(), strict=True):
-        assert param.grad is not None, name
-        torch.testing.assert_close(param.grad.full_tensor(), whole.grad, msg=name)
 
 
 # -- several forwards, several backwards -------------------------------------------------------

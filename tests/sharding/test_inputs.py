@@ -13,82 +13,18 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise.sharding.group import ParamGroup
+from tests.corpus.models import Around, OnlyWrites, TwoEnds, Writes
 from tests.sharding.nets import (
     WIDTH,
     Block,
     assert_same_gradients,
-    average_backward,
     batches,
     group_of,
     loss_of,
     seeded,
     shard_blocks,
-    twins,
 )
 from tests.worlds import Ranks, on_threads
-
-
-class Around(nn.Module):
-    """A block of the kind under test, between two that give it and take from it."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), kind(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, middle, last = self.blocks
-        x = first(x)
-        return last(middle(x, x * 0.5))  # type: ignore[no-any-return]
-
-
-class Writes(Block):
-    """Writes to its inputs in place, before and after their use."""
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        x.mul_(2)
-        out = self.up(x.clone())
-        other.add_(self.down(out.relu()))
-        x[:, 0] += 1
-        return x * other
-
-
-class Returns(Block):
-    """Returns an input itself, a view of one, and something new. Its caller writes to the first."""
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x, other.view(-1), self.down(self.up(x + other))  # type: ignore[return-value]
-
-    def __call__(self, *args: Any) -> torch.Tensor:
-        out, view, new = super().__call__(*args)
-        out += 1
-        view *= 2
-        return out * new + view.view_as(new)
-
-
-class TwoEnds(Block):
-    """The gradients of its two inputs are known at different times."""
-
-    def forward(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        late = self.up(x).relu()
-        for _ in range(5):
-            other = other.sin()
-        return self.down(late) + self.down(self.up(other))
-
-
-KINDS = (Writes, Returns, TwoEnds)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("world_size", [1, 2])
-@on_threads()
-def test_modules_use_their_inputs_as_they_would_unsharded(
-    rank: int, world_size: int, kind: type[nn.Module]
-) -> None:
-    net, whole = twins(lambda: Around(kind))
-    for step in range(2):
-        loss_of(net, batches(world_size, step)[rank]).backward()
-        average_backward(whole, batches(world_size, step))
-        assert_same_gradients(net, whole)
 
 
 def _ends(rank: int, world_size: int, kind: type[nn.Module], before_the_end: bool) -> None:
@@ -136,41 +72,12 @@ def test_an_input_that_is_not_used_gets_no_gradient(rank: int, world_size: int) 
     assert other.grad is None
 
 
-class _OnlyWrites(nn.Module):
-    """Returns nothing: it writes to its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.ones(WIDTH))
-        self.scale = nn.Parameter(torch.ones(WIDTH) * 3)
-
-    def forward(self, x: torch.Tensor) -> None:
-        x.add_(self.shift)
-        x[0] *= self.scale
-
-
-class _Calls(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), _OnlyWrites(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        first, middle, last = self.blocks
-        x = first(x)
-        middle(x)
-        return last(x)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @on_threads()
 def test_a_write_to_an_input_is_an_output(rank: int, world_size: int) -> None:
-    net, whole = twins(_Calls)
-    loss_of(net, batches(world_size)[rank]).backward()
-    average_backward(whole, batches(world_size))
-    assert_same_gradients(net, whole)
-    # Nothing else begins the backward of the outermost module.
-    module = fully_shard(_OnlyWrites(), reshard_after_forward=True)
-    whole = _OnlyWrites()
+    """Nothing else begins the backward of the outermost module."""
+    module = fully_shard(OnlyWrites(), reshard_after_forward=True)
+    whole = OnlyWrites()
     x = batches(world_size)[rank].requires_grad_() * 1
     module(x)
     loss_of(nn.Identity(), x).backward()

@@ -30,22 +30,6 @@ from tests.worlds import Ranks, on_threads
 
 
 @on_threads(2)
-def test_without_gradient_sync_gradients_wait_for_the_next_backward_with_it(
-    rank: int, world_size: int
-) -> None:
-    net, whole = sharded_net(), seeded(Net)
-    net.set_requires_gradient_sync(False)
-    for step in range(2):
-        loss_of(net, batches(world_size, step)[rank]).backward()
-        assert all(param.grad is None for param in net.parameters())
-        average_backward(whole, batches(world_size, step))
-    net.set_requires_gradient_sync(True)
-    loss_of(net, batches(world_size, 2)[rank]).backward()
-    average_backward(whole, batches(world_size, 2))
-    assert_same_gradients(net, whole)
-
-
-@on_threads(2)
 def test_either_can_be_switched_off_for_one_group(rank: int, world_size: int) -> None:
     x = batches(world_size)[rank]
     net = sharded_net()

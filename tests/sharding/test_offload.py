@@ -19,6 +19,7 @@ from torch import nn
 from shardwise import fully_shard
 from shardwise.base.offload import Offload
 from shardwise.sharding.state import state_of
+from tests.corpus.models import Tied
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -92,22 +93,9 @@ def _device() -> Iterator[list[_Stream]]:
         yield streams
 
 
-class Pair(nn.Module):
-    """Two layers whose weights are one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(6, 6, bias=False)
-        self.last = nn.Linear(6, 6, bias=False)
-        self.last.weight = self.first.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).relu())
-
-
 def _pair() -> nn.Module:
-    net = seeded(Pair)
-    for layer in (net.first, net.last):
+    net = seeded(Tied)
+    for layer in net.children():
         fully_shard(layer)
     return fully_shard(net)
 
@@ -133,7 +121,7 @@ def test_gradients_are_on_the_host_when_backward_returns(
     rank: int, world_size: int, name: str
 ) -> None:
     with _device() as [stream]:
-        net, whole = MODELS[name](), seeded(Pair if "pair" in name else Net)
+        net, whole = MODELS[name](), seeded(Tied if "pair" in name else Net)
         x = batches(world_size)
         for _ in range(2):
             before = len(stream.copies)
@@ -150,7 +138,7 @@ def test_gradients_are_on_the_host_when_backward_returns(
 def test_of_a_tied_parameter_whose_modules_run_apart(rank: int, world_size: int) -> None:
     """Modules of a tied parameter that run as roots of their own, whole and in copies."""
     with _device() as [stream]:
-        net = seeded(Pair)
+        net = seeded(Tied)
         fully_shard(net.first)
         fully_shard(net.last)
         for layer in (net.last, copy.deepcopy(net.last)):

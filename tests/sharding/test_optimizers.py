@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, StateDictType, clip_grad_norm_
 from shardwise.optim import in_backward, offload
+from tests.corpus.models import Stack
 from tests.sharding.nets import (
     Net,
-    Stack,
     assert_same_gradients,
     assert_same_values,
     batches,
@@ -60,13 +60,6 @@ def test_torchs_clipping_and_ours_agree(rank: int, world_size: int) -> None:
             torch.testing.assert_close(norm, norms[2])
         assert_same_gradients(ours, whole)
         assert_same_gradients(theirs, whole)
-
-
-@on_threads(2)
-def test_foreach_and_fused_optimizers(rank: int, world_size: int) -> None:
-    for options in ({"foreach": True}, {"foreach": False}, {"fused": True}):
-        net, whole = twins(Net)
-        train_alike(net, whole, rank, world_size, make=torch.optim.AdamW, **options)
 
 
 @on_threads(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parity.test_collectives import count_collectives
+from tests.parity.test_collectives import counting
 from tests.sharding.pipelines import SCHEDULES, Pipeline
 from tests.worlds import on_processes, on_threads
 
@@ -24,18 +24,18 @@ def test_gradients_equal_those_of_one_process(rank: int, world_size: int) -> Non
 @on_processes(4)
 def test_gradients_are_reduced_once_a_step(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    count = count_collectives()
-    for name in SCHEDULES:
-        pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], transport="collectives")
-        pipeline.step(0)  # the first runs each stage once more, to see what it returns
-        count.clear()
-        pipeline.step(1)
-        groups = 3 * len(pipeline.stages)
-        assert count["reduce-scatter"] == groups, f"{name}: {count}"
-        assert count["all-reduce"] == 0, f"{name}: {count}"
-        if name == "1f1b" and mesh["pp"].get_local_rank() == 1:
-            # Forward and backward of the first microbatch; then they stay until the step ends.
-            assert count["all-gather"] == 2 * 2 + 1, f"{name}: {count}"
+    with counting() as count:
+        for name in SCHEDULES:
+            pipeline = Pipeline.of(name, mesh["pp"], mesh["dp"], transport="collectives")
+            pipeline.step(0)  # the first runs each stage once more, to see what it returns
+            count.clear()
+            pipeline.step(1)
+            groups = 3 * len(pipeline.stages)
+            assert count["reduce-scatter"] == groups, f"{name}: {count}"
+            assert count["all-reduce"] == 0, f"{name}: {count}"
+            if name == "1f1b" and mesh["pp"].get_local_rank() == 1:
+                # Forward and backward of the first microbatch; then they stay until the step ends.
+                assert count["all-gather"] == 2 * 2 + 1, f"{name}: {count}"
 
 
 @pytest.mark.parametrize(

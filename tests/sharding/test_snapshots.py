@@ -16,29 +16,16 @@ from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
 from tests.sharding.nets import (
     Net,
-    assert_same_values,
     batches,
-    check_backward,
     loss_of,
     seeded,
     shard_blocks,
     sharded_net,
+    train_alike,
 )
 from tests.worlds import Ranks, on_processes
 
 pytestmark = pytest.mark.skipif(not libc.has_futex(), reason="needs Linux on x86-64")
-
-
-def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: int = 3) -> None:
-    mine = torch.optim.SGD(net.parameters(), lr=0.1)
-    theirs = torch.optim.SGD(whole.parameters(), lr=0.1)
-    for step in range(steps):
-        x = batches(world_size, step)
-        check_backward(net, whole, x, rank)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_values(net, whole)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -46,7 +33,7 @@ def _train(net: nn.Module, whole: nn.Module, rank: int, world_size: int, steps: 
 def test_views_of_shards_stay_valid(rank: int, world_size: int) -> None:
     net, whole = sharded_net(), seeded(Net)
     views = {name: param.to_local() for name, param in net.named_parameters()}
-    _train(net, whole, rank, world_size)
+    train_alike(net, whole, rank, world_size)
     for name, param in net.named_parameters():
         assert torch.equal(views[name], param.to_local()), f"{name}: a view from before training"
 
@@ -75,7 +62,7 @@ def test_shards_may_be_replaced(rank: int, world_size: int, how: str) -> None:
         torch.manual_seed(0)
         materialize(net)
         whole = seeded(lambda: nn.Linear(6, 6))
-    _train(net, whole, rank, world_size)
+    train_alike(net, whole, rank, world_size)
 
 
 class _Clamped(nn.Module):
@@ -166,7 +153,7 @@ def test_a_forward_that_gathers_nothing_waits_for_nobody(rank: int, world_size: 
 def test_replicas_have_their_own(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net, whole = sharded_net(mesh=mesh), seeded(Net)
-    _train(net, whole, rank, world_size)
+    train_alike(net, whole, rank, world_size)
 
 
 class _Late(torch.autograd.Function):

@@ -17,6 +17,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.two_levels import TwoLevelTransport
+from tests.corpus.models import Odd
 from tests.sharding.nets import (
     Net,
     average_backward,
@@ -41,23 +42,6 @@ GRADIENTS = Wire(reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
 EVERYTHING = Wire(gather="int8", reduce="int8", error_feedback=True)
 Threads = Callable[..., list[Any]]
-
-
-class Odd(nn.Module):
-    """Tied and frozen parameters, one that no forward uses, and fewer rows than ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)])
-        self.blocks[2].weight = self.blocks[0].weight
-        self.blocks[1].bias.requires_grad_(requires_grad=False)
-        self.lonely = nn.Linear(3, 1)
-        self.one = nn.Parameter(torch.tensor([0.5]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x).tanh()
-        return x * self.one
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
@@ -144,15 +128,18 @@ def test_over_hosts_of_two_ranks_each_as_well(
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), "the same bits"
 
 
-def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
-    """Train with parameters that are encoded, too."""
-    net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
-    assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+def _train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, world_size: int) -> None:
     for step in range(2):
         loss_of(net, batches(world_size, step)[rank]).backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
+    """Train with parameters that are encoded, too."""
+    net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
+    assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
+    _train(net, torch.optim.SGD(net.parameters(), lr=0.1), rank, world_size)
     return [_full(param).detach().clone() for param in net.parameters()]
 
 
@@ -169,11 +156,7 @@ def _replicas(rank: int, world_size: int, wire: Any) -> list[torch.Tensor]:
     """Train, and return this rank's shards, which its replica's twin has too."""
     mesh = hybrid_mesh(world_size)
     net = sharded_net(mesh=mesh, transport="c10d", wire=wire)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    for step in range(2):
-        loss_of(net, batches(world_size, step)[rank]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    _train(net, torch.optim.AdamW(net.parameters(), lr=0.01), rank, world_size)
     return [param.to_local().detach().clone() for param in net.parameters()]
 
 

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -46,6 +45,7 @@ from shardwise.transport import select
 from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.collectives import NcclTransport
 from shardwise.transport.peers import Peers
+from tests.corpus.collectives import customize
 from tests.streams import mutation
 from tests.streams.device import NAME, Device, OnRace, Pageable, Stream, modeled
 from tests.streams.mutation import Place
@@ -759,49 +759,8 @@ def all_reduce_hook_with_stream(run: Run) -> None:
 # -- custom collectives -------------------------------------------------------------------------
 
 
-class _Comm:
-    def __init__(self, asynchronous: bool) -> None:
-        self._asynchronous = asynchronous
-
-    def allocate(
-        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class _AllGather(_Comm):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        asynchronous = async_op or self._asynchronous
-        return dist.all_gather_single(
-            output_tensor, input_tensor, group=group, async_op=asynchronous
-        )
-
-
-class _ReduceScatter(_Comm):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        asynchronous = async_op or self._asynchronous
-        return dist.reduce_scatter_single(
-            output_tensor, input_tensor, op=op, group=group, async_op=asynchronous
-        )
-
-
 def _customize(net: Any, *, asynchronous: bool = False) -> Any:
-    for unit in units(net):
-        unit.set_custom_all_gather(_AllGather(asynchronous))
-        unit.set_custom_reduce_scatter(_ReduceScatter(asynchronous))
+    customize(net, returns_work=asynchronous)
     return net
 
 

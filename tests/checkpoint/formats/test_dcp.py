@@ -32,7 +32,7 @@ from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
-from tests.parity.models import MODELS, make_model
+from tests.corpus.models import MODELS, make_model
 from tests.worlds import Ranks
 
 NAMES = ("mlp", "frozen", "llama-tied")

@@ -25,7 +25,7 @@ from shardwise.checkpoint.ranks.hf import save_hf
 from shardwise.checkpoint.ranks.weights import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
-from tests.parity.models import make_model
+from tests.corpus.models import make_model
 from tests.worlds import Ranks
 
 LLAMA = "llama-tied"

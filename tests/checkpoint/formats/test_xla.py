@@ -26,7 +26,7 @@ from shardwise.checkpoint.ranks.xla import (
     save_rank_checkpoint,
 )
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
-from tests.parity.models import make_model
+from tests.corpus.models import make_model
 from tests.worlds import Ranks, on_processes
 
 NAMES = ("mlp", "frozen", "scalars", "llama-tied")

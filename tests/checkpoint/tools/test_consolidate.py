@@ -25,8 +25,8 @@ from shardwise.checkpoint.formats.torchfile import read_tree
 from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
+from tests.corpus.models import make_model
 from tests.harness import run_ranks
-from tests.parity.models import make_model
 from tests.programs import start_program
 
 NAMES = ("mlp", "conv", "scalars", "llama-tied")

@@ -40,11 +40,11 @@ class Part:
 def part_of(tensor: Tensor | None) -> Any:
     """Copy what this rank holds: a :class:`Part` of a ``DTensor``, else the tensor or ``None``."""
     if not isinstance(tensor, DTensor):
-        return None if tensor is None else tensor.detach().clone()
+        return None if tensor is None else tensor.detach().to("cpu", copy=True)
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    values = tensor.to_local().detach().clone()
+    values = tensor.to_local().detach().to("cpu", copy=True)
     assert values.shape == shape, f"holds {tuple(values.shape)} where {shape} are its part"
     return Part(values, tuple(offset), tensor.shape)
 
