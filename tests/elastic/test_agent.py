@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardwise.elastic.agent import Agent, LocalRank, Signals
+from shardwise.elastic.agent import Agent, LocalRank, Signals, agents_environment
 from shardwise.elastic.hosts import HERE
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from tests.programs import start_program
@@ -333,9 +333,22 @@ def test_ranks_have_their_time_to_save_after_their_launcher_was_suspended(
     monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
     assert agent._watch(Order.CONTINUE) is None, "no time has passed for it"
     agent._kill_ranks()
+    agent._folder.cleanup()
     for rank, program in zip(agent.ranks, programs, strict=True):
         rank.close()
         program.communicate()
+
+
+def test_a_signal_before_ranks_start_speaks_of_no_other_hosts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stops = Signals()
+    stops.close()
+    stops.noted.append(signal.SIGTERM)
+    meeting = Rendezvous(HERE, 1, 0, stopped=lambda: True)
+    with agents_environment():
+        assert Agent(lambda _: ["none"], 1, meeting, 0, stops).run_job() == 143
+    assert capfd.readouterr().err == "Stopped while waiting for ranks to start.\n"
 
 
 def test_a_signal_before_training_stops_without_a_traceback(launch: Callable[..., Run]) -> None:

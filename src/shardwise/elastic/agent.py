@@ -152,7 +152,8 @@ class Agent(LocalElasticAgent):
         if verdict is None and outcome is not None and outcome.exit_code:
             return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
-            self._say("Stopped while waiting for the other hosts.")
+            awaited = "ranks to start" if self.meeting.is_alone else "the other hosts"
+            self._say(f"Stopped while waiting for {awaited}.")
             return 128 + (noted[0] if noted else signal.SIGTERM)
         return outcome.exit_code or (1 if verdict.text else 0)
 
@@ -360,8 +361,7 @@ class Agent(LocalElasticAgent):
             self._say(outcome.farewell)
         text = verdict.text
         if self.meeting.is_alone:
-            attempt = self.meeting.generation + 1
-            text = f"{attempt} of {self.restarts}, from the last checkpoint"
+            text = f"{self.meeting.generation + 1} of {self.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host
