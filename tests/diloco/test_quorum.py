@@ -207,6 +207,33 @@ def test_one_that_returns_has_the_outer_state_of_the_others() -> None:
         assert a.optimizer.rounds == b.optimizer.rounds == (2,)
 
 
+def test_one_that_leaves_while_the_server_looks_is_not_taken_for_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with trial(1) as world:
+        a = world.replica(0)
+        world.join(a)
+        store, looks = world.server._store, []
+
+        def after(look: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+            def looked(*words: str) -> dict[str, Any]:
+                found = look(*words)
+                if not looks:
+                    looks.append(look)
+                    a.optimizer.leave()
+                    while store.clients():
+                        time.sleep(0.01)
+                return found
+
+            return looked
+
+        monkeypatch.setattr(store, "silence", after(store.silence))
+        monkeypatch.setattr(store, "values", after(store.values))
+        while len(world.events) < 2:
+            time.sleep(0.01)
+    assert [event.kind for event in world.events] == [EventKind.JOINED, EventKind.LEFT]
+
+
 def test_the_last_replica_goes_on_alone() -> None:
     with trial(2) as world:
         a, b = (world.replica(number) for number in range(2))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from shardwise.elastic.agent import Agent, LocalRank, Signals, agents_environment
+from shardwise.elastic.hosts import HERE
+from shardwise.elastic.rendezvous import Order, Rendezvous
 from tests.programs import start_program
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
@@ -301,6 +305,50 @@ def test_a_second_signal_kills(launch: Callable[..., Run]) -> None:
     code, _, err = run.end()
     assert code == 128 + signal.SIGINT
     assert err == "Stopped at once by SIGINT; what was not saved is lost.\n"
+
+
+def test_ranks_have_their_time_to_save_after_their_launcher_was_suspended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = Signals()
+    stops.close()
+    agent = Agent(lambda _: ["none"], 2, Rendezvous(HERE, 2, 0), 0, stops)
+    programs = []
+    for rank, script in enumerate(("echo; exec sleep 60", "trap '' TERM; echo; exec sleep 60")):
+        program = subprocess.Popen(
+            ["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True
+        )
+        assert program.stdout is not None
+        program.stdout.readline()  # it is ready
+        programs.append(program)
+        (tmp_path / str(rank)).mkdir()
+        agent.ranks.append(LocalRank(rank, program.pid, tmp_path / str(rank)))
+    stops.noted.append(signal.SIGTERM)
+    deadline = time.monotonic() + WAIT
+    while agent.ranks[0].code is None:
+        assert agent._watch(Order.CONTINUE) is None
+        assert time.monotonic() < deadline
+    assert agent._watch(Order.CONTINUE) is None
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+    assert agent._watch(Order.CONTINUE) is None, "no time has passed for it"
+    agent._kill_ranks()
+    agent._folder.cleanup()
+    for rank, program in zip(agent.ranks, programs, strict=True):
+        rank.close()
+        program.communicate()
+
+
+def test_a_signal_before_ranks_start_speaks_of_no_other_hosts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    stops = Signals()
+    stops.close()
+    stops.noted.append(signal.SIGTERM)
+    meeting = Rendezvous(HERE, 1, 0, stopped=lambda: True)
+    with agents_environment():
+        assert Agent(lambda _: ["none"], 1, meeting, 0, stops).run_job() == 143
+    assert capfd.readouterr().err == "Stopped while waiting for ranks to start.\n"
 
 
 def test_a_signal_before_training_stops_without_a_traceback(launch: Callable[..., Run]) -> None:

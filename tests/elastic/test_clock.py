@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import warnings
+
 import pytest
 
-from shardwise.elastic.clock import Clock
+from shardwise.elastic.clock import Clock, process_clock
 
 
 def test_the_time_of_a_suspension_does_not_count() -> None:
@@ -41,3 +45,16 @@ def test_waits_take_as_long_as_they_may_without_suspensions() -> None:
     with pytest.raises(TimeoutError):
         wait()
     assert 0.2 < taken < 0.8
+
+
+def test_a_process_that_is_forked_has_a_clock_of_its_own() -> None:
+    """No thread of the parent is in it, and the lock may be held for ever."""
+    clock = process_clock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # the parent has threads
+        pid = os.fork()
+    if pid == 0:
+        is_new = process_clock() is not clock
+        is_new &= "shardwise clock" in [thread.name for thread in threading.enumerate()]
+        os._exit(0 if is_new else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -859,6 +859,33 @@ def test_a_host_that_was_suspended_does_not_take_over(
     assert not second.serves
 
 
+def test_a_host_that_is_suspended_while_it_takes_over_does_not(
+    job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    it = job("1:3", restarts=1, odd=0)
+    first, second, third = it.begin(3)
+    wait_for(lambda: have_stepped(first, second, third))
+    mine, votes_here = second.rendezvous, second.rendezvous._votes_here
+    counted = threading.Event()
+
+    def count_and_hang(store: Any, id_: str) -> bool:
+        if found := votes_here(store, id_):
+            with second._clock._lock:
+                counted.set()
+                second._go_on.wait(WAIT)
+        return found
+
+    monkeypatch.setattr(mine, "_votes_here", count_and_hang)
+    first.vanish()
+    assert counted.wait(WAIT)
+    monkeypatch.setattr(rendezvous, "SILENCE", 1.0)
+    time.sleep(0.6)  # more than a half of it
+    second._go_on.set()
+    second.thread.join(WAIT)
+    assert "this host was suspended, and counts as lost" in second.error
+    assert not second.serves
+
+
 def test_without_a_restart_left_losing_host_0_ends_the_job(job: Callable[..., Job]) -> None:
     it = job("1:3", restarts=0, odd=0)
     first, second, third = it.begin(3)

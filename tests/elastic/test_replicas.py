@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -118,6 +120,36 @@ def test_who_has_no_part_in_the_last_round_is_ended_when_the_training_is_complet
     assert trial.launcher.run() == 0
     assert trial.launcher.finished == {0}
     assert "replica 1 was not there at the end" in capfd.readouterr().err
+
+
+def test_time_for_which_the_launcher_was_suspended_is_no_time_for_replicas(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trial = Trial(tmp_path, {"0-0": "wait both", "1-0": "wait go"})
+    clock, started = time.monotonic, set()
+
+    def begin(replica: ReplicaWorld, pids: list[int]) -> None:
+        started.add(replica.number)
+        if started == {0, 1}:
+            trial.launcher.made_round([0, 1])
+            (tmp_path / "both").touch()
+
+    trial.launcher.started = begin
+
+    def suspend() -> None:
+        while not trial.launcher.finished:
+            time.sleep(0.01)
+        time.sleep(0.2)  # for several looks
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+        time.sleep(0.2)
+        (tmp_path / "go").touch()
+
+    suspending = threading.Thread(target=suspend)
+    suspending.start()
+    assert trial.launcher.run() == 0
+    suspending.join()
+    assert trial.launcher.finished == {0, 1}
+    assert "replica 1 was not there at the end" not in capfd.readouterr().err
 
 
 def test_a_replica_is_found_in_its_environment() -> None:

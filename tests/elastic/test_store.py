@@ -616,10 +616,20 @@ def test_a_client_that_sends_no_messages_is_lost(served: Served, garbage: bytes)
     assert watching.get(CLOSED + "broken").startswith(b"what arrived is not ")
 
 
-def test_a_later_connection_takes_over_a_name(served: Served) -> None:
+def test_a_later_connection_takes_over_a_name(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
     watching, first = served.client("watching"), served.client("name")
+    end, there = module._Client.end, []
+
+    def look_and_end(client: module._Client, how: bytes, reason: str) -> None:
+        there.append("name" in served.server.clients())
+        end(client, how, reason)
+
+    monkeypatch.setattr(module._Client, "end", look_and_end)
     second = served.client("name")
     second.set("key", "value")
+    assert there == [True], "for other threads, it would be gone without a reason"
     with pytest.raises(StoreDroppedError, match="another connection has its name"):
         first.get("key")
     assert not watching.check([CLOSED + "name"])
@@ -785,6 +795,47 @@ def test_the_time_for_which_a_client_is_suspended_does_not_count(
         asking.send_signal(signal.SIGCONT)
         time.sleep(0.1)  # for what it does first
     assert line(asking) == "value"
+
+
+def test_a_key_is_not_waited_for_while_the_process_is_suspended(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting, setting = served.client(), served.client("setting")
+    clock, asked, jumped = time.monotonic, threading.Event(), threading.Event()
+    ask = waiting._ask
+
+    def ask_and_be_suspended(request: bytes, *arguments: str | bytes) -> list[bytes]:
+        answer = ask(request, *arguments)
+        if jumped.is_set():
+            asked.set()
+        else:
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+            jumped.set()
+        return answer
+
+    monkeypatch.setattr(waiting, "_ask", ask_and_be_suspended)
+    setter = threading.Thread(target=lambda: (asked.wait(WAIT), setting.set("key", "value")))
+    setter.start()
+    assert waiting.get("key") == b"value"
+    setter.join()
+
+
+def test_a_server_is_not_looked_for_while_the_process_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listening(HERE) as listener:
+        port = listener.getsockname()[1]
+    clock, looks = time.monotonic, 0
+
+    def look() -> None:
+        nonlocal looks
+        looks += 1
+        monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600.0)
+        if looks == 3:
+            raise KeyError("it still looks")
+
+    with pytest.raises(KeyError):
+        module.connect(HERE, port, TOKEN, "a", 1.0, patience=WAIT, pause=0.01, look=look)
 
 
 def test_a_server_may_be_paused_and_killed(served: Served, start: Start) -> None:

@@ -107,13 +107,13 @@ class QuorumServer:
                 _log.exception("the quorum server could not look at its replicas")
 
     def _look(self) -> None:
-        before = self._coordinator.plan
+        before, silence = self._coordinator.plan, self._store.silence()  # who is gone has said why
         reports = {
             int(replica): text
             for replica, text in self._store.values(REPORT).items()
             if replica.isdecimal() and len(replica) < 10
         }
-        events = self._coordinator.look(reports, self._store.silence())
+        events = self._coordinator.look(reports, silence)
         for event in events:
             self._record(event)
         if self._coordinator.plan != before:

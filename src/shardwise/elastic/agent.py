@@ -36,6 +36,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
 from shardwise.elastic.membership import SECONDARY, Next
@@ -125,9 +126,9 @@ class Agent(LocalElasticAgent):
         self.signals = signals
         self.ranks: list[LocalRank] = []
         self._starting = StartWatch(self.ranks, self._say)
+        self._timers = Timers(process_clock().now)
         self._phase = _Phase.RUNNING
         self._outcome: Outcome | None = None
-        self._stopped_since: float | None = None
 
     def run_job(self) -> int:
         """Run the ranks of this host from the first generation to the last.
@@ -151,7 +152,8 @@ class Agent(LocalElasticAgent):
         if verdict is None and outcome is not None and outcome.exit_code:
             return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
-            self._say("Stopped while waiting for the other hosts.")
+            awaited = "ranks to start" if self.meeting.is_alone else "the other hosts"
+            self._say(f"Stopped while waiting for {awaited}.")
             return 128 + (noted[0] if noted else signal.SIGTERM)
         return outcome.exit_code or (1 if verdict.text else 0)
 
@@ -163,7 +165,8 @@ class Agent(LocalElasticAgent):
         spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
-        self._phase, self._outcome, self._stopped_since = _Phase.RUNNING, None, None
+        self._phase, self._outcome = _Phase.RUNNING, None
+        self._timers = Timers(process_clock().now)
         # Blocked while ranks start: they inherit the mask, and unblock the signals when they can
         # tell a stop from a crash.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -190,9 +193,7 @@ class Agent(LocalElasticAgent):
         verdict = self.meeting.verdict
         if verdict is None or self._outcome is None:
             if self._outcome is not None and len(self.signals.noted) > 1:
-                return RunResult(
-                    WorkerState.FAILED
-                )  # there is no reason to wait for the other hosts
+                return RunResult(WorkerState.FAILED)  # no reason is left to wait for other hosts
             return RunResult(WorkerState.HEALTHY)
         self._show_verdict(self._outcome)
         if verdict.next.begins_again and not self.signals.noted:
@@ -232,12 +233,11 @@ class Agent(LocalElasticAgent):
             return self._by_signal(self._kill("at once"))
         self._ask_to_stop(order)
         self._starting.look()
-        if any(self._has_stopped(rank) for rank in self.ranks):
-            self._stopped_since = self._stopped_since or time.monotonic()
-            if time.monotonic() - self._stopped_since > STOP_GRACE:
-                if self._phase is _Phase.REGROUPING and not self.signals.noted:
-                    return self._end_regrouping()
-                return self._by_signal(self._kill("without waiting for all ranks"))
+        has_stopped = any(self._has_stopped(rank) for rank in self.ranks)
+        if self._timers.elapsed("stopped", has_stopped) > STOP_GRACE and has_stopped:
+            if self._phase is _Phase.REGROUPING and not self.signals.noted:
+                return self._end_regrouping()
+            return self._by_signal(self._kill("without waiting for all ranks"))
         return None
 
     def _by_signal(self, outcome: Outcome) -> Outcome:
@@ -361,8 +361,7 @@ class Agent(LocalElasticAgent):
             self._say(outcome.farewell)
         text = verdict.text
         if self.meeting.is_alone:
-            attempt = self.meeting.generation + 1
-            text = f"{attempt} of {self.restarts}, from the last checkpoint"
+            text = f"{self.meeting.generation + 1} of {self.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host

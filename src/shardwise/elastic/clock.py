@@ -7,6 +7,7 @@ sent what it has not read yet, and may have been suspended with it.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -89,4 +90,5 @@ def process_clock() -> Clock:
             clock.now()
 
     threading.Thread(target=tick, name="shardwise clock", daemon=True).start()
+    os.register_at_fork(after_in_child=process_clock.cache_clear)  # this thread is not in a child
     return clock

@@ -788,10 +788,10 @@ class Rendezvous(RendezvousHandler):
         needed, least = len(voters) - len(dead), 0.0
         if self._directory is not None:
             needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
-        began = time.monotonic()
+        began = self._clock.now()
         while True:
             came = [id_ for id_ in others if self._votes_here(store, id_)]
-            waited = time.monotonic() - began
+            waited = self._clock.now() - began
             enough = 2 * (1 + len(came)) > needed
             is_complete = len(came) == len(others) and waited >= least
             if is_complete or (enough and waited > max(least, SILENCE / 2)):
@@ -799,9 +799,10 @@ class Rendezvous(RendezvousHandler):
             if waited > 1.5 * SILENCE:
                 break
             self._closing.wait(_POLL)
-        if not enough:
+        suspended = self._clock.was_suspended(began, SILENCE / 2)  # they may have met elsewhere
+        if suspended or not enough:
             store.close()
-            raise LostError(self._lost(why)) from error
+            raise (self._left_behind() if suspended else LostError(self._lost(why))) from error
         # Some may have read later changes than this host.
         votes = [plain.read(JobState, store.get(f"{_VOTE}{id_}")) for id_ in came]
         known = [self._seen, *votes]

@@ -22,6 +22,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from shardwise.elastic.agent import POLL, Agent, LocalRank, Signals, agents_environment, how_failed
+from shardwise.elastic.clock import process_clock
 from shardwise.elastic.errors import say
 from shardwise.elastic.hosts import HERE, Command
 from shardwise.elastic.membership import Next
@@ -137,7 +138,7 @@ class ReplicaLauncher:
 
     def made_round(self, members: Sequence[int]) -> None:
         """Note who was in the last round. Other threads may call it."""
-        self.in_round, self._round_at = set(members), time.monotonic()
+        self.in_round, self._round_at = set(members), process_clock().now()
 
     def say_once(self, what: str, text: str) -> None:
         """Say something that several replicas would say. Other threads may call it."""
@@ -175,7 +176,7 @@ class ReplicaLauncher:
         stop_by = grace = math.inf
         while len(ended := [run.result() for run in runs if run.done()]) < len(runs):
             time.sleep(POLL)
-            now = time.monotonic()
+            now = process_clock().now()
             if signals.noted and ended:
                 stop_by = min(stop_by, now + STOP_GRACE)
             if now > stop_by:

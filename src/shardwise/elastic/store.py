@@ -218,7 +218,7 @@ class StoreServer:
         self._values[key.encode()] = value
 
     def clients(self) -> dict[str, str]:
-        """Return the address that each client comes from, by name, in the order of connections."""
+        """Return the address that each client comes from, by name, in the order they came."""
         clients = list(self._clients.values())
         return {client.name.decode(errors="replace"): client.address for client in clients}
 
@@ -287,18 +287,15 @@ class StoreServer:
             connection.setblocking(False)
             while len(self._strangers) >= _MAX_STRANGERS:
                 self._evict()
-            self._attend_to(connection)
+            task = asyncio.create_task(self._attend(connection))
+            task.add_done_callback(lambda _: connection.close())  # even if it never begins
+            self._strangers[task] = None
         except OSError:  # no descriptor is left, or the other end is gone already
             self._evict()
             self._accepts = 0
         if self._accepts == 0:
             self._loop.remove_reader(self._listener)
             self._loop.call_later(_TICK, self._listen)
-
-    def _attend_to(self, connection: socket.socket) -> None:
-        task = asyncio.create_task(self._attend(connection))
-        task.add_done_callback(lambda _: connection.close())  # even if it never begins
-        self._strangers[task] = None
 
     def _evict(self) -> None:
         oldest = next(iter(self._strangers), None)
@@ -347,10 +344,10 @@ class StoreServer:
         return session
 
     async def _serve_client(self, client: _Client) -> None:
-        earlier = self._clients.pop(client.name, None)
+        earlier = self._clients.get(client.name)
+        self._clients[client.name] = client  # at once: other threads always find one
         if earlier is not None:
             earlier.end(b"dropped", "another connection has its name")
-        self._clients[client.name] = client
         reason: str | None = "the connection was closed"
         try:
             await self._answer(client)
@@ -528,10 +525,10 @@ class GuardedStore(Store):
         Polling keeps the server free of requests that wait, and notices when it falls silent.
         """
         limit = timeout.total_seconds()
-        deadline = time.monotonic() + limit
+        deadline = self._clock.now() + limit
         pause, longest = _POLLS
         while (answer := self._ask(request, *keys)) == [b"missing"]:
-            left = deadline - time.monotonic()
+            left = deadline - self._clock.now()
             if left <= 0:
                 raise StoreTimeoutError(
                     f"{self._at}: found no value of {', '.join(keys)} within {limit:g} s, "
@@ -643,14 +640,14 @@ def connect(
         StoreRefusedError: another program is there, or it has another token: that will not change.
         OSError: of the last attempt.
     """
-    deadline = time.monotonic() + patience
+    deadline = process_clock().now() + patience
     while True:
         try:
             return GuardedStore(address, port, token, name, seconds)
         except StoreRefusedError:
             raise
         except OSError:
-            if time.monotonic() > deadline:
+            if process_clock().now() > deadline:
                 raise
         look()
         time.sleep(pause)
