@@ -32,7 +32,6 @@ from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainConte
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
-from shardwise.app.recipes.text.conversations import check_apart
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
@@ -74,6 +73,8 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         gathers = Gathers.EVERY_STEP if frozen is Frozen.KEEP else gathers
         introduction += [("adapters", str(adapters)), ("frozen", how)]
     if config.packing is Packing.PACKED and config.chat:
+        from shardwise.app.recipes.text.conversations import check_apart
+
         check_apart(model, vocabulary.used, config.model, place.device)
     if train.sharding.compile:
         compile_blocks(blocks)

@@ -31,13 +31,6 @@ from shardwise.app.recipes.core.progress import brief
 from shardwise.app.recipes.core.recipe import Data, nothing
 from shardwise.app.recipes.text.chat import ChatData, ChatLines
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.conversations import (
-    ChatBatches,
-    ChatRows,
-    TargetBatch,
-    survey,
-    target_loss,
-)
 from shardwise.app.recipes.text.data import (
     VALIDATION_SHARE,
     Sequences,
@@ -46,8 +39,6 @@ from shardwise.app.recipes.text.data import (
     Vocabulary,
 )
 from shardwise.app.recipes.text.documents import Documents, StreamSource
-from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
-from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
@@ -110,10 +101,6 @@ class ValidationLoss:
 
 def _loss_of_sequences(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
     return next_token_loss(model, tokens).item() * len(tokens), len(tokens)
-
-
-def _loss_of_chats(model: nn.Module, batch: TargetBatch) -> tuple[float, float]:
-    return target_loss(model, batch).item(), batch.target_count
 
 
 def loss_on_tokens(
@@ -224,6 +211,8 @@ def _open_documents(
     device: torch.device,
     readers: World | None,
 ) -> LmData:
+    from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
+
     source = StreamSource(text)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
@@ -260,28 +249,34 @@ def _open_chats(
     device: torch.device,
     readers: World | None,
 ) -> LmData:
+    from shardwise.app.recipes.text import conversations as chats
+    from shardwise.app.recipes.text.turns import ChatEncoder
+
     encoder = ChatEncoder(vocabulary)
     length = config.seq_length
 
-    def rows_of(lines: ChatLines) -> tuple[ChatRows, str]:
-        found = survey(lines, encoder, length, world)
-        return ChatRows(lines, encoder, found, length, config.packing), found.notes(length)
+    def rows_of(lines: ChatLines) -> tuple[chats.ChatRows, str]:
+        found = chats.survey(lines, encoder, length, world)
+        return chats.ChatRows(lines, encoder, found, length, config.packing), found.notes(length)
+
+    def held_loss(model: nn.Module, batch: chats.TargetBatch) -> tuple[float, float]:
+        return chats.target_loss(model, batch).item(), batch.target_count
 
     train, notes = rows_of(text.train)
     held, held_notes = rows_of(text.validation)
     given = {"": notes, "for validation: ": held_notes}
-    batches: ChatBatches | ReadAhead = ChatBatches(train, config.train.seed)
+    batches: chats.ChatBatches | ReadAhead = chats.ChatBatches(train, config.train.seed)
     if device.type != "cpu" and readers in (None, world):
         batches = ReadAhead(batches, world.size, device)
     return LmData(
         batches=batches,
         evaluation=lambda model: ValidationLoss(
-            model, _loss_of_chats, lambda: held.batches(config.train.batch_size, world), device
+            model, held_loss, lambda: held.batches(config.train.batch_size, world), device
         ),
         summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
         f"{vocabulary.used:,} tokens",
         notes="; ".join(f"{part}{note}" for part, note in given.items() if note),
-        loss=target_loss,
+        loss=chats.target_loss,
         targets=lambda batch: int(batch.target_count),
         per_epoch=len(train),
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
