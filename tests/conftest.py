@@ -21,6 +21,15 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Let workers be forked from one process that has imported the tests."""
+    from tests import workers
+
+    if workers.can_fork():
+        config.add_cleanup(workers.fork_from_nursery(specs, config.args))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Import all tests, and what they import, without looking for garbage in it."""

@@ -8,7 +8,8 @@
     assert run_ranks(each_rank, 2, 10.0) == [10.0, 10.0]
 
 The processes come from a fork server that has imported torch (and what else the tests need) and
-has never computed anything, so it has a single thread and a rank starts in milliseconds. The
+has never computed anything, so it has a single thread and a rank starts in milliseconds. Workers
+of xdist get theirs from :mod:`tests.workers`. The
 rendezvous store lives in the parent on a port that the kernel chose: there is no port to race for.
 
 What takes longer is a rank's first step: DTensor works out each operation anew for each shape. So
@@ -50,18 +51,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks._devices import take_gpu
-from tests import packing
-
-_ROOT = str(Path(__file__).parents[1])
-
-_FORKSERVER_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    # A process that has asked CUDA itself for its devices cannot be forked: ask the driver's tool.
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-}
+from tests import packing, workers
 
 # After the first failure the others get this long to tell theirs: often all ranks fail alike, and
 # sometimes the first to speak is only the echo of another's mistake.
@@ -383,16 +373,15 @@ def remember() -> None:
 
 
 def start_server() -> multiprocessing.context.ForkServerContext:
-    """Return the context whose server has imported torch; start the server the first time.
+    """Return the context whose server has imported torch; start the server if there is none.
 
     A process has one server, that of whoever is first: so tests of others who fork start this one.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload"])
-    paths = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH")]))
-    variables = {**_FORKSERVER_ENV, "PYTHONPATH": paths}  # it does not get this process's sys.path
+    variables = workers.ranks_env()
     before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)  # numerical libraries read theirs as they are imported
+    os.environ.update(variables)
     try:
         multiprocessing.forkserver.ensure_running()
     finally:

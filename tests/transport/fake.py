@@ -37,14 +37,16 @@ Copies = list[torch.Tensor]
 class Turns:
     """Threads that take turns: one runs until it has to wait for another.
 
+    The turn is passed in the order of ranks, and to one thread: others sleep on.
+
     Args:
         world_size: number of ranks, each of which is a thread.
     """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self._turn = threading.Condition()
-        self._running: set[int] = set()
+        self._gates = [threading.Semaphore(0) for _ in range(world_size)]
+        self._ready = set(range(world_size))
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._stuck: dict[int, str] = {}
         self._rank = threading.local()
@@ -59,27 +61,28 @@ class Turns:
         failures: list[BaseException] = []
 
         def be(rank: int) -> None:
-            with self._turn:
-                self._rank.number = rank
-                torch.set_num_threads(1)  # a setting of each thread
-                torch.manual_seed(0)
-                try:
-                    results[rank] = function(rank)
-                except BaseException as error:
-                    error.add_note(f"(on rank {rank} of {self.world_size})")
-                    failures.append(error)
-                finally:
-                    self._running.discard(rank)
-                    self._find_stuck()
+            self._gates[rank].acquire()
+            self._ready.discard(rank)
+            self._rank.number = rank
+            torch.set_num_threads(1)  # a setting of each thread
+            torch.manual_seed(0)
+            try:
+                results[rank] = function(rank)
+            except BaseException as error:
+                error.add_note(f"(on rank {rank} of {self.world_size})")
+                failures.append(error)
+            finally:
+                self._pass_on(rank)
 
         state = torch.get_rng_state()
-        self._running.update(range(self.world_size))
+        self._ready.update(range(self.world_size))
         threads = [
             threading.Thread(target=be, args=(rank,), daemon=True, name=f"rank-{rank}")
             for rank in range(self.world_size)
         ]
         for thread in threads:
             thread.start()
+        self._gates[0].release()
         for thread in threads:
             thread.join()
         torch.set_rng_state(state)
@@ -108,24 +111,33 @@ class Turns:
             return
         rank, state = self.rank, torch.get_rng_state()
         self._waiting[rank] = (is_over, doing)
-        self._find_stuck()
-        self._turn.wait_for(lambda: rank in self._stuck or is_over())
-        self._waiting.pop(rank, None)
+        self._pass_on(rank)
+        self._gates[rank].acquire()
+        del self._waiting[rank]
         torch.set_rng_state(state)
         stuck = self._stuck.pop(rank, None)
         if stuck is not None:
             raise PeerLostError(f"rank {rank} waits forever in {doing}: {stuck}")
 
-    def _find_stuck(self) -> None:
-        self._turn.notify_all()
-        waiting = set(self._waiting) - set(self._stuck)
-        if not waiting or self._running - waiting:
-            return
-        if not any(self._waiting[rank][0]() for rank in waiting):
-            each = [f"rank {rank} waits in {self._waiting[rank][1]}" for rank in sorted(waiting)]
-            ended = sorted(set(range(self.world_size)) - self._running)
-            each += [f"rank {rank} has ended" for rank in ended]
-            self._stuck.update(dict.fromkeys(waiting, ", ".join(each)))
+    def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank behind ``rank`` that can go on."""
+        behind = [(rank + step) % self.world_size for step in range(1, self.world_size + 1)]
+        for each in behind:
+            if each in self._ready or each in self._stuck or self._is_over(each):
+                self._gates[each].release()
+                return
+        if self._waiting:
+            self._note_stuck()
+            self._pass_on(rank)
+
+    def _is_over(self, rank: int) -> bool:
+        return rank in self._waiting and self._waiting[rank][0]()
+
+    def _note_stuck(self) -> None:
+        each = [f"rank {rank} waits in {self._waiting[rank][1]}" for rank in sorted(self._waiting)]
+        ended = sorted(set(range(self.world_size)) - set(self._waiting))
+        each += [f"rank {rank} has ended" for rank in ended]
+        self._stuck.update(dict.fromkeys(self._waiting, ", ".join(each)))
 
 
 @dataclass(frozen=True)
