@@ -69,6 +69,16 @@ def test_a_hook_sees_the_reduced_gradients_before_they_are_divided(
         offset += param.layout.chunk_numel
 
 
+@on_threads(2)
+def test_no_bytes_are_sent_for_frozen_parameters(rank: int, world_size: int) -> None:
+    net, seen = fully_shard(nn.Linear(4, 6)), []
+    net.bias.requires_grad_(False)
+    net.set_all_reduce_hook(lambda flat: seen.append(flat.numel()))
+    net(torch.ones(1, 4)).sum().backward()
+    assert seen == [4 * 6 // world_size]
+    assert net.bias.grad is None
+
+
 class TwoDtypes(nn.Module):
     def __init__(self) -> None:
         super().__init__()

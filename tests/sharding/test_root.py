@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.sharding import hooks
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import Root, state_of
@@ -22,6 +23,7 @@ from tests.sharding.nets import (
     group_of,
     loss_of,
     run_backward,
+    seeded,
     sharded_net,
     twins,
 )
@@ -115,3 +117,65 @@ def test_the_current_stream_waits_for_an_event_of_any_kind(rank: int, world_size
         for _ in range(2):
             loss_of(net, batches(world_size)[rank]).backward()
     assert event.waits == 1
+
+
+class BodyAndHead(nn.Module):
+    """Two modules of one group. The root has nothing of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.body(x))
+        return out
+
+
+class ChunksAndLossInside(BodyAndHead):
+    """Runs a backward while the forward of the root runs, and the head on chunks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        if torch.is_grad_enabled():
+            hidden.square().mean().backward(retain_graph=True)
+        return torch.cat([self.head(chunk) for chunk in hidden.chunk(2)])
+
+
+@pytest.mark.parametrize("inputs_need_gradients", [True, False])
+@on_threads(2)
+def test_gradients_of_one_of_several_modules_arrive_with_its_backward(
+    rank: int, world_size: int, inputs_need_gradients: bool
+) -> None:
+    net, whole = seeded(BodyAndHead), seeded(BodyAndHead)
+    fully_shard([net.body, net.head])
+    root = state_of(fully_shard(net)).root
+    x = torch.randn(2, 4, requires_grad=inputs_need_gradients)
+    net(x).sum().backward()
+    whole(x).sum().backward()
+    for number in (2, 3):
+        loss = net.head(x).sum()
+        assert root.is_in_forward(), "the other module may still come"
+        loss.backward()
+        whole.head(x).sum().backward()
+        assert not root.is_in_forward()
+        assert root.forward_number == number
+        assert_same_gradients(net, whole)
+    for each in (net, whole):
+        (each.head(x).sum() + each.head(2 * x).square().sum()).backward()
+        each.body(x).sum().backward()
+        each(x).sum().backward()
+    assert_same_gradients(net, whole)
+
+
+@on_threads(2)
+def test_a_backward_inside_of_a_forward_may_end_before_all_modules_ran(
+    rank: int, world_size: int
+) -> None:
+    net, whole = seeded(ChunksAndLossInside), seeded(ChunksAndLossInside)
+    fully_shard([net.body, net.head])
+    fully_shard(net)
+    for _ in range(2):
+        x = torch.randn(2, 4)
+        for each in (net, whole):
+            each(x).sum().backward()
+        assert_same_gradients(net, whole)

@@ -114,7 +114,7 @@ def hand_on(state: FSDPState, output: Any) -> Any:
         begun = tuple(group.passes.current for group in state.groups)
         for tensor in every_tensor_in(output):
             if tensor.requires_grad and _precede(begun, tensor.grad_fn):
-                tensor.register_hook(functools.partial(_keep, begun))  # type: ignore[no-untyped-call]
+                tensor.register_hook(functools.partial(_pre_partial, state, begun))  # type: ignore[no-untyped-call]
     return state.precision.cast_outputs(output)
 
 
@@ -343,8 +343,17 @@ def _precede(passes: tuple[Pass | None, ...], node: torch.autograd.graph.Node | 
     return True
 
 
-def _keep(passes: tuple[Pass | None, ...], grad: torch.Tensor) -> None:
-    """Do nothing. This hook keeps ``passes`` alive as long as the graph."""
+def _pre_partial(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor) -> None:
+    """Begin a backward before all modules ran. This hook keeps ``passes`` alive as the graph."""
+    autograd.queue_after_backward(functools.partial(_end_partial, state))
+
+
+def _end_partial(state: FSDPState) -> None:
+    """Deliver gradients after a backward in which no input needed one, so that no hook saw it."""
+    if state.phase is Phase.FORWARD and state.modules_to_run:
+        for group in reversed(state.groups):
+            group.passes.end_backward()
+            post_backward(state, group)
 
 
 @autograd.disable_compile
