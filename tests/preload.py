@@ -4,10 +4,8 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 
-os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # as launchers set it, before they import torch
 from shardwise.elastic.rank import importing
 
 with importing():

@@ -9,6 +9,7 @@ Python: it hands its pipes over to the fork, and waits until that ends.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import shlex
@@ -30,11 +31,12 @@ _ROOT = Path(__file__).parents[1]
 def ranks_env() -> dict[str, str]:
     """Return the variables of a process from which ranks are forked, beside those of this one."""
     return {
-        # Numerical libraries read these as they are imported.
+        # Libraries read these as they are imported. Launchers set the last for ranks, too.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
         # A process that has asked CUDA itself for its devices cannot be forked: ask the driver.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # It does not get this process's sys.path.
@@ -85,10 +87,30 @@ def _collect(paths: Sequence[str]) -> None:
     """Import all tests as pytest does. What fails is reported by the workers, which try again."""
     import pytest
 
-    pytest.main([*paths, "--collect-only", "-p", "no:terminal", "-p", "no:xdist", "-o", "addopts="])
+    pytest.main(
+        [*paths, "--collect-only", "-p", "no:terminal", "-p", "no:xdist", "-s", "-o", "addopts="]
+    )
     from tests import preload  # noqa: F401
 
     gc.freeze()
+    _collapse_pages()
+
+
+def _collapse_pages() -> None:
+    """Move what is in memory to huge pages, where Linux can (6.1 and newer).
+
+    To fork and to end a process with 330 MiB in small pages takes 22 ms of a processor; in huge
+    pages, 9 ms. A run of all tests forks some thousand ranks.
+    """
+    huge, collapse = 2 << 20, 25  # MADV_COLLAPSE
+    advise = ctypes.CDLL(None).madvise
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *_ = line.split()
+        first, end = (int(address, 16) for address in addresses.split("-"))
+        start = -(-first // huge) * huge
+        nbytes = end // huge * huge - start
+        if access == "rw-p" and inode == "0" and nbytes > 0:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), collapse)
 
 
 def _forks(listener: socket.socket) -> Iterator[socket.socket]:
@@ -99,6 +121,7 @@ def _forks(listener: socket.socket) -> Iterator[socket.socket]:
             return
         joined, _ = listener.accept()
         if not os.fork():
+            listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             yield joined
             return
@@ -147,4 +170,5 @@ def _become_worker(joined: socket.socket) -> None:
 if __name__ == "__main__":
     _collect(sys.argv[2:])
     for _joined in _forks(socket.socket(fileno=int(sys.argv[1]))):
-        _become_worker(_joined)
+        with _joined:
+            _become_worker(_joined)
