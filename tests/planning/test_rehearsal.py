@@ -19,7 +19,7 @@ from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning import recorder
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory

@@ -33,7 +33,7 @@ from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
-from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
