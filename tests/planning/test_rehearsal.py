@@ -77,6 +77,23 @@ def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
     assert log.before[Memory.OPTIMIZER] == 2 * log.before[Memory.PARAMETERS] + steps
 
 
+@pytest.mark.parametrize("transport", ["collectives", "shm"])
+def test_parameters_without_a_gradient_have_no_states(transport: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        batch_size=8,
+        transport=transport,
+        batch=lambda size: torch.zeros(size, 64),
+        step=lambda model, batch: model[2](model[0](batch)).mean(),
+    )
+    log = rehearse(Blueprint("skips", model, list(model)), settings)
+    assert log.before[Memory.PARAMETERS] == (2 * (64 * 64 + 64) + 64 * 4 + 4) // 2 * 4
+    used = (64 * 64 + 64 + 64 * 4 + 4) // 2 * 4
+    assert log.before[Memory.OPTIMIZER] == 2 * used + 4 * 4
+
+
 @pytest.mark.parametrize(
     ("optimizer", "elements"),
     [
