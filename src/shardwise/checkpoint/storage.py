@@ -10,19 +10,17 @@ Source: ``torch.distributed.checkpoint.StorageReader`` and ``StorageWriter``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
@@ -53,7 +51,6 @@ from shardwise.checkpoint.disk.entries import (
     Value,
     dtype_name,
     shard_name,
-    torch_dtype,
 )
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader
@@ -85,6 +82,8 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        from shardwise.checkpoint.formats.dcp import tensor_metadata  # of no use to a save
+
         manifest = self._read_manifest()
         return Metadata(
             state_dict_metadata={
@@ -355,12 +354,3 @@ def _piece_data(item: WriteItem, planner: SavePlanner) -> PieceData:
     info = TensorInfo(dtype_name(data.properties.dtype), tuple(data.size))
     box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
     return PieceData(item.index.fqn, info, box, load)
-
-
-def tensor_metadata(info: TensorInfo, boxes: Iterable[Box]) -> TensorStorageMetadata:
-    """What torch's metadata says about a tensor that is stored in boxes."""
-    return TensorStorageMetadata(
-        TensorProperties(dtype=torch_dtype(info.dtype)),
-        torch.Size(info.shape),
-        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
-    )

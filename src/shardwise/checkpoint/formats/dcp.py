@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
@@ -60,7 +60,6 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, size_of_tensor
 from shardwise.checkpoint.formats.torchwrite import save
-from shardwise.checkpoint.storage import tensor_metadata
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
@@ -473,6 +472,15 @@ def _chunk(place: Any, box: Box | None, where: str, folder: Path, sizes: dict[st
     if offset + length > sizes[name]:
         refuse(f"{where}, bytes in {name}", f"{offset} .. {offset + length}", f"{sizes[name]:,}")
     return Chunk(name, offset, length, box)
+
+
+def tensor_metadata(info: TensorInfo, boxes: Iterable[Box]) -> TensorStorageMetadata:
+    """What torch's metadata says about a tensor that is stored in boxes."""
+    return TensorStorageMetadata(
+        TensorProperties(dtype=torch_dtype(info.dtype)),
+        torch.Size(info.shape),
+        [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes],
+    )
 
 
 def write_metadata(folder: Path, items: Sequence[Item]) -> None:
