@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from _goodput_tables import contenders_of, goodputs, is_diloco, runs_of, title
-from _measured import communication, seconds_by_round
+from _measured import seconds_by_round
 from _strategy_contenders import STRATEGIES
-from _tables import AXES, along, value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +41,6 @@ class Line:
         label: in the legend; empty: the line is not there.
         dash: of matplotlib; empty: marks alone.
         marker: of matplotlib; empty: none.
-        spread: the quartiles of each y, if they are drawn.
     """
 
     points: Sequence[tuple[float, float]]
@@ -50,7 +48,6 @@ class Line:
     label: str = ""
     dash: str = "-"
     marker: str = "o"
-    spread: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,6 @@ class Panel:
         lines: to draw.
         bars: instead: their lengths and colors, by what they are.
         mark: a bar's length at which a dashed line is.
-        ticks: on the x axis; chosen where there are none.
         base: a y that is shown; chosen where there is none.
     """
 
@@ -72,7 +68,6 @@ class Panel:
     lines: Sequence[Line] = ()
     bars: Mapping[str, tuple[float, str]] = field(default_factory=dict)
     mark: float | None = None
-    ticks: Sequence[float] = ()
     base: float | None = 0.0
 
 
@@ -124,39 +119,19 @@ def _bars(axes: Axes, panel: Panel) -> None:
 def _lines(axes: Axes, panel: Panel) -> None:
     for line in panel.lines:
         x, y = zip(*line.points, strict=True)
-        reach = (
-            [
-                [middle - low for middle, (low, _) in zip(y, line.spread, strict=True)],
-                [high - middle for middle, (_, high) in zip(y, line.spread, strict=True)],
-            ]
-            if line.spread
-            else None
-        )
-        axes.errorbar(
-            *(x, y, reach),
+        axes.plot(
+            x,
+            y,
             color=line.color,
             label=line.label or None,
             ls=line.dash or "none",
             marker=line.marker or None,
             markersize=5,
             linewidth=2,
-            capsize=3,
         )
-    if panel.ticks:
-        axes.set_xticks(panel.ticks, _apart(panel.ticks))
     if panel.base is not None:
         axes.set_ylim(bottom=min(panel.base, axes.get_ylim()[0]))
     axes.grid(visible=True, color=RULE, alpha=0.25, linewidth=0.8)
-
-
-def _apart(where: Sequence[float]) -> list[str]:
-    """Label ticks, but for those that would run into the one before."""
-    labels, last = [], float("-inf")
-    for each in where:
-        fits = each - last >= 0.08 * (where[-1] - where[0])
-        labels.append(f"{each:.0f}" if fits else "")
-        last = each if fits else last
-    return labels
 
 
 @contextmanager
@@ -181,28 +156,6 @@ def _write(figure: Figure, path: Path) -> None:
         text = temporary.read_text()
         temporary.write_text(text.replace("<defs>", f"{_STYLE}\n <defs>", 1))
     temporary.replace(path)
-
-
-def _scaling(content: Content, path: Path) -> None:
-    panels = []
-    for axis, (heading, unit) in AXES.items():
-        if cases := along(content, axis):
-            lines = [
-                _over_cases(cases, name, color, label)
-                for name, color, label in (
-                    ("ours", OURS, "shardwise"),
-                    ("fsdp2", PEER, "torch FSDP2"),
-                )
-            ]
-            panels.append(Panel(heading, unit, lines, ticks=[value(case) for case in cases]))
-    draw(path, "Communication part of a training step, seconds", panels)
-
-
-def _over_cases(cases: Sequence[Content], name: str, color: str, label: str) -> Line:
-    found = [(value(case), communication(case, name)) for case in cases]
-    points = [(at, median(seconds)) for at, seconds in found]
-    ends = [quantiles(each * 2, n=4, method="inclusive")[::2] for _, each in found]
-    return Line(points, color, label, spread=[(low, high) for low, high in ends])
 
 
 def _strategies(content: Content, path: Path) -> None:
@@ -252,7 +205,6 @@ def _styles(case: Content) -> Iterator[tuple[str, str, str]]:
 
 
 PICTURES: dict[str, Callable[[Content, Path], None]] = {
-    "scaling": _scaling,
     "strategies": _strategies,
     "goodput": _goodput,
 }

@@ -98,12 +98,6 @@ def step_seconds(case: Content, name: str) -> list[float]:
     ]
 
 
-def communication(case: Content, name: str) -> list[float]:
-    """Seconds of a contender's step beyond the floor's, in each round."""
-    pairs = zip(step_seconds(case, name), step_seconds(case, "floor"), strict=True)
-    return [whole - floor for whole, floor in pairs]
-
-
 def seconds_by_round(case: Content, name: str) -> list[float]:
     """Return a contender's step time in each round, with DiLoCo's share of an exchange."""
     meetings = case["beside"][name].get("meetings")

@@ -56,11 +56,6 @@ PRESETS = {
     "1b": Preset(hidden=2048, intermediate=5632, layers=18, heads=16, vocab=32000),  # 1.06 B
     "3b": Preset(hidden=3072, intermediate=8192, layers=24, heads=24, vocab=32000),  # 2.9 B
     "6b": Preset(hidden=4096, intermediate=11008, layers=30, heads=32, vocab=32000),  # 6.3 B
-    # As many parameters, 12.8 M, in more and more groups: what scaling.py asks for.
-    "4-groups": Preset(hidden=640, intermediate=1792, layers=2, heads=10, vocab=2048),
-    "16-groups": Preset(hidden=264, intermediate=704, layers=14, heads=4, vocab=2048),
-    "64-groups": Preset(hidden=128, intermediate=344, layers=62, heads=2, vocab=2048),
-    "256-groups": Preset(hidden=64, intermediate=172, layers=254, heads=1, vocab=2048),
 }
 
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from _models import PRESETS, build
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import Checkpointing

@@ -16,7 +16,6 @@ from _contenders import CONTENDERS, Case
 from _measured import (
     beside,
     bytes_ratio,
-    communication,
     disagreement,
     factor,
     loss_ratio,
@@ -33,7 +32,6 @@ from _measured import (
     wire_bytes,
 )
 from _measured import plan_ranks as ranks_of
-from _models import PRESETS
 from _report import Table
 from _strategy_contenders import ACCUMULATED, STRATEGIES
 
@@ -141,59 +139,6 @@ STEP = Spec(
     ),
     notes=_step_notes,
 )
-
-AXES = {
-    "ranks": ("ranks, 10 M parameters in 8 groups", "ranks"),
-    "params": ("parameters, 2 ranks", "million parameters"),
-    "groups": ("groups, 2 ranks, 13 M parameters", "groups"),
-}
-
-
-def value(case: Content) -> float:
-    """Where on its axis of ``scaling`` a case is."""
-    groups = PRESETS[case["params"]].layers + 2  # the embedding, and the norm with the head
-    found = {"ranks": case["ranks"], "params": case["numel"] / 1e6, "groups": groups}
-    return float(found[case["axis"]])
-
-
-def along(content: Content, axis: str) -> list[Content]:
-    """The cases of an axis of ``scaling``, in its order."""
-    return sorted((case for case in content["cases"] if case["axis"] == axis), key=value)
-
-
-def scaling_tables(content: Content) -> list[Table]:
-    """Make one table for each axis of a document, a row for each of its cases."""
-    return [_scaling(axis, cases) for axis in AXES if (cases := along(content, axis))]
-
-
-def _scaling(axis: str, cases: list[Content]) -> Table:
-    title, unit = AXES[axis]
-    columns = [unit, "compute only ms", "shardwise ms", "quartiles", "torch FSDP2 ms", "quartiles"]
-    table = Table(f"Communication part of a step: {title}", [*columns, "x FSDP2"])
-    for case in cases:
-        ours, theirs = ([1e3 * s for s in communication(case, name)] for name in ("ours", "fsdp2"))
-        floor = 1e3 * median(step_seconds(case, "floor"))
-        spreads = [text for each in (ours, theirs) for text in (_whole(each), quartiles(each, 0))]
-        table.rows.append([f"{value(case):.0f}", f"{round(floor)}", *spreads, ratio(ours, theirs)])
-        if wrong := disagreement(case):
-            table.notes.append(f"losses at {value(case):.0f} {unit} DIFFER: {wrong}")
-    every = [turn for case in cases for turns in case["contenders"].values() for turn in turns]
-    rounds = min(len(case["contenders"]["floor"]) for case in cases)
-    tokens = ", ".join(map(str, {case["tokens"] for case in cases}))
-    table.notes += [
-        "losses: OK, equal to four decimals" if not table.notes else "the others are equal",
-        f"{rounds} rounds; {tokens} tokens a rank; transport of ours: {cases[0]['transport']}; "
-        f"other programs took {sum(t['foreign_cpu_seconds'] for t in every):.1f} s of processor "
-        "time",
-    ]
-    return table
-
-
-def _whole(values: Sequence[float]) -> str:
-    return str(round(median(values)))  # no "-0"
-
-
-# -- strategies ------------------------------------------------------------------------------------
 
 
 def _strategy_notes(case: Content) -> list[str]:
@@ -689,7 +634,6 @@ PLAN_TIME = Spec(
 
 TABLES: dict[str, Callable[[Content], list[Table]]] = {
     "step_time": STEP.of_cases,
-    "scaling": scaling_tables,
     "strategies": STRATEGY.of_cases,
     "memory": MEMORY.of_cases,
     "overhead": overhead_tables,

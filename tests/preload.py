@@ -27,6 +27,7 @@ with importing():
         import datasets  # and pandas with it: what ranks that train on streams of text need
 
         import shardwise.app.cli.main
+        import shardwise.app.cli.train
         import shardwise.app.recipes.imagenet
         import shardwise.app.recipes.lm
         import shardwise.app.recipes.mnist

@@ -18,7 +18,6 @@ ROUNDS = "--rounds 2"
 STEPS = f"{ROUNDS} --steps 1 --warmup 1 --tokens 16"
 CASES = {
     "step_time": f"--params tiny {STEPS} --contenders ours,fsdp2,ddp,floor,copies",
-    "scaling": f"--ranks 1,2 --params tiny --groups 4 {STEPS} --worlds resident",
     "strategies": f"--gbit 0.1 --params tiny {STEPS} --local-steps 5 "
     "--contenders hybrid,full-int8,diloco-int8,fsdp2-hybrid,floor",
     "memory": "--params tiny --contenders ours,fsdp2,ours-in-backward --tokens 16",
@@ -33,7 +32,6 @@ CASES = {
 }
 ROWS = {
     "step_time": [["shardwise", "torch FSDP2", "torch DDP", "compute only", "compute and copies"]],
-    "scaling": [["1", "2"], ["0"], ["4"]],
     "strategies": [
         [
             *("HYBRID_SHARD", "FULL_SHARD, int8, kept", "DiLoCo, int8", "torch FSDP2, hybrid"),
@@ -88,20 +86,6 @@ def _optimizers(cases: list[Any]) -> None:
     assert loss["losses"]["ours-adamw"] == loss["losses"]["fsdp2-adamw"]
 
 
-def _scaling(cases: list[Any]) -> None:
-    assert [(case["axis"], case["ranks"], case["params"]) for case in cases] == [
-        *(("ranks", 1, "10m"), ("ranks", 2, "10m")),
-        *(("params", 2, "tiny"), ("groups", 2, "4-groups")),
-    ]
-    assert all(case["optimizer"] == "sgd" for case in cases)
-    for case in cases:
-        assert {name: len(turns) for name, turns in case["contenders"].items()} == {
-            "ours": 2,
-            "fsdp2": 2,
-            "floor": 2,
-        }
-
-
 def _strategies(cases: list[Any]) -> None:
     """Interfaces count what crosses, and no more."""
     (case,) = cases
@@ -130,14 +114,13 @@ CHECKS = {
     "checkpoint_stall": _checkpoint_stall,
     "diloco": _diloco,
     "optimizers": _optimizers,
-    "scaling": _scaling,
     "strategies": _strategies,
 }
 #: Those that write to a disk, and leave nothing there.
 FOLDERS = {"checkpoint", "checkpoint_stall"}
 #: Trainings of a few steps keep none of what is promised of long ones.
 FAILS = {"memory", "diloco"}
-PICTURES = {"scaling": "shardwise", "strategies": "0.1 Gbit/s", "goodput": "DiLoCo, H = 2"}
+PICTURES = {"strategies": "0.1 Gbit/s", "goodput": "DiLoCo, H = 2"}
 _MARKS = {"strategies": needs_hosts}
 #: Those that ``make test`` runs; the others start many processes.
 _QUICK = {"optimizers", "strategies", "diloco"}
@@ -184,13 +167,15 @@ def test_plans_are_held_against_published_figures() -> None:
 
 
 def test_a_difference_of_losses_is_told_and_fails(tmp_path: Path) -> None:
-    content = json.loads((BENCHMARKS / "results" / "2026-11-21-scaling-ranks.json").read_text())
+    content = json.loads(
+        (BENCHMARKS / "results" / "2026-11-21-gloo-step-time-34m.json").read_text()
+    )
     content["cases"][1]["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
     wrong = tmp_path / "wrong.json"
     wrong.write_text(json.dumps(content))
-    done = call_script("scaling.py", "--stored", str(wrong))
+    done = call_script("step_time.py", "--stored", str(wrong))
     assert done.returncode == 1
-    assert "losses at 2 ranks DIFFER: ours differs from fsdp2" in done.stdout
+    assert "losses: DIFFERENT: ours differs from fsdp2" in done.stdout
 
 
 def test_losses_that_differ_between_runtimes_are_an_error() -> None:

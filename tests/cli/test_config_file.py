@@ -39,7 +39,7 @@ def started(
 
 def call(monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.setattr(sys, "argv", ["shardwise", *shlex.split(line)])
-    main.cli(standalone_mode=False)
+    main.commands(sys.argv[1:])(standalone_mode=False)
 
 
 def test_a_file_gives_options_and_the_line_wins(
@@ -231,7 +231,7 @@ def test_every_option_has_a_key(recipe: str) -> None:
     """What a file cannot say, a run could not repeat."""
     import typer
 
-    command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
+    command = typer.main.get_command(main.commands([])).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     shown = {p.opts[0] for p in command.params if not p.hidden and p.opts[0].startswith("--")}
     flags = {"--resume", "--auto-resume", "--overwrite", "--selective-checkpointing"}
     flags |= {"--operator-checkpointing", "--keep-activations"}

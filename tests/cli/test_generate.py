@@ -144,7 +144,7 @@ def test_a_value_whose_group_is_left_out_is_no_choice() -> None:
 
 
 def test_one_thing_has_one_name_in_all_recipes() -> None:
-    commands = typer.main.get_command(main.cli).commands["train"].commands  # type: ignore[attr-defined]
+    commands = typer.main.get_command(main.commands([])).commands["train"].commands  # type: ignore[attr-defined]
     assert set(commands) == set(RECIPES)
     shown = {
         name: {opt for p in command.params if not p.hidden for opt in p.opts}
@@ -167,5 +167,5 @@ def test_the_defaults_of_a_command_are_those_of_its_configuration(
     jobs: list[Any] = []
     monkeypatch.setattr(train, "run", lambda job, launch: jobs.append(job))
     monkeypatch.setattr(sys, "argv", ["shardwise", "train", recipe])
-    main.cli(standalone_mode=False)
+    main.commands(sys.argv[1:])(standalone_mode=False)
     assert jobs[0].config == RECIPES[recipe]

@@ -505,7 +505,7 @@ def test_every_option_is_explained_and_legible_in_80_columns(
 ) -> None:
     import typer
 
-    command = typer.main.get_command(main.cli).commands["train"].commands[recipe]  # type: ignore[attr-defined]
+    command = typer.main.get_command(main.commands([])).commands["train"].commands[recipe]  # type: ignore[attr-defined]
     options = [p for p in command.params if not p.hidden]
     assert [p.name for p in options if not p.help] == []
     monkeypatch.setenv("COLUMNS", "80")
@@ -527,7 +527,7 @@ def test_no_line_of_help_is_broken_in_two_in_80_columns() -> None:
             yield from commands(command, f"{name} {inner}")
 
     broken = []
-    for name, command in commands(typer.main.get_command(main.cli), "shardwise"):
+    for name, command in commands(typer.main.get_command(main.commands([])), "shardwise"):
         _, *paragraphs = inspect.cleandoc(command.help or "").split("\n\n")
         examples = re.sub(r"\[/?(bold|cyan)\]", "", command.epilog or "")
         lines = [line for text in (*paragraphs, examples) for line in text.splitlines()]

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from shardwise.app.cli import main
 from shardwise.app.cli.worker import train
 from shardwise.app.recipes.core import loop
 from shardwise.base.errors import PeerLostError
@@ -108,7 +107,9 @@ def test_wrong_arguments_are_an_error_of_the_user(
 def test_a_worker_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in WORLD:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(main, "cli", lambda *_: pytest.fail("processes are started"))
+    monkeypatch.setattr(
+        "shardwise.app.cli.worker.commands", lambda *_: pytest.fail("processes are started")
+    )
     with pytest.raises(UserError, match="RANK"):
         train(["lm"], "job")
 

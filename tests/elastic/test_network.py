@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from shardwise.elastic import network
 from shardwise.elastic.network import (
     address_towards,
     addresses,
@@ -81,18 +81,15 @@ def test_this_host_has_a_loopback_interface() -> None:
     assert interface_of("fe80::1%eth7") == "eth7", "such an address names its link"
 
 
-def test_addresses_of_one_link_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = tmp_path / "if_inet6"
-    table.write_text(
-        "20010db8000000000000000000000001 02 40 00 80     eth9\n"
-        "fe800000000000000000000000000001 02 40 20 80     eth9\n"
-    )
-    monkeypatch.setattr(network, "_IF_INET6", table)
-    assert addresses()["eth9"] == ["2001:db8::1"]
-    monkeypatch.setattr(network, "_IF_INET6", tmp_path / "none")
-    assert "eth9" not in addresses(), "a kernel without IPv6 has no such table"
+def test_addresses_of_one_link_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def address(family: int, text: str) -> SimpleNamespace:
+        return SimpleNamespace(family=family, address=text)
+
+    v6 = (address(socket.AF_INET6, text) for text in ("fe80::1%eth9", "2001:db8::1"))
+    hardware = address(socket.AF_PACKET, "02:fc:00:00:00:01")
+    own = {"eth9": [hardware, *v6, address(socket.AF_INET, "192.0.2.1")], "ifb0": [hardware]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: own)
+    assert addresses() == {"eth9": ["192.0.2.1", "2001:db8::1"]}
 
 
 def test_a_host_that_has_no_address_is_an_error() -> None:

@@ -859,6 +859,32 @@ def test_a_host_that_was_suspended_does_not_take_over(
     assert not second.serves
 
 
+def test_a_wait_for_the_host_that_serves_does_not_count_suspensions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes = Nodes(2, 1, "127.0.0.1", 1, timeout=10.0, backend=JobBackend.C10D)
+    place, now = Rendezvous(nodes, 1, 0, clock=Clock()), [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Directory:
+        looks = 0
+
+        def get_state(self) -> tuple[bytes, int] | None:
+            now[0] += 3600.0
+            self.looks += 1
+            return None if self.looks < 3 else (f"{place._id} 127.0.0.1:2".encode(), 0)
+
+        def set_state(self, state: bytes, token: object) -> None:
+            """Lose it: another host is about to be named."""
+
+    directory: Any = Directory()
+    place._directory = directory
+    assert place._look_up() == (place._id, ("127.0.0.1", 2))
+    first = membership.Host(place._id, 0, "127.0.0.1")
+    directory.looks = 0
+    assert next(place._elected([first], [])) is first
+
+
 def test_a_host_that_is_suspended_while_it_takes_over_does_not(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:

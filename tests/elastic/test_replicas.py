@@ -85,6 +85,22 @@ def test_only_the_replica_that_was_lost_is_started_again(tmp_path: Path) -> None
     assert not any(name.startswith("0-1") for name in trial.ran)
 
 
+def test_a_replica_whose_agent_fails_ends_alone(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, {"0-0": "wait lost", "1-0": "end"})
+    note = trial.launcher.started
+
+    def start(replica: ReplicaWorld, pids: list[int]) -> None:
+        if replica.number == 1:
+            raise OSError(28, "No space left on device", "/tmp/ranks")
+        note(replica, pids)
+
+    trial.launcher.started = start
+    assert trial.launcher.run() == 0
+    assert trial.launcher.finished == {0}
+    reason = "[Errno 28] No space left on device: '/tmp/ranks'"
+    assert trial.lost == [(1, f"was lost: its agent found {reason}")]
+
+
 def test_other_machines_cannot_reach_the_store_of_a_replica(tmp_path: Path) -> None:
     """torch's store knows no token, and would listen at all addresses of the host."""
     found: list[str] = []

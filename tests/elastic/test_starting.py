@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,19 @@ def test_nothing_is_told_of_ranks_that_have_stepped_meanwhile() -> None:
     watch.look()
     ranks[0].is_starting = False
     now[0] += 10
+    watch.look()
+    assert told == []
+
+
+def test_ranks_are_not_asked_for_time_for_which_the_launcher_was_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = list[str]()
+    watch = StartWatch([_Rank(0, "recv")], told.append)
+    clock = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + 3600)
+    watch.look()
+    time.sleep(starting._WRITING)
     watch.look()
     assert told == []
 

@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.inspect.api import Blueprint, plan
+from shardwise.insight.blueprint import Blueprint
+from shardwise.insight.inspect.api import plan
 from shardwise.insight.inspect.report import Report
 from tests.sharding.nets import Block, Net
 

@@ -29,7 +29,7 @@ from shardwise.diloco.state import KEY as DILOCO
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import REPLICATE, TENSOR, Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Start
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shardwise._torch import c10d
 from shardwise.frontends.blocks import shard_blocks, store_in
 from shardwise.frontends.strategies import TENSOR
-from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.optim import in_backward

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.fit import Measured, NothingFitsError, fit, shortened
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.settings import Settings

@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.strategies import DATA, TENSOR
-from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.models import find_model, load_object, of_module
 from shardwise.insight.planning.presets import LLAMAS, ModelError, find_settings
 from tests.worlds import on_processes

@@ -19,7 +19,7 @@ from shardwise.base.observe import Memory
 from shardwise.base.scratch import file as scratch_file
 from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning import recorder
 from shardwise.insight.planning.events import Change, Log, Mark, Op, Start, Wait
 from shardwise.insight.planning.memory import memory
@@ -75,6 +75,23 @@ def test_shards_and_optimizer_states_are_counted_to_the_byte() -> None:
     assert log.before[Memory.PARAMETERS] == (3 * per_block + rest) // 2 * 4
     steps = 8 * 4  # AdamW counts the steps of each parameter in float32
     assert log.before[Memory.OPTIMIZER] == 2 * log.before[Memory.PARAMETERS] + steps
+
+
+@pytest.mark.parametrize("transport", ["collectives", "shm"])
+def test_parameters_without_a_gradient_have_no_states(transport: str) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 4))
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=2"),
+        batch_size=8,
+        transport=transport,
+        batch=lambda size: torch.zeros(size, 64),
+        step=lambda model, batch: model[2](model[0](batch)).mean(),
+    )
+    log = rehearse(Blueprint("skips", model, list(model)), settings)
+    assert log.before[Memory.PARAMETERS] == (2 * (64 * 64 + 64) + 64 * 4 + 4) // 2 * 4
+    used = (64 * 64 + 64 + 64 * 4 + 4) // 2 * 4
+    assert log.before[Memory.OPTIMIZER] == 2 * used + 4 * 4
 
 
 @pytest.mark.parametrize(

@@ -72,3 +72,4 @@ def test_a_killed_replica_comes_back_while_the_others_train(tmp_path: Path) -> N
     assert "replica 1 was killed by SIGKILL" in text
     assert "replica 1 is back in round" in text
     assert text.count("Stopped by SIGTERM") == 1
+    assert text.count("was lost in round") == 1, "those that stop in order are not lost"

@@ -330,19 +330,16 @@ def peak_memory(device: torch.device) -> int:
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated on a device, for all processes together.
 
-    On CPUs, what the kernel says is available; 0 where that is unknown.
+    On CPUs, what the kernel says is available.
     """
     get = None if device.type == CPU.type else _function(device, "mem_get_info")
     if get is not None:
         return int(get(device)[0])
     if device.type != CPU.type:
         return 0
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 0
-    found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-    return int(found[0]) * 1024 if found else 0
+    import psutil  # here: few ask
+
+    return int(psutil.virtual_memory().available)
 
 
 def random_state(device: torch.device) -> torch.Tensor | None:

@@ -55,7 +55,6 @@ from shardwise.checkpoint.disk.entries import (
 from shardwise.checkpoint.disk.manifest import read_manifest, write_manifest, writer_versions
 from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK, PieceData, write_shard
-from shardwise.checkpoint.formats.dcp import tensor_metadata
 
 __all__ = ["Reader", "Writer"]
 
@@ -83,6 +82,8 @@ class Reader(StorageReader):
         Raises:
             CheckpointError: it is missing or damaged.
         """
+        from shardwise.checkpoint.formats.dcp import tensor_metadata  # of no use to a save
+
         manifest = self._read_manifest()
         return Metadata(
             state_dict_metadata={

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import re
 import socket
-import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
-_IF_INET6 = Path("/proc/net/if_inet6")  # address, index, prefix, scope, flags, name
-_LINK_LOCAL = 0x20
+import psutil
+
 _HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
 
 _Where = tuple[Any, ...]  # a socket address
@@ -119,28 +114,11 @@ def addresses() -> dict[str, list[str]]:
     IPv6 addresses that are valid on one link only (``fe80::``) are left out.
     """
     found: dict[str, list[str]] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            found[name] = [socket.inet_ntoa(answer[20:24])]
-    for name, address in _ipv6_addresses():
-        found.setdefault(name, []).append(address)
+    for name, own in psutil.net_if_addrs().items():
+        for each in sorted(own, key=lambda one: one.family):
+            if each.family in (socket.AF_INET, socket.AF_INET6) and "%" not in each.address:
+                found.setdefault(name, []).append(each.address)
     return found
-
-
-def _ipv6_addresses() -> Iterator[tuple[str, str]]:
-    try:
-        lines = _IF_INET6.read_text().splitlines()
-    except OSError:  # a kernel without IPv6
-        return
-    for line in lines:
-        digits, _, _, scope, _, name = line.split()
-        if int(scope, 16) != _LINK_LOCAL:
-            yield name, str(ipaddress.IPv6Address(int(digits, 16)))
 
 
 def interface_of(address: str) -> str | None:

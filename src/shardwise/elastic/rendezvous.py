@@ -227,10 +227,10 @@ class Rendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         """Leave, once the other hosts have had time to read what follows."""
-        deadline = time.monotonic() + _LINGER
+        deadline = self._clock.now() + _LINGER
         if self._report is not None:
             self._tell(leaves=True)
-        while self._thread.is_alive() and time.monotonic() < deadline:
+        while self._thread.is_alive() and self._clock.now() < deadline:
             if self._reported is self._report and not self._is_needed():
                 break
             time.sleep(_GLANCE)
@@ -438,13 +438,13 @@ class Rendezvous(RendezvousHandler):
         At first that is host 0. A job whose server cannot be reached may be about to move.
         """
         assert self._directory is not None
-        began = time.monotonic()
+        began = self._clock.now()
         while True:
             found = self._directory.get_state()
             server, where = ("", None) if found is None else _named(found[0])
             if where is not None and (server == self._id or _answers(*where)):
                 return server, where
-            waited = time.monotonic() - began
+            waited = self._clock.now() - began
             if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
                 self._directory.set_state(self._here().encode(), found and found[1])
                 continue
@@ -730,7 +730,7 @@ class Rendezvous(RendezvousHandler):
                 return
             if host.id == seen.server:
                 continue
-            if self._follow(host, time.monotonic() + 2 * SILENCE):
+            if self._follow(host):
                 return
             gone.append(host)
             if _refuses(host.address, host.port):
@@ -740,8 +740,8 @@ class Rendezvous(RendezvousHandler):
     def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
         """Yield the host that a backend of torch's names, and another one once that is gone too."""
         assert self._directory is not None
-        deadline = time.monotonic() + 2 * SILENCE
-        while time.monotonic() < deadline:
+        deadline = self._clock.now() + 2 * SILENCE
+        while self._clock.now() < deadline:
             lost = {self._seen.server, *(host.id for host in gone)}
             found: Any = self._directory.get_state()
             if found is None or _named(found[0])[0] in lost:
@@ -754,8 +754,9 @@ class Rendezvous(RendezvousHandler):
                 return
             yield elected[0]
 
-    def _follow(self, host: Host, deadline: float) -> bool:
+    def _follow(self, host: Host) -> bool:
         """Meet at another host, once it serves the rendezvous; return whether it does."""
+        deadline = self._clock.now() + 2 * SILENCE
         vote = f"{_VOTE}{self._id}"
         try:
             store = GuardedStore(host.address, host.port, self.nodes.token, self._id, SILENCE)
@@ -764,7 +765,7 @@ class Rendezvous(RendezvousHandler):
         try:
             store.set(vote, plain.written(self._seen))
             while not store.check([_MOVED]) or not store.get(_MOVED).startswith(host.id.encode()):
-                if time.monotonic() > deadline or self._closing.is_set():
+                if self._clock.now() > deadline or self._closing.is_set():
                     store.delete_key(vote)
                     store.close()
                     return False

@@ -49,6 +49,16 @@ class _Replica(Agent):
         self.logs.more = {JOB: launcher.job, "OMP_NUM_THREADS": threads}
         self.logs.shown = replica.number == 0
 
+    def run_job(self) -> int:
+        """Run its ranks to their end; what the agent itself raises ends no other replica."""
+        try:
+            return super().run_job()
+        except Exception as error:
+            if not self._is_given_up:
+                reason = " ".join(str(error).split()) or type(error).__name__
+                self._launcher.lost(self._replica, f"was lost: its agent found {reason}")
+            return getattr(error, "exit_code", 1)
+
     def give_up(self) -> None:
         """Kill its ranks, without a word. Call it until it has ended: it may be starting."""
         self._is_given_up = True
@@ -114,6 +124,7 @@ class ReplicaLauncher:
         job: tells the job from every other one.
         finished: the replicas that have completed the training.
         in_round: those that were in the last round since they started.
+        is_stopping: whether a signal has asked all replicas to stop.
     """
 
     def __init__(
@@ -133,8 +144,14 @@ class ReplicaLauncher:
         self.in_round: set[int] = set()
         self._first = replica
         self._round_at = 0.0
+        self._signals: Signals | None = None
         self._saying = threading.Lock()
         self._said: set[str] = set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a signal has asked all replicas to stop."""
+        return self._signals is not None and bool(self._signals.noted)
 
     def made_round(self, members: Sequence[int]) -> None:
         """Note who was in the last round. Other threads may call it."""
@@ -155,7 +172,7 @@ class ReplicaLauncher:
         """
         numbers = range(self._first.count)
         with contextlib.ExitStack() as held:
-            signals = held.enter_context(contextlib.closing(Signals()))
+            signals = self._signals = held.enter_context(contextlib.closing(Signals()))
             held.enter_context(agents_environment())
             pool = held.enter_context(ThreadPoolExecutor(len(numbers)))
             agents = [_Replica(self, replace(self._first, number=n), signals) for n in numbers]

@@ -14,10 +14,11 @@ from __future__ import annotations
 import faulthandler
 import re
 import signal
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Protocol
+
+from shardwise.elastic.clock import process_clock
 
 PATIENCE = 60.0  # seconds until ranks are asked for the first time
 _GROWTH = 4  # how much longer it is each time until they are asked again
@@ -90,17 +91,18 @@ class StartWatch:
     Args:
         ranks: of this host, just started.
         say: tells the user a line.
-        clock: in seconds.
+        clock: in seconds; by default that of this process, which may be suspended with its ranks.
     """
 
     def __init__(
         self,
         ranks: Sequence[Starting],
         say: Callable[[str], object],
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
-        self._ranks, self._say, self._clock = ranks, say, clock
-        self._began = clock()
+        self._ranks, self._say = ranks, say
+        self._clock = clock or process_clock().now
+        self._began = self._clock()
         self._patience = PATIENCE
         self._asked: dict[int, int] = {}  # by rank, the length of its stacks before it was asked
         self._asked_at = 0.0

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,14 +28,15 @@ from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.carrier import carrier, check_wires, ranks_per_host
 from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.custom import AllGather, CustomTransport, ReduceScatter
-from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.runner import Runner
 from shardwise.transport.shm.handshake import address_limit
 from shardwise.transport.shm.transport import ShmTransport
-from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
+
+if TYPE_CHECKING:
+    from shardwise.transport.encoded import EncodedTransport
 
 T = TypeVar("T")
 
@@ -141,13 +142,15 @@ def _with_wire(
 def _encoded(
     plain: Transport, group: dist.ProcessGroup, device: torch.device, wire: Wire, runner: Runner
 ) -> EncodedTransport:
+    from shardwise.transport.encoded import EncodedTransport  # most trainings have plain wires
+
     log = plain.log if isinstance(plain, GlooTransport | CollectivesTransport) else None
     return EncodedTransport(plain, AllToAll(group, device, log), wire, device, runner)
 
 
-def _two_levels(
-    peers: Peers, device: torch.device, wire: Wire, requested: str
-) -> TwoLevelTransport:
+def _two_levels(peers: Peers, device: torch.device, wire: Wire, requested: str) -> Transport:
+    from shardwise.transport.two_levels import TwoLevelTransport
+
     levels = peers.once(_levels)
     turn = carrier().turn_over_hosts(carrier().backend(peers, device))
     runner = levels.runners.setdefault(device, Runner(turn))

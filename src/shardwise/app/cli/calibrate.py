@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from typer import Option
@@ -126,3 +127,8 @@ def _writing(path: Path) -> Iterator[None]:
 
 def _processes(count: int) -> str:
     return "one process" if count == 1 else f"each of {count}"
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    cli.command("calibrate", epilog=EXAMPLES)(calibrate)

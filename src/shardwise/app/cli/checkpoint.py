@@ -11,7 +11,14 @@ import typer
 from typer import Argument, Option
 
 from shardwise.app.cli import checkpoint_show as show
-from shardwise.app.cli.values import Json, Layers, read_name, read_path, read_size
+from shardwise.app.cli.values import (
+    Json,
+    Layers,
+    help_if_alone,
+    read_name,
+    read_path,
+    read_size,
+)
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
@@ -309,3 +316,10 @@ def merge_lora(
             watch=watch,
         )
     show.written(dst)
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the commands."""
+    commands.callback()(help_if_alone)
+    cli.add_typer(commands)
+    cli.command("merge-lora", epilog=MERGE)(merge_lora)

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Annotated
 
+import typer
 from typer import Argument, Option
 
 from shardwise.app.cli.values import Integer, read_name
@@ -87,8 +88,9 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
 
-    from shardwise.app.recipes.text.generate import Request, Sampling
+    from shardwise.app.recipes.text.generate import Request
     from shardwise.app.recipes.text.generate import generate as run
+    from shardwise.app.recipes.text.sampling import Sampling
     from shardwise.base import devices
     from shardwise.elastic.call import launch
 
@@ -105,3 +107,8 @@ def generate(
         run(request)
     else:
         launch(run, (request,), nproc=processes)
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    cli.command("generate", epilog=EXAMPLES)(generate)

@@ -55,7 +55,7 @@ _LAUNCH_LINES = """
 """
 
 
-def add_to(commands: typer.Typer) -> None:
+def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the commands."""
     text = """Check what could go wrong with a job over several hosts. Run it on each of them.
 
@@ -67,8 +67,8 @@ def add_to(commands: typer.Typer) -> None:
     def doctor(given: Mapping[str, Any]) -> None:
         options.read(given).run()
 
-    commands.command("doctor", epilog=_DOCTOR)(with_options(doctor, [options], text))
-    commands.command(
+    cli.command("doctor", epilog=_DOCTOR)(with_options(doctor, [options], text))
+    cli.command(
         "launch-lines",
         epilog=_LAUNCH_LINES,
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},

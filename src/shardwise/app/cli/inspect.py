@@ -180,3 +180,8 @@ def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None)
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    cli.command("inspect", epilog=EXAMPLES)(inspect)

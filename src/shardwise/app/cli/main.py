@@ -7,23 +7,14 @@ import fcntl
 import io
 import os
 import sys
+from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, NoReturn
 
 import typer
 
 from shardwise import __version__
-from shardwise.app.cli import (
-    calibrate,
-    checkpoint,
-    generation,
-    hosts,
-    inspect,
-    plan,
-    script,
-    train,
-    watch,
-)
-from shardwise.app.cli.values import UsageError, describe
+from shardwise.app.cli.values import UsageError, describe, help_if_alone
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 
@@ -31,25 +22,41 @@ _LONGEST = 2000  # characters of a message
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIGPIPE
 
-cli = typer.Typer(
-    name="shardwise",
-    help="Fully sharded data parallel training that you can see into.",
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
-cli.add_typer(train.commands)
-script.add_to(cli)
-cli.add_typer(checkpoint.commands)
-cli.command("merge-lora", epilog=checkpoint.MERGE)(checkpoint.merge_lora)
-cli.command("generate", epilog=generation.EXAMPLES)(generation.generate)
-cli.command("inspect", epilog=inspect.EXAMPLES)(inspect.inspect)
-cli.command("calibrate", epilog=calibrate.EXAMPLES)(calibrate.calibrate)
-plan.add_to(cli)
-cli.command("watch", epilog=watch.WATCH)(watch.watch)
-cli.command("compare", epilog=watch.COMPARE)(watch.compare)
-hosts.add_to(cli)
+#: The file of each command, in the order of ``--help``.
+_FILES = {
+    "train": "train",
+    "run": "script",
+    "checkpoint": "checkpoint",
+    "merge-lora": "checkpoint",
+    "generate": "generation",
+    "inspect": "inspect",
+    "calibrate": "calibrate",
+    "plan": "plan",
+    "watch": "watch",
+    "compare": "watch",
+    "doctor": "hosts",
+    "launch-lines": "hosts",
+}
+
+
+def commands(words: Sequence[str]) -> typer.Typer:
+    """Return the commands: all of them, or those of one file if a command line begins with one.
+
+    Options take time to make: a command does not wait for those of others.
+    """
+    cli = typer.Typer(
+        name="shardwise",
+        help="Fully sharded data parallel training that you can see into.",
+        invoke_without_command=True,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode="rich",
+        pretty_exceptions_enable=False,
+    )
+    cli.callback()(_root)
+    named = [_FILES[word] for word in words[:1] if word in _FILES]
+    for file in dict.fromkeys(named or _FILES.values()):
+        import_module(f"shardwise.app.cli.{file}").add_to(cli, *words[1:])
+    return cli
 
 
 def _show_version(wanted: bool) -> None:
@@ -58,14 +65,6 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@checkpoint.commands.callback()
-@train.commands.callback()
-def _help_if_alone(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-@cli.callback()
 def _root(
     context: typer.Context,
     version: Annotated[
@@ -74,7 +73,7 @@ def _root(
     ] = False,
 ) -> None:
     del version
-    _help_if_alone(context)
+    help_if_alone(context)
 
 
 def app() -> NoReturn:
@@ -88,7 +87,7 @@ def app() -> NoReturn:
         # The name of a file may be what no text can hold; it is shown nevertheless.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = cli(standalone_mode=False)
+        code = commands(sys.argv[1:])(standalone_mode=False)
         print(end="", flush=True)  # now, while an error can be reported
     except UserError as error:
         _end(str(error), error.exit_code)

@@ -186,7 +186,7 @@ class PlanConfig(Config):
             raise UserError(f"--fit: {error}") from None
 
 
-def add_to(commands: typer.Typer) -> None:
+def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the command."""
     options = Options(default=PlanConfig(), shows=_SHOWS)
 
@@ -195,7 +195,7 @@ def add_to(commands: typer.Typer) -> None:
         sys.path.insert(0, "")
         options.read(given).run(given["model"])
 
-    commands.command("plan", epilog=EXAMPLES)(with_options(plan, [options], _TEXT, (_MODEL,)))
+    cli.command("plan", epilog=EXAMPLES)(with_options(plan, [options], _TEXT, (_MODEL,)))
 
 
 @contextlib.contextmanager

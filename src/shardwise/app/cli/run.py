@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -280,7 +280,7 @@ def _launch_replicas(
     with importing():  # here, and not before: it takes seconds
         from shardwise.app.recipes.core.rounds import RoundsFile
         from shardwise.diloco import QuorumServer
-        from shardwise.diloco.coordinator import Event
+        from shardwise.diloco.coordinator import Event, EventKind
         from shardwise.elastic.replicas import ReplicaLauncher
     with contextlib.ExitStack() as held:
         file = RoundsFile(job.begin_folder().quorum, count)
@@ -288,6 +288,8 @@ def _launch_replicas(
         token = secrets.token_hex()
 
         def report(event: Event) -> None:
+            if event.kind is EventKind.LOST and launcher.is_stopping:
+                event = replace(event, kind=EventKind.LEFT)  # in order, as it was asked to
             file.happened(event)
             if event.attempt is not None:
                 launcher.made_round(tuple(event.attempt.members))

@@ -59,7 +59,7 @@ _MODULE = keyword_only(
 )
 
 
-def add_to(commands: typer.Typer) -> None:
+def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the command."""
     launch = Options(
         default=LaunchConfig(),
@@ -77,7 +77,7 @@ def add_to(commands: typer.Typer) -> None:
         words = given["words"]
         sys.exit(_run(_module(words) if given["module"] else _file(words), launch.read(given)))
 
-    commands.command(
+    cli.command(
         "run",
         epilog=_EXAMPLES,
         context_settings={"allow_interspersed_args": False},

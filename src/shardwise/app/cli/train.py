@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +11,7 @@ import typer
 from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
 from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.run import LaunchConfig, run
-from shardwise.app.cli.values import read_path
+from shardwise.app.cli.values import help_if_alone, read_path
 from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
@@ -142,19 +142,21 @@ def _of_images(recipe: str, *by_model: str) -> Options[RecipeConfig]:
     )
 
 
-commands = typer.Typer(
-    name="train", help="Train a model over several processes.", invoke_without_command=True
-)
+def add_to(cli: typer.Typer, *words: str) -> None:
+    """Register the commands: of all trainings, or of the one that the next words begin with."""
+    commands = typer.Typer(
+        name="train", help="Train a model over several processes.", invoke_without_command=True
+    )
+    commands.callback()(help_if_alone)
+    named = [word for word in words[:1] if word in _TRAININGS]
+    for recipe in named or _TRAININGS:
+        options, help_text, examples = _TRAININGS[recipe]
+        commands.command(recipe, epilog=examples)(_command(options, help_text))
+    cli.add_typer(commands)
 
 
-def _add(options: Options[RecipeConfig], help_text: str, examples: str) -> None:
-    """Register the command of a training.
-
-    Args:
-        options: of its recipe.
-        help_text: of ``--help``.
-        examples: the end of ``--help``.
-    """
+def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., None]:
+    """Return the function of a training's command, with its options."""
     launch, default = Options(default=LaunchConfig()), options.default
 
     def act(given: Mapping[str, Any]) -> None:
@@ -205,8 +207,7 @@ def _add(options: Options[RecipeConfig], help_text: str, examples: str) -> None:
         folder = Folder.NAMED if named else Folder.DEFAULT
         run(TrainingJob(config, folder, text), launching)
 
-    command = with_options(act, [launch, options], help_text, _FILES)
-    commands.command(default.recipe, epilog=examples)(command)
+    return with_options(act, [launch, options], help_text, _FILES)
 
 
 def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
@@ -215,49 +216,52 @@ def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
     return config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
 
 
-_add(
-    Options(
-        default=RECIPES["lm"],
-        shows={
-            "batch_size": {"help": "Sequences per rank and microbatch."},
-            "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
-        },
-        by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
+#: Of each training: its options, its help, and the end of that.
+_TRAININGS: dict[str, tuple[Options[RecipeConfig], str, str]] = {
+    "lm": (
+        Options(
+            default=RECIPES["lm"],
+            shows={
+                "batch_size": {"help": "Sequences per rank and microbatch."},
+                "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
+            },
+            by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
+        ),
+        """Train a language model on text, sharded over processes.
+
+        A Llama learns to continue text, byte by byte. Every process keeps its part of
+        the parameters, gradients and optimizer state.
+        """,
+        _LM,
     ),
-    """Train a language model on text, sharded over processes.
+    "mnist": (
+        _of_images("mnist"),
+        """Train a convolutional network on MNIST, sharded over processes.
 
-    A Llama learns to continue text, byte by byte. Every process keeps its part of
-    the parameters, gradients and optimizer state.
-    """,
-    _LM,
-)
-_add(
-    _of_images("mnist"),
-    """Train a convolutional network on MNIST, sharded over processes.
+        At the end the model is written as one safetensors file, loaded into a plain
+        module, and evaluated again; a chart shows which digits it confuses.
+        """,
+        _MNIST,
+    ),
+    "imagenet": (
+        _of_images("imagenet"),
+        """Train a residual network on images in folders, sharded over processes.
 
-    At the end the model is written as one safetensors file, loaded into a plain
-    module, and evaluated again; a chart shows which digits it confuses.
-    """,
-    _MNIST,
-)
-_add(
-    _of_images("imagenet"),
-    """Train a residual network on images in folders, sharded over processes.
+        The defaults are ImageNet's published schedule for 1,024 images per step. At
+        the end the model is written as one safetensors file, loaded into a plain
+        module, and evaluated again.
+        """,
+        _IMAGENET,
+    ),
+    "vit": (
+        _of_images("vit", "batch_size", "image_size"),
+        """Train a Vision Transformer on images in folders, built block by block.
 
-    The defaults are ImageNet's published schedule for 1,024 images per step. At
-    the end the model is written as one safetensors file, loaded into a plain
-    module, and evaluated again.
-    """,
-    _IMAGENET,
-)
-_add(
-    _of_images("vit", "batch_size", "image_size"),
-    """Train a Vision Transformer on images in folders, built block by block.
-
-    Neither a host nor a device ever holds the full model. The defaults are those
-    of PyTorch/XLA's example with 10 billion parameters, for 1,024 images per
-    step. At the end the model is written as one safetensors file, loaded into new
-    shards, and evaluated again.
-    """,
-    _VIT,
-)
+        Neither a host nor a device ever holds the full model. The defaults are those
+        of PyTorch/XLA's example with 10 billion parameters, for 1,024 images per
+        step. At the end the model is written as one safetensors file, loaded into new
+        shards, and evaluated again.
+        """,
+        _VIT,
+    ),
+}

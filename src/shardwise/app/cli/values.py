@@ -149,3 +149,9 @@ def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
         if name in options:
             value = inline if equals else following
     return value
+
+
+def help_if_alone(context: typer.Context) -> None:
+    """Show the help of a group of commands that is called without one of them."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())

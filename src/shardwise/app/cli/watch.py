@@ -125,3 +125,9 @@ def _serve(runs: list[Path], port: int | None) -> Server:
 
 def _names(runs: list[Path]) -> str:
     return printable(", ".join(root.resolve().name for root in runs))
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the commands."""
+    cli.command("watch", epilog=WATCH)(watch)
+    cli.command("compare", epilog=COMPARE)(compare)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwise.app.cli.main import cli
+from shardwise.app.cli.main import commands
 from shardwise.app.cli.run import in_workers
 from shardwise.app.cli.values import UsageError, describe
 from shardwise.elastic.errors import UserError
@@ -34,6 +34,7 @@ def train(arguments: Sequence[str], job: str) -> None:
         raise UserError("environment: found no RANK and WORLD_SIZE, expected those of a worker")
     with in_workers(run_worker), working_for(job):
         try:
-            cli(["train", *arguments], standalone_mode=False)
+            words = ["train", *arguments]
+            commands(words)(words, standalone_mode=False)
         except UsageError as error:
             raise UserError(describe(error, arguments)) from None

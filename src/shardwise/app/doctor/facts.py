@@ -13,6 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
+
 from shardwise.app.doctor.probe import Probe, probe_ranks
 from shardwise.base import plain
 from shardwise.elastic.hosts import Nodes
@@ -188,14 +190,8 @@ def _tasks() -> int:
 
 
 def _tasks_of_user(user: int) -> int:
-    count = 0
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if process.stat().st_uid == user:
-                count += len(os.listdir(process / "task"))
-        except OSError:  # it has ended
-            continue
-    return count
+    every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+    return sum(each["num_threads"] for each in every if each["uids"].real == user)
 
 
 def _tasks_of_groups() -> Iterator[int]:

@@ -22,7 +22,7 @@ from shardwise.insight.planning.presets import MODELS
 from shardwise.insight.schema.option import flatten, require
 
 if TYPE_CHECKING:
-    from shardwise.insight.inspect.api import Blueprint
+    from shardwise.insight.blueprint import Blueprint
     from shardwise.insight.inspect.report import Report
 
 

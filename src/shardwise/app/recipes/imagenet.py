@@ -16,7 +16,7 @@ from shardwise.app.recipes.vision.task import (
 )
 from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.wrap import repeated_blocks
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import SgdConfig
 
 

@@ -33,7 +33,7 @@ from shardwise.app.recipes.vision.task import (
     vision_task,
 )
 from shardwise.frontends.blocks import checkpoint_blocks
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
 MEAN, STD = 0.1307, 0.3081  # of the training set

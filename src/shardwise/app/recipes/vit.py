@@ -34,7 +34,7 @@ from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs,
 from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
 from shardwise.checkpoint import load_weights
 from shardwise.frontends.blocks import checkpoint_blocks
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.schema.sharding import ShardingConfig
 from shardwise.insight.schema.training import OptimizerConfig

@@ -8,21 +8,18 @@ cannot differ from what the runtime does.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
-from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shardwise._torch import c10d, fsdp
+from shardwise._torch import c10d
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import TENSOR, WantedMesh
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.inspect.read import gather_values, read
 from shardwise.insight.inspect.report import MOST_VALUES, Report
 from shardwise.optim.part import take
@@ -109,40 +106,6 @@ def inspect(
     return ModelReport(**{**vars(report), "values": found})
 
 
-@dataclass(frozen=True)
-class Blueprint:
-    """A model without memory, and how to shard it.
-
-    Attributes:
-        name: what reports call the model.
-        model: the model, on the meta device. It is not modified.
-        blocks: the modules that become groups of their own; the rest of the model is one group.
-        tensor_parallel: torch's parallel styles by module name, for a mesh with a ``tp`` dimension.
-        heads: numbers that the size of ``tp`` has to divide, by what they count.
-        placement: the ``shard_placement_fn`` of ``fully_shard``; ``None`` for its default.
-    """
-
-    name: str
-    model: nn.Module
-    blocks: Sequence[nn.Module]
-    tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
-    heads: Mapping[str, int] = field(default_factory=dict)
-    placement: Callable[[nn.Parameter], Shard | None] | None = None
-
-    def copied(self) -> tuple[nn.Module, list[nn.Module]]:
-        """A copy of the model on the meta device, wherever it is itself, and its blocks."""
-        copies: dict[int, Any] = {}
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            if not tensor.is_meta:
-                without = tensor.detach().to("meta")
-                is_parameter = isinstance(tensor, nn.Parameter)
-                copies[id(tensor)] = (
-                    nn.Parameter(without, tensor.requires_grad) if is_parameter else without
-                )
-        model = copy.deepcopy(self.model, copies)
-        return model, [copies[id(block)] for block in self.blocks]
-
-
 def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
     """Report which rank of a mesh, which need not exist, would hold what of a model.
 
@@ -165,20 +128,6 @@ def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:
                     shard_placement_fn=blueprint.placement,
                 )
         return read(model, mesh, blueprint.name)
-
-
-def apply_tensor_parallelism(
-    model: nn.Module, mesh: DeviceMesh, styles: Mapping[str, ParallelStyle]
-) -> None:
-    """Apply the styles, and keep tied parameters tied."""
-    owners: dict[nn.Parameter, list[fsdp.ParamOwner]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            owners.setdefault(parameter, []).append(fsdp.ParamOwner(module, name))
-    parallelize_module(model, mesh, dict(styles))
-    for first, *others in owners.values():
-        for other in others:
-            other.register(first.registered)
 
 
 def with_counted_values(report: Report) -> Report:

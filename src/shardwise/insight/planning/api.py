@@ -17,8 +17,8 @@ from torch import nn
 from shardwise.base import devices
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
 from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect import api as inspector
-from shardwise.insight.inspect.api import Blueprint
 from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
@@ -117,7 +117,7 @@ def plan(
 
     Args:
         model: any module, on any device, sharded by its repeated blocks; a
-            :class:`~shardwise.insight.inspect.api.Blueprint`, which says how to shard it; or a
+            :class:`~shardwise.insight.blueprint.Blueprint`, which says how to shard it; or a
             name, as for ``shardwise plan``.
         mesh: ranks by dimension: ``"dp=8"``, ``"dp_replicate=2,dp_shard=4"``, ``"dp=8,tp=2"``, or
             the same as a mapping.

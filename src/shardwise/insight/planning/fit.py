@@ -23,7 +23,7 @@ from shardwise.frontends.strategies import (
     Strategy,
     WantedMesh,
 )
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.report import Alternative
 from shardwise.insight.planning.settings import Settings
 

@@ -33,7 +33,7 @@ from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
 from shardwise.frontends.module import FSDPModule
 from shardwise.frontends.strategies import TENSOR
-from shardwise.insight.inspect.api import Blueprint, apply_tensor_parallelism
+from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
@@ -109,8 +109,6 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             batches = [_batch(settings, model, name, mode) for _ in each]
         recorder = RehearsalRecorder(mode, _dimensions(mesh))
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
-            with _explaining("a step of the optimizer"):
-                optimizer.make_states(model)
             if settings.stepping is Stepping.IN_BACKWARD:
                 for group in groups_of(model):
                     group.stepper = stepper
@@ -296,14 +294,6 @@ class _Optimizer:
         for _, shard in self._shards:
             shard.grad = None
 
-    def make_states(self, model: nn.Module) -> None:
-        """Make the states, by a step on gradients of zero."""
-        for parameter in model.parameters():
-            if parameter.requires_grad and self.inner is not None:
-                parameter.grad = torch.zeros_like(parameter)
-        self.step()
-        model.zero_grad()
-
     def states(self) -> list[torch.Tensor]:
         """The local tensors of all states, those of DiLoCo among them."""
         every = [] if self.inner is None else self.inner.state.values()
@@ -453,11 +443,12 @@ def _warm_up(
     optimizer: _Optimizer,
     batches: Sequence[Any],
 ) -> None:
-    """Take steps until the transports keep as much memory as they will.
+    """Take steps until the transports keep as much memory as they will, and one at least.
 
-    Messages have scratch memory from the first step on. Groups take turns in shared memory, and
-    which one gets which piece may settle only after some steps. Other transports keep nothing, but
-    what tensor parallelism gathers for the first time on the meta device is not noted.
+    The first makes the states, of parameters that get gradients. Messages have scratch memory from
+    then on. Groups take turns in shared memory, and which one gets which piece may settle only
+    after some steps. What tensor parallelism gathers for the first time on the meta device is not
+    noted.
     """
     meshes = [group.mesh for group in groups_of(model)]
     names = {
@@ -466,8 +457,7 @@ def _warm_up(
         for transport in (mesh.shard, mesh.scatter, mesh.replicate)
         if transport is not None
     }
-    settles = _backend(settings).sends_messages or TENSOR in settings.world.names
-    most = 4 if ShmTransport.name in names else 1 if settles else 0
+    most = 4 if ShmTransport.name in names else 1
     before = -1
     for _ in range(most):
         _step(recorder, settings, model, optimizer, batches)

@@ -31,7 +31,7 @@ from shardwise.elastic.world import usable_cores
 from shardwise.frontends.blocks import shard_blocks
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.calibrate import Calibration, processor
 from shardwise.insight.planning.clock import sent
 from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of

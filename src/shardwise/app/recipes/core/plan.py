@@ -29,7 +29,7 @@ from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
-from shardwise.insight.inspect.api import Blueprint
+from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.api import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
 from shardwise.insight.inspect.text import add_figures, plain_table, rendered

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from shardwise import FSDPModule
     from shardwise.app.recipes.core.progress import Display  # imports rich's progress bars
     from shardwise.app.recipes.core.replicas import Replicas
-    from shardwise.insight.inspect.api import Blueprint
+    from shardwise.insight.blueprint import Blueprint
 
 
 #: Builds model, optimizer and data on one rank. All ranks call it at the same time.
