@@ -95,13 +95,15 @@ class DoctorConfig(HostsConfig):
         """
         # Here, and not before: other commands start without it.
         from shardwise.app.doctor.diagnose import diagnose
+        from shardwise.app.doctor.facts import collect_facts
+        from shardwise.app.doctor.probe import probe_ranks
 
         nodes = self.nodes_within(self.timeout)
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
         require(nodes.least is None, "--nnodes", self.nnodes, expected)
-
-        sys.exit(0 if diagnose(nodes, self.nproc, self.least_gbit, show) else 1)
+        own = collect_facts(nodes, self.nproc, probe_ranks())
+        sys.exit(0 if diagnose(nodes, own, self.least_gbit, show) else 1)
 
 
 def launch_lines(
