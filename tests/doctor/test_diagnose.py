@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.cli.main import app
+from shardwise.app.doctor import probe
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
 from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import START
+from shardwise.app.doctor.probe import START, Probe, probe_ranks
+from shardwise.base import devices
 from shardwise.base.scratch import libc
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
@@ -69,20 +71,37 @@ sys.exit("torch" in sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_host_alone_is_looked_at_without_any_other(
+def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    measured = list[Probe]()
+
+    def measuring() -> Probe:
+        measured.append(probe_ranks())
+        return measured[0]
+
+    monkeypatch.setattr(probe, "probe_ranks", measuring)
     monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
     with pytest.raises(SystemExit) as ended:
         app()
+    [found] = measured
+    assert found.error == ""
+    assert found.accelerators.kind == (
+        "" if devices.accelerator() is None else devices.default_type()
+    )
+    assert len(found.accelerators.models) == devices.count()
+    assert found.accelerators.versions == devices.versions()
+    if libc.has_futex():
+        assert found.memory.error == ""
+        assert found.memory.gbit > 0
+        assert 0 < found.memory.ms < 1000
     lines = capsys.readouterr().out.splitlines()
     assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
-    found = {line[5:17].strip() for line in lines}
-    assert found == set(CHECKS) - {"links"}
+    assert {line[5:17].strip() for line in lines} == set(CHECKS) - {"links"}
     [inside] = [line for line in lines if line[5:11] == "inside"]
     figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
-    shared = f"shared memory {figures}" if libc.has_futex() else "no shared memory"
-    assert re.search(f"{shared}; messages {figures}", inside)
+    shared = f"shared memory {found.memory}" if libc.has_futex() else "no shared memory"
+    assert re.search(f"{re.escape(shared)}; messages {figures}", inside)
 
 
 def test_clocks_are_compared_over_the_connections_that_work() -> None:

@@ -20,18 +20,18 @@ from shardwise.app.doctor.probe import Accelerators, Probe
 from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)
+CARD = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
+PROBE = Probe("", CARD, PairLink(gbit=1.0, ms=1.0))
 
 
 @pytest.fixture(autouse=True)
-def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
-    monkeypatch.setattr(facts, "probe_ranks", lambda: Probe("", there, PairLink(gbit=1.0, ms=1.0)))
+def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
 
 
 def test_facts_travel_as_json() -> None:
-    found = collect_facts(ALONE, 2)
+    found = collect_facts(ALONE, 2, PROBE)
     sent = json.loads(json.dumps(found.to_json()))
     assert received(Facts, sent) == found
     for other in ({**sent, "of another version": 1}, {"rank": 0}, "a peer", None):
@@ -47,7 +47,7 @@ def test_a_host_knows_itself_and_what_it_was_given(monkeypatch: pytest.MonkeyPat
     )
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("LD_PRELOAD_NOT_OURS", "x")
-    found = collect_facts(Nodes(4, 3, "127.0.0.1", 29400), 8)
+    found = collect_facts(Nodes(4, 3, "127.0.0.1", 29400), 8, PROBE)
     assert (found.rank, found.nnodes, found.nproc) == (3, 4, 8)
     assert found.label == "host 3 (host-b)"
     assert (found.files, found.shm_free) == (1234, 40960)
@@ -63,7 +63,7 @@ def test_a_host_without_a_route_has_no_address(monkeypatch: pytest.MonkeyPatch) 
         raise OSError(101, "Network is unreachable")
 
     monkeypatch.setattr(facts, "address_towards", unreachable)
-    found = collect_facts(Nodes(2, 1, "203.0.113.1", 1), 1)
+    found = collect_facts(Nodes(2, 1, "203.0.113.1", 1), 1, PROBE)
     assert (found.address, found.towards) == ("", None)
     assert received(Facts, found.to_json()) == found
 
@@ -74,7 +74,7 @@ def test_a_name_that_does_not_resolve_is_reported(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(facts, "address_towards", lambda towards: "127.0.0.1")
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert collect_facts(ALONE, 1).resolved == "unknown (Name or service not known)"
+    assert collect_facts(ALONE, 1, PROBE).resolved == "unknown (Name or service not known)"
 
 
 def test_a_host_without_dev_shm_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,26 +82,26 @@ def test_a_host_without_dev_shm_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         raise FileNotFoundError(2, "No such file or directory")
 
     monkeypatch.setattr(os, "statvfs", missing)
-    assert collect_facts(ALONE, 1).shm_free == -1
+    assert collect_facts(ALONE, 1, PROBE).shm_free == -1
 
 
 def test_a_temporary_folder_that_cannot_be_written_to_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "not there"))
-    found = collect_facts(ALONE, 1)
+    found = collect_facts(ALONE, 1, PROBE)
     assert (found.temporary, found.temporary_free) == ("No such file or directory", 0)
 
 
 def test_a_localhost_that_is_unknown_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert collect_facts(ALONE, 1).localhost == ""
+    assert collect_facts(ALONE, 1, PROBE).localhost == ""
 
     def unknown(address: str) -> socket.socket:
         assert address == "localhost"
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(facts, "listening", unknown)
-    assert collect_facts(ALONE, 1).localhost == "Name or service not known"
+    assert collect_facts(ALONE, 1, PROBE).localhost == "Name or service not known"
 
 
 # -- processes and threads -------------------------------------------------------------------------
@@ -133,24 +133,24 @@ def limit(group: Path, most: str, current: int) -> None:
 
 def test_nothing_limits_processes(groups: Path) -> None:
     limit(groups / "job" / "step", "max", 3)
-    assert collect_facts(ALONE, 1).tasks == -1
+    assert collect_facts(ALONE, 1, PROBE).tasks == -1
 
 
 def test_the_smallest_limit_of_all_groups_counts(groups: Path) -> None:
     limit(groups / "job" / "step", "max", 3)
     limit(groups / "job", "100", 40)
-    assert collect_facts(ALONE, 1).tasks == 60, "of a group around that of this process"
+    assert collect_facts(ALONE, 1, PROBE).tasks == 60, "of a group around that of this process"
     limit(groups / "pids", "50", 40)
-    assert collect_facts(ALONE, 1).tasks == 10, "of the other version"
+    assert collect_facts(ALONE, 1, PROBE).tasks == 10, "of the other version"
     limit(groups / "pids", "50", 60)
-    assert collect_facts(ALONE, 1).tasks == 0
+    assert collect_facts(ALONE, 1, PROBE).tasks == 0
 
 
 def test_the_limit_of_a_user_counts_all_threads_of_that_user(
     monkeypatch: pytest.MonkeyPatch, groups: Path
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (10**6,) * 2)
-    left = collect_facts(ALONE, 1).tasks
+    left = collect_facts(ALONE, 1, PROBE).tasks
     assert 0 < left <= 10**6 - len(os.listdir("/proc/self/task"))
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    assert collect_facts(ALONE, 1).tasks == -1, "root is free of it"
+    assert collect_facts(ALONE, 1, PROBE).tasks == -1, "root is free of it"

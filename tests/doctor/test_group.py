@@ -142,8 +142,8 @@ def check_lines(findings: list[Finding]) -> None:
 
 @pytest.fixture(scope="module")
 def facts() -> Facts:
-    """What is true of this host, for which a process imports torch."""
-    return collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1)
+    """What is true of this host, on which no rank was started."""
+    return collect_facts(Nodes(2, 1, "127.0.0.1", 1), 1, Probe())
 
 
 def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(facts: Facts) -> None:
@@ -168,7 +168,7 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(fact
         values = [sent(hostile.to_json()), sent(["127.0.0.2", port])]
         values += [sent({"error": ESCAPES, "gbit": 1, "ms": 1e17, "ahead": 1e17})] * 2
         with peer(nodes, *values):
-            assert not diagnose(nodes, 1, 0.0, said.append)
+            assert not diagnose(nodes, replace(facts, rank=0), 0.0, said.append)
         trap.settimeout(0.0)
         with pytest.raises(BlockingIOError):
             trap.accept()
@@ -347,9 +347,11 @@ def test_a_backend_of_an_unknown_name_is_reported(monkeypatch: pytest.MonkeyPatc
     assert finding.advice == "the name does not resolve here; pass the address of host 0"
 
 
-def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody() -> None:
+def test_with_a_backend_of_torchs_a_host_checks_itself_and_asks_nobody(
+    facts: Facts,
+) -> None:
     said: list[Finding] = []
-    assert diagnose(replace(host_0(), backend=JobBackend.C10D), 1, 0.0, said.append)
+    assert diagnose(replace(host_0(), backend=JobBackend.C10D), facts, 0.0, said.append)
     expected = {"rendezvous", "start", "devices", "names", "interfaces", "limits"}
     assert {finding.check for finding in said} == expected
 

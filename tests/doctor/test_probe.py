@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import subprocess
 import sys
@@ -19,23 +21,10 @@ from shardwise.app.doctor.probe import Accelerators, Probe, probe_ranks
 from shardwise.base import devices
 from shardwise.base.devices import Model
 from shardwise.base.scratch import libc
+from tests.harness import Processes, run_ranks
 from tests.hosts.network import needs_hosts
 
 H100 = "NVIDIA H100 80GB HBM3"
-
-
-def test_ranks_start_and_report_what_torch_sees_and_how_they_share() -> None:
-    found = probe_ranks()
-    assert found.error == ""
-    assert found.accelerators.kind == (
-        "" if devices.accelerator() is None else devices.default_type()
-    )
-    assert len(found.accelerators.models) == devices.count()
-    assert found.accelerators.versions == devices.versions()
-    if libc.has_futex():
-        assert found.memory.error == ""
-        assert found.memory.gbit > 0
-        assert 0 < found.memory.ms < 1000
 
 
 def test_what_a_rank_reports_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,41 +94,48 @@ def limited() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
 
 
-WITHOUT_FUTEX = """
-import runpy
-from shardwise.base.scratch import libc
-libc.has_futex = lambda: False
-runpy.run_module("shardwise.app.doctor.probe", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("changed", "error"),
-    [
-        (
-            lambda command, rank: (["sleep", "600"] if rank == "1" else command, {}),
-            "between two ranks: ",
-        ),
-        (lambda command, rank: (["false"] if rank == "1" else command, {}), "between two ranks: "),
-        (lambda command, rank: (command, {"preexec_fn": limited}), "are limited to 1 MiB"),
-        (
-            lambda command, rank: ([command[0], "-c", WITHOUT_FUTEX, *command[4:]], {}),
-            "is for Linux on x86-64",
-        ),
-        pytest.param(
-            lambda command, rank: (["unshare", "--net", *command], {}), "lo", marks=needs_hosts
-        ),
-    ],
-    ids=["one that hangs", "one that ends", "ulimit -f", "no futex", "no loopback device"],
-)
-def test_ranks_that_start_may_still_not_share_memory(
-    monkeypatch: pytest.MonkeyPatch, changed: Start, error: str
+def test_a_rank_reports_all_else_if_no_memory_can_be_shared(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "MEET", 3.0)
+    def changed(command: Command, rank: str) -> tuple[Command, dict[str, Any]]:
+        return (["sleep", "600"], {}) if rank == "1" else (command, {"preexec_fn": limited})
+
     found = probing(monkeypatch, changed)
     assert found.error == ""
     assert found.accelerators.versions == devices.versions()
-    assert error in found.memory.error
+    assert "are limited to 1 MiB" in found.memory.error
+
+
+def without_futex() -> None:
+    libc.has_futex = lambda: False
+
+
+def without_loopback() -> None:
+    os.environ.pop("GLOO_SOCKET_IFNAME", None)  # which the harness sets
+    assert ctypes.CDLL(None).unshare(0x40000000) == 0, "CLONE_NEWNET"
+
+
+def sharing(rank: int, world_size: int, store: Path, spoil: Callable[[], None]) -> str:
+    spoil()
+    return probe._share(store, rank, 3.0).error
+
+
+@pytest.mark.parametrize(
+    ("world_size", "spoil", "error"),
+    [
+        pytest.param(1, int, "between two ranks: ", id="one that never comes"),
+        pytest.param(2, without_futex, "is for Linux on x86-64", id="no futex"),
+        pytest.param(
+            2, without_loopback, "address for: lo", marks=needs_hosts, id="no loopback device"
+        ),
+    ],
+)
+def test_ranks_that_start_may_still_not_share_memory(
+    tmp_path: Path, world_size: int, spoil: Callable[[], None], error: str
+) -> None:
+    new = {"backend": None, "processes": Processes.NEW}
+    for found in run_ranks(sharing, world_size, tmp_path / "store", spoil, **new):
+        assert error in found
 
 
 @pytest.mark.parametrize(

@@ -177,12 +177,6 @@ def pause_host(job: Job) -> Callable[[], None]:
     return lambda: _signal_all(paused, signal.SIGCONT)
 
 
-def cut_link(job: Job) -> Callable[[], None]:
-    """Cut the link; both hosts continue."""
-    job.hosts[1].ip("link", "set", "eth0", "down")
-    return lambda: None
-
-
 def kill_host_0(job: Job) -> Callable[[], None]:
     """Kill all processes of host 0."""
     job.commands[0].kill()

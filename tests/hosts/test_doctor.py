@@ -90,6 +90,13 @@ def spoilt(folder: Path, code: str = "", **versions: str) -> dict[str, str]:
     return {"PYTHONPATH": str(folder)}
 
 
+@pytest.fixture
+def idle(tmp_path: Path) -> dict[str, str]:
+    """An environment for tests of what hosts tell each other: no rank is started to measure."""
+    code = "from shardwise.app.doctor import probe\nprobe.probe_ranks = probe.Probe"
+    return spoilt(tmp_path / "idle", code)
+
+
 @contextlib.contextmanager
 def rule(host: Host, *words: str) -> Iterator[None]:
     """Add a network rule to a host for a while."""
@@ -163,17 +170,17 @@ def test_what_is_wrong_on_one_host_is_reported_on_all(hosts: Pair, tmp_path: Pat
         assert "expected 0.2 Gbit/s; train with --strategy hybrid" in slow[0]
 
 
-def test_a_host_with_another_token_is_kept_out_and_told(hosts: Pair) -> None:
+def test_a_host_with_another_token_is_kept_out_and_told(hosts: Pair, idle: dict[str, str]) -> None:
     other = {"SHARDWISE_RDZV_TOKEN": "the token of another job"}
-    guests = Guest(hosts[0], 0, env=TOKEN), Guest(hosts[1], 1, env=other)
+    guests = Guest(hosts[0], 0, env=TOKEN | idle), Guest(hosts[1], 1, env=other | idle)
     alone, refused = diagnose(*guests, timeout=3)
     assert (alone.code, refused.code) == (1, 1)
     assert "no host has rank 1" in alone.of("node ranks", "fail")[0]
     assert "found another token" in refused.of("rendezvous", "fail")[0]
 
 
-def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
-    guests = [Guest(hosts[0], 0, 3), Guest(hosts[1], 1, 3), Guest(hosts[1], 1, 3)]
+def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair, idle: dict[str, str]) -> None:
+    guests = [Guest(hosts[min(at, 1)], min(at, 1), 3, env=idle) for at in range(3)]
     for each in diagnose(*guests):
         assert each.code == 1
         assert each.of("rendezvous", "ok") == ["found 3 hosts; no token keeps others out"]
@@ -183,10 +190,12 @@ def test_ranks_that_are_there_twice_or_never_are_named(hosts: Pair) -> None:
         assert len(each.of("links", "ok")) + len(each.of("links", "warn")) == 6
 
 
-def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None:
+def test_ports_that_are_blocked_are_found_and_nothing_hangs(
+    hosts: Pair, idle: dict[str, str]
+) -> None:
     blocked = ["rule", "to", "10.77.0.1", "ipproto", "tcp", "dport", "30000-65534", "prohibit"]
     with rule(hosts[1], *blocked):
-        told = diagnose(Guest(hosts[0], 0), Guest(hosts[1], 1))
+        told = diagnose(Guest(hosts[0], 0, env=idle), Guest(hosts[1], 1, env=idle))
     for each in told:
         assert each.code == 1
         ways = each.of("ports", "fail")
@@ -194,13 +203,15 @@ def test_ports_that_are_blocked_are_found_and_nothing_hangs(hosts: Pair) -> None
         assert "allow all TCP ports between the hosts" in ways[0]
 
 
-def test_a_rendezvous_that_fails_is_explained_on_each_host(hosts: Pair) -> None:
+def test_a_rendezvous_that_fails_is_explained_on_each_host(
+    hosts: Pair, idle: dict[str, str]
+) -> None:
     other = f"10.77.0.2:{PORT}"
     refused, own, away, alone = diagnose(
-        Guest(hosts[1], 1),  # nothing listens
-        Guest(hosts[1], 1, rdzv=other),  # its own address
-        Guest(hosts[1], 1, rdzv=f"10.99.0.1:{PORT}"),  # no route leads there
-        Guest(hosts[0], 0, rdzv=other),  # not an address of host 0
+        Guest(hosts[1], 1, env=idle),  # nothing listens
+        Guest(hosts[1], 1, rdzv=other, env=idle),  # its own address
+        Guest(hosts[1], 1, rdzv=f"10.99.0.1:{PORT}", env=idle),  # no route leads there
+        Guest(hosts[0], 0, rdzv=other, env=idle),  # not an address of host 0
         timeout=1,
     )
     messages = [" ".join(each.of("rendezvous", "fail")) for each in (refused, own, away, alone)]
@@ -212,7 +223,7 @@ def test_a_rendezvous_that_fails_is_explained_on_each_host(hosts: Pair) -> None:
     assert [each.code for each in (refused, own, away, alone)] == [1] * 4
     # A route that drops what is sent is as good as none: it is given up after --timeout.
     with rule(hosts[1], "route", "blackhole", "10.77.0.1/32"):
-        [swallowed] = diagnose(Guest(hosts[1], 1), timeout=1)
+        [swallowed] = diagnose(Guest(hosts[1], 1, env=idle), timeout=1)
     assert swallowed.code == 1
     assert "cannot be reached from here" in swallowed.of("rendezvous", "fail")[0]
     assert swallowed.of("interfaces", "fail"), "no interface leads there"

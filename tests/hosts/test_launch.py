@@ -1,7 +1,8 @@
 """Jobs over hosts: started, restarted with the hosts that remain, ended.
 
 Ranks are small scripts without torch: it does not matter what they do. What a training makes of it,
-and of a link that is cut and a host that is paused, is in ``test_trainings.py``.
+and of a host that is paused, is in ``test_trainings.py``; a link is cut in
+``test_losing_host_0.py``.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ from tests.hosts.jobs import (
     Ended,
     Fault,
     Job,
-    cut_link,
     kill_host,
     kill_rank,
     pause_host,
@@ -88,7 +87,6 @@ def jobs(folder: Path) -> Iterator[Jobs]:
     """All jobs, running."""
     with ThreadPoolExecutor() as pool:
         yield {
-            "cut": pool.submit(disturbed, folder, "cut", cut_link, 1),
             "paused": pool.submit(disturbed, folder, "paused", pause_host, 1),
             "rank": pool.submit(disturbed, folder, "rank", kill_rank, 1),
             "host": pool.submit(disturbed, folder, "host", kill_host, 2),
@@ -128,19 +126,6 @@ def assert_went_on(folder: Path, name: str, ended: Ended, world_size: int, hosts
     assert ended.left == []
 
 
-def test_a_cut_link_is_named_on_both_sides_and_nothing_is_lost(
-    jobs: Jobs, folder: Path, undisturbed: Losses
-) -> None:
-    ended = jobs["cut"].result()
-    assert "host 1 (10.77.0.2) was lost: no sign of life for 10 s" in ended.told[0]
-    assert "continuing with 1 host" in ended.told[0]
-    assert ended.codes[1] == 1
-    assert "host 0 (10.77.0.1:29412) was lost: no sign of life for 10 s" in ended.told[1]
-    assert "--auto-resume" in ended.told[1]
-    assert_went_on(folder, "cut", ended, world_size=1, hosts=1)
-    assert_same_losses(folder, "cut", undisturbed)
-
-
 def test_a_paused_host_is_named_and_harms_nothing_when_it_wakes(
     jobs: Jobs, folder: Path, undisturbed: Losses
 ) -> None:
@@ -149,6 +134,7 @@ def test_a_paused_host_is_named_and_harms_nothing_when_it_wakes(
     assert "continuing with 1 host" in ended.told[0]
     assert ended.codes[1] == 1
     assert "host 0 (10.77.0.1:29412) was lost" in ended.told[1]
+    assert "--auto-resume" in ended.told[1]
     assert_went_on(folder, "paused", ended, world_size=1, hosts=1)
     assert_same_losses(folder, "paused", undisturbed)
 

@@ -52,8 +52,9 @@ EXACT = (
     Memory.TRANSPORT,
 )
 
-
 _STEPS = 8
+#: How often each collective was called, by what it was.
+Sent = Counter[tuple[str, str, int, str, int, int, str]]
 
 
 @dataclass(frozen=True)
@@ -260,11 +261,11 @@ class Found:
 
     Attributes:
         most: the most bytes of each kind at once.
-        sent: how often each collective was called, by what it was.
+        sent: the calls of collectives.
     """
 
     most: dict[Memory, int] = field(default_factory=dict)
-    sent: Counter[tuple[str, str, int, str, int, int, str]] = field(default_factory=Counter)
+    sent: Sent = field(default_factory=Counter)
 
 
 def planned(training: Training, rank: int) -> Found:
@@ -287,19 +288,19 @@ def planned(training: Training, rank: int) -> Found:
     return Found({kind: most.get(kind, 0) for kind in EXACT}, sent)
 
 
-def counted(training: Training) -> dict[int, Found]:
-    """Train; return what ranks counted in their third step.
+def counted(training: Training, looks: int = _STEPS) -> dict[int, Found]:
+    """Train; return what the first and the last rank counted in their third step.
 
-    Plain collectives take the memory that torch gives them, and count the same whether others
-    answer or not. So ranks that have nothing else are pretended: the first and the last, which
-    between them have the most and the fewest rows. Those that exchange messages, or share memory,
-    are processes.
+    Between them these have the most and the fewest rows. Plain collectives take the memory that
+    torch gives them, and count the same whether others answer or not. So ranks that have nothing
+    else are pretended. Those that exchange messages, or share memory, are processes.
     """
     size = training.world_size
     if training.transport == "collectives":
-        ends = sorted({0, size - 1})
-        return dict(zip(ends, run("pretended", count, size, training, looks=1), strict=True))
-    return dict(enumerate(run_ranks(count, size, training, processes=Processes.NEW)))
+        found = run("pretended", count, size, training, looks=1)
+    else:
+        found = run_ranks(count, size, training, looks=looks, processes=Processes.NEW)
+    return {0: found[0], size - 1: found[-1]}
 
 
 class Counts:
@@ -308,7 +309,7 @@ class Counts:
     def __init__(self) -> None:
         self.now: Counter[Memory] = Counter()
         self.most: Counter[Memory] = Counter()
-        self.sent: Counter[tuple[str, str, int, str, int, int, str]] = Counter()
+        self.sent: Sent = Counter()
         self._number = 0
 
     def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:

@@ -512,7 +512,7 @@ class _Recorder(_Mode):
         self._model = model
         self._fake = fake
 
-    def __torch_dispatch__(
+    def _dispatch(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = dict(kwargs or {})
@@ -520,7 +520,8 @@ class _Recorder(_Mode):
             return func(*args, **kwargs)  # DTensor works out shapes in a mode of its own
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented  # what is inside comes here
-        given = _tensors((args, kwargs))
+        reads, writes = _arguments(func, args, kwargs)
+        given = reads + writes
         if given and not any(isinstance(tensor, FakeTensor) for tensor in given):
             with unset_fake_temporarily():  # numbers of ranks, say, which meshes are made of
                 return func(*args, **kwargs)
@@ -530,8 +531,7 @@ class _Recorder(_Mode):
         if name.startswith("_c10d_functional::"):
             return _functional_collective(self._model, name, func, args, kwargs)
         pin_memory = bool(kwargs.pop("pin_memory", False))
-        reads, writes = _arguments(func, args, kwargs)
-        known = {tensor.untyped_storage()._cdata for tensor in reads + writes}
+        known = {tensor.untyped_storage()._cdata for tensor in given}
         out = func(*args, **kwargs)
         if name in _NO_ACCESS or name.startswith("prim::"):
             return out
@@ -592,16 +592,16 @@ class _Recorder(_Mode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
 
+# Assigned here, since torch wraps what stands in the class, which costs as much as an operation.
+_Recorder.__torch_dispatch__ = _Recorder._dispatch
+
+
 def _tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors in arguments or results, without those on the meta device."""
-    if tree is None or isinstance(tree, (int, float, str)):
-        return []
-    if isinstance(tree, (list, tuple)):
+    if isinstance(tree, torch.Tensor):
+        return [] if type_of(tree) == "meta" else [tree]
+    if isinstance(tree, list | tuple):
         return [tensor for each in tree for tensor in _tensors(each)]
-    if isinstance(tree, dict):
-        return [tensor for each in tree.values() for tensor in _tensors(each)]
-    if isinstance(tree, torch.Tensor) and type_of(tree) != "meta":
-        return [tree]
     return []
 
 
@@ -628,7 +628,10 @@ def _arguments(
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for i, (name, is_read, is_written) in enumerate(_roles(func)):
-        tensors = _tensors(args[i] if i < len(args) else kwargs.get(name))
+        given = args[i] if i < len(args) else kwargs.get(name)
+        if given is None or isinstance(given, int | float):
+            continue
+        tensors = _tensors(given)
         if is_read:
             reads += tensors
         if is_written:

@@ -94,14 +94,14 @@ class DoctorConfig(HostsConfig):
             SystemExit: with code 1 if a job would not run.
         """
         # Here, and not before: other commands start without it.
-        from shardwise.app.doctor.diagnose import diagnose
+        from shardwise.app.doctor import diagnose, facts, probe
 
         nodes = self.nodes_within(self.timeout)
         nodes = nodes or Nodes(1, 0, "127.0.0.1", 0, self.timeout)
         expected = "the number of hosts that run the doctor now"
         require(nodes.least is None, "--nnodes", self.nnodes, expected)
-
-        sys.exit(0 if diagnose(nodes, self.nproc, self.least_gbit, show) else 1)
+        own = facts.collect_facts(nodes, self.nproc, probe.probe_ranks())
+        sys.exit(0 if diagnose.diagnose(nodes, own, self.least_gbit, show) else 1)
 
 
 def launch_lines(

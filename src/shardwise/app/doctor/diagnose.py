@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from shardwise.app.doctor import checks, group
 from shardwise.app.doctor.checks import Finding, Level, fail, ok
-from shardwise.app.doctor.facts import Facts, collect_facts, received
+from shardwise.app.doctor.facts import Facts, received
 from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
 from shardwise.app.doctor.measure import (
     CONNECT,
@@ -41,7 +41,7 @@ CHECKS = (
 SECONDS = {"facts": 10.0, "links": CONNECT + STREAM + 2 * DRAIN + 1.5}
 
 
-def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding], None]) -> bool:
+def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding], None]) -> bool:
     """Check this host and, together with all others, the connections between them.
 
     With a backend of torch's, the hosts do not meet: its store is not the doctor's to write to.
@@ -49,7 +49,7 @@ def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding
 
     Args:
         nodes: the job, as this host was given it; a job of one host needs no other.
-        nproc: ranks of this host.
+        own: what is true of this host.
         least_gbit: the bandwidth that a connection between two hosts should have, in Gbit/s.
         say: called with each finding as soon as it is known; all hosts have the same findings.
 
@@ -64,7 +64,6 @@ def diagnose(nodes: Nodes, nproc: int, least_gbit: float, say: Callable[[Finding
             healthy = healthy and finding.level is not Level.FAIL
             say(finding)
 
-    own = collect_facts(nodes, nproc)
     if nodes.backend is not JobBackend.OURS:
         report([check_backend(nodes)])
         report(_check_alone(own))

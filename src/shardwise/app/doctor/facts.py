@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from shardwise.app.doctor.probe import Probe, probe_ranks
+from shardwise.app.doctor.probe import Probe
 from shardwise.base import plain
 from shardwise.elastic.hosts import Nodes
 from shardwise.elastic.network import address_towards, addresses, interface_of, listening
@@ -113,8 +113,8 @@ class Facts:
         return asdict(self)
 
 
-def collect_facts(nodes: Nodes, nproc: int) -> Facts:
-    """Collect the facts about this host."""
+def collect_facts(nodes: Nodes, nproc: int, probe: Probe) -> Facts:
+    """Collect the facts about this host, beside what ranks on it have found."""
     name = platform.node()
     address = _address(nodes.address)
     temporary, temporary_free = _temporary()
@@ -133,7 +133,7 @@ def collect_facts(nodes: Nodes, nproc: int) -> Facts:
         resolved=_resolve(name),
         settings={key: os.environ[key] for key in _SETTINGS if key in os.environ},
         localhost=_localhost(),
-        probe=probe_ranks(),
+        probe=probe,
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         tasks=_tasks(),
         temporary=temporary,
