@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,12 @@ def gather(tree: Any) -> Any:
     structure = tree_structure(tree)
     others = [pickle.loads(each) for i, each in enumerate(packed) if i != dist.get_rank()]
     return join([tree, *(each for each in others if tree_structure(each) == structure)])
+
+
+def wholes(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """Gather tensors: every ``DTensor`` whole, and copies of others."""
+    found: list[Any] = gather([part_of(tensor) for tensor in tensors])
+    return found
 
 
 def join(trees: Sequence[Any]) -> Any:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import state_of
-from tests.corpus.gathering import gather, part_of
+from tests.corpus.gathering import wholes
 from tests.corpus.models import WIDTH, Block, Net
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -116,28 +116,33 @@ def check_backward(sharded: nn.Module, whole: nn.Module, x: torch.Tensor, rank: 
     assert_same_gradients(sharded, whole)
 
 
-def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
+def assert_same_gradients(sharded: nn.Module, whole: nn.Module, **tolerance: float) -> None:
     """Compare every gradient of a sharded model with its twin's, by name."""
-    _assert_same(*({name: p.grad for name, p in m.named_parameters()} for m in (sharded, whole)))
+    found, expected = (
+        {name: param.grad for name, param in model.named_parameters()} for model in (sharded, whole)
+    )
+    _assert_same(found, expected, **tolerance)
 
 
 def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
     """Compare every parameter of a sharded model with its twin's, by name."""
-    _assert_same(*({name: p.detach() for name, p in m.named_parameters()} for m in (sharded, whole)))
+    _assert_same(dict(sharded.named_parameters()), dict(whole.named_parameters()))
 
 
 def _assert_same(
-    sharded: Mapping[str, torch.Tensor | None], whole: Mapping[str, torch.Tensor | None]
+    sharded: Mapping[str, torch.Tensor | None],
+    whole: Mapping[str, torch.Tensor | None],
+    **tolerance: float,
 ) -> None:
     """Compare tensors; all ranks of the world call it."""
     assert list(sharded) == list(whole)
-    found = gather({name: part_of(tensor) for name, tensor in sharded.items()})
+    found = dict(zip(sharded, wholes(sharded.values()), strict=True))
     for name, expected in whole.items():
         if expected is None or found[name] is None:
             assert found[name] is expected, f"{name}: found {found[name]}, expected {expected}"
             continue
         torch.testing.assert_close(
-            found[name], expected, msg=lambda text, name=name: f"{name}: {text}"
+            found[name], expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance
         )
 
 
