@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import state_of
-from tests.corpus.gathering import wholes
+from tests.corpus.gathering import gather, part_of
 from tests.corpus.models import WIDTH, Block, Net
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -136,7 +136,7 @@ def _assert_same(
 ) -> None:
     """Compare tensors; all ranks of the world call it."""
     assert list(sharded) == list(whole)
-    found = dict(zip(sharded, wholes(sharded.values()), strict=True))
+    found = gather({name: part_of(tensor) for name, tensor in sharded.items()})
     for name, expected in whole.items():
         if expected is None or found[name] is None:
             assert found[name] is expected, f"{name}: found {found[name]}, expected {expected}"
