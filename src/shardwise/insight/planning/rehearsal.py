@@ -115,11 +115,13 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
                 for group in groups_of(model):
                     group.stepper = stepper
             recorder.label_gradients(_fulls(model))
-            _warm_up(recorder, settings, model, optimizer, batches)
             elsewhere = _offloaded_parameters(settings, model)
-            _label(recorder, model, optimizer, batches, elsewhere)
-            recorder.record()
-            _step(recorder, settings, model, optimizer, batches)
+            for number in range(_most_steps(settings, model)):
+                _label(recorder, model, optimizer, batches, elsewhere)
+                before = recorder.record()
+                _step(recorder, settings, model, optimizer, batches)
+                if number > 0 and recorder.nbytes == before:
+                    break
             events = recorder.finish()
     return Log(
         rank=rank,
@@ -446,14 +448,8 @@ def _step(
     model.zero_grad()
 
 
-def _warm_up(
-    recorder: RehearsalRecorder,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: _Optimizer,
-    batches: Sequence[Any],
-) -> None:
-    """Take steps until the transports keep as much memory as they will.
+def _most_steps(settings: Settings, model: nn.Module) -> int:
+    """The steps after which transports keep as much memory as they will, at the latest.
 
     Messages have scratch memory from the first step on. Groups take turns in shared memory, and
     which one gets which piece may settle only after some steps. Other transports keep nothing, but
@@ -467,13 +463,7 @@ def _warm_up(
         if transport is not None
     }
     settles = _backend(settings).sends_messages or TENSOR in settings.world.names
-    most = 4 if ShmTransport.name in names else 1 if settles else 0
-    before = -1
-    for _ in range(most):
-        _step(recorder, settings, model, optimizer, batches)
-        if recorder.nbytes == before:
-            break
-        before = recorder.nbytes
+    return 5 if ShmTransport.name in names else 2 if settles else 1
 
 
 def _label(
