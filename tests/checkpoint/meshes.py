@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from shardwise import fully_shard
+from tests.corpus.gathering import wholes
 from tests.corpus.models import MODELS, make_model
 
 NAMES = ("mlp", "conv", "frozen", "scalars", "shared", "llama-tied", "unused")
@@ -83,11 +84,9 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
     """The names of all that is not what its name asks for."""
-    return [
-        name
-        for name, tensor in named(model, optimizer).items()
-        if not torch.equal(_whole(tensor), expected(name, tensor))
-    ]
+    every = named(model, optimizer)
+    found = zip(wholes(every.values()), every.items(), strict=True)
+    return [name for whole, (name, t) in found if not torch.equal(whole, expected(name, t))]
 
 
 def named(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -103,10 +102,6 @@ def expected(name: str, tensor: Tensor) -> Tensor:
     """The whole tensor that a name asks for; positive, as counts and squares are."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 1
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _like(tensor: Tensor, whole: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _train(monkeypatch: Patch, folder: Path, launch: Callable[..., int]) -> int:
     monkeypatch.setattr(cli_run, "run_here", launch)
     model = write_model(folder, num_hidden_layers=1).name
     words = f"shardwise train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
-    monkeypatch.setattr(sys, "argv", words.split())
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--batch-size", "1"])
     with pytest.raises(SystemExit) as ended:
         app()
     assert isinstance(ended.value.code, int)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
 from tests import packing
 
@@ -52,14 +52,22 @@ def part_of(tensor: Tensor | None) -> Any:
 def gather(tree: Any) -> Any:
     """Make every :class:`Part` in nested lists and dictionaries whole.
 
-    All ranks of the world call it with trees of one structure, and all get the whole tensors.
+    All ranks of the world call it, and all get the whole tensors. Ranks whose trees have another
+    structure, such as those of another stage of a pipeline, have no part of them.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return join([tree])
     packed: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(packed, packing.dumps(tree))
-    trees = [pickle.loads(each) for each in packed]
-    return join([tree, *trees[: dist.get_rank()], *trees[dist.get_rank() + 1 :]])
+    structure = tree_structure(tree)
+    others = [pickle.loads(each) for i, each in enumerate(packed) if i != dist.get_rank()]
+    return join([tree, *(each for each in others if tree_structure(each) == structure)])
+
+
+def wholes(tensors: Iterable[Tensor | None]) -> list[Any]:
+    """Gather tensors: every ``DTensor`` whole, and copies of others."""
+    found: list[Any] = gather([part_of(tensor) for tensor in tensors])
+    return found
 
 
 def join(trees: Sequence[Any]) -> Any:

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.optim import Adafactor, Lion
+from tests.corpus.gathering import optimizer_state
 from tests.optim.nets import Net, make_muon, part_of, set_gradients
 
 Has = Callable[[str], bool]
@@ -171,10 +172,9 @@ def assert_same_state(
     net: nn.Module, optimizer: torch.optim.Optimizer, reference: Reference
 ) -> None:
     """Compare the state of a sharded net, which lies as its parameters, with the whole one's."""
+    found = optimizer_state(net, optimizer)
     for name, param in net.named_parameters():
         for key, wanted in reference.state(name).items():
-            value = optimizer.state[param][key]
             if key == "exp_avg" and isinstance(param, DTensor):
-                assert value.placements == param.placements
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-7)
+                assert optimizer.state[param][key].placements == param.placements
+            torch.testing.assert_close(found[name][key], wanted, rtol=1e-5, atol=1e-7)

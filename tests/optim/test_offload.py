@@ -35,6 +35,7 @@ from shardwise.diloco import DiLoCo
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import masters, optimizer, stores
 from shardwise.optim.offloaded.states import kept_form
+from tests.corpus.gathering import gather, part_of
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,
@@ -1070,14 +1071,12 @@ def _loaded(folder: Path, saved: str, loaded: str) -> dict[str, Any]:
     assert not made, "states go from the checkpoint to where they are kept, not through memory"
     loss_of(net, batches(4, 3).flatten(0, 1)).backward()
     optim.step()
-    return {
-        name: [_full(p), *(_full(v) for _, v in sorted(optim.state[p].items()))]
-        for name, p in net.named_parameters()
-    }
-
-
-def _full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+    return gather(
+        {
+            name: [part_of(p), *(part_of(v) for _, v in sorted(optim.state[p].items()))]
+            for name, p in net.named_parameters()
+        }
+    )
 
 
 #: Where states were as they were saved, and where they are loaded to.

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from tests.corpus.gathering import wholes
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 32,
@@ -37,12 +38,8 @@ def save_llama(
 
 def full_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers of a model in full, those of no state dict included."""
-    found = {}
-    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    for name, tensor in named:
-        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        found[name] = full.detach().clone()
-    return found
+    named = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers()))
+    return dict(zip(named, wholes(named.values()), strict=True))
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:

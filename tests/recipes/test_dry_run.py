@@ -67,7 +67,7 @@ def _shards(text: str) -> float:
 
 
 def test_what_a_step_needs_is_what_the_plan_says() -> None:
-    config = planned_config("lm")
+    config = planned_config("mnist")
     blueprint, example = config.blueprint(), config.example()
     plan = plan_training(blueprint, config.train, example, TWO)
     shown = describe(blueprint, config.train, example, TWO)
@@ -84,14 +84,14 @@ def test_what_this_host_has_is_not_shown() -> None:
 
 def test_shards_in_bf16_take_half_the_memory() -> None:
     bf16 = ShardingConfig(shard_dtype=PrecisionName.BF16)
-    assert _shards(_described("lm", sharding=bf16)) == pytest.approx(
-        _shards(_described("lm")) / 2, abs=0.01
+    assert _shards(_described("mnist", sharding=bf16)) == pytest.approx(
+        _shards(_described("mnist")) / 2, abs=0.01
     )
 
 
 def test_copies_of_the_model_are_told() -> None:
     apart = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
-    shown = _described("lm", sharding=apart, diloco=DilocoConfig())
+    shown = _described("mnist", sharding=apart, diloco=DilocoConfig())
     assert "diloco over dp_replicate=2 x dp_shard=1" in shown
     assert "every parameter is split into 1 shard; 2 copies of the model" in shown
 

@@ -123,16 +123,16 @@ def test_settings_are_those_of_the_training(train: TrainConfig, expected: dict[s
 
 def test_the_outer_state_of_diloco_is_counted() -> None:
     diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
-    plain = _plan("lm", sharding=diloco)
-    outer = _plan("lm", sharding=diloco, diloco=DilocoConfig())
+    plain = _plan("mnist", sharding=diloco)
+    outer = _plan("mnist", sharding=diloco, diloco=DilocoConfig())
     more = outer.ranks[0].optimizer - plain.ranks[0].optimizer
     assert more == pytest.approx(2 * 4 * plain.numel, rel=1e-3)  # and a little padding
 
 
 def test_what_replicas_exchange_is_counted() -> None:
     diloco = ShardingConfig(strategy=Strategy.DILOCO, replicas=2)
-    plain = _plan("lm", sharding=diloco, diloco=DilocoConfig(local_steps=50))
-    few = _plan("lm", sharding=diloco, diloco=DilocoConfig(local_steps=50, wire="ternary"))
+    plain = _plan("mnist", sharding=diloco, diloco=DilocoConfig(local_steps=50))
+    few = _plan("mnist", sharding=diloco, diloco=DilocoConfig(local_steps=50, wire="ternary"))
     assert plain.exchanged == pytest.approx(4 * plain.numel, rel=1e-3)  # a half, twice
     assert few.exchanged == pytest.approx(plain.exchanged / 18.3, rel=0.05)
     assert few.to_json()["exchange"] == {
@@ -141,7 +141,7 @@ def test_what_replicas_exchange_is_counted() -> None:
         "bytes_sent": few.exchanged,
     }
     assert "every 50 steps" in str(few)
-    assert _plan("lm").to_json()["exchange"] is None
+    assert _plan("mnist").to_json()["exchange"] is None
 
 
 def test_a_training_that_does_not_fit_is_told_what_would(monkeypatch: pytest.MonkeyPatch) -> None:

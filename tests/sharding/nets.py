@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardwise import FSDPModule, fully_shard
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import state_of
+from tests.corpus.gathering import gather, part_of
 from tests.corpus.models import WIDTH, Block, Net
 from tests.harness import run_ranks
 from tests.threads import run_threads
@@ -116,19 +116,34 @@ def check_backward(sharded: nn.Module, whole: nn.Module, x: torch.Tensor, rank: 
     assert_same_gradients(sharded, whole)
 
 
-def assert_same_gradients(sharded: nn.Module, whole: nn.Module) -> None:
+def assert_same_gradients(sharded: nn.Module, whole: nn.Module, **tolerance: float) -> None:
     """Compare every gradient of a sharded model with its twin's, by name."""
-    expected = dict(whole.named_parameters())
-    found = dict(sharded.named_parameters())
-    assert list(found) == list(expected)
-    for name, param in found.items():
-        wanted = expected[name].grad
-        if wanted is None:
-            assert param.grad is None, f"{name}: expected no gradient"
+    found, expected = (
+        {name: param.grad for name, param in model.named_parameters()} for model in (sharded, whole)
+    )
+    _assert_same(found, expected, **tolerance)
+
+
+def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
+    """Compare every parameter of a sharded model with its twin's, by name."""
+    _assert_same(dict(sharded.named_parameters()), dict(whole.named_parameters()))
+
+
+def _assert_same(
+    sharded: Mapping[str, torch.Tensor | None],
+    whole: Mapping[str, torch.Tensor | None],
+    **tolerance: float,
+) -> None:
+    """Compare tensors; all ranks of the world call it."""
+    assert list(sharded) == list(whole)
+    found = gather({name: part_of(tensor) for name, tensor in sharded.items()})
+    for name, expected in whole.items():
+        if expected is None or found[name] is None:
+            assert found[name] is expected, f"{name}: found {found[name]}, expected {expected}"
             continue
-        assert param.grad is not None, f"{name}: expected a gradient"
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        torch.testing.assert_close(grad, wanted, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+        )
 
 
 def assert_accumulates(
@@ -149,16 +164,6 @@ def assert_accumulates(
     for _ in range(2):
         average_backward(whole, x)
     assert_same_gradients(net, whole)
-
-
-def assert_same_values(sharded: nn.Module, whole: nn.Module) -> None:
-    """Compare every parameter of a sharded model with its twin's, by name."""
-    expected = dict(whole.named_parameters())
-    for name, param in sharded.named_parameters():
-        value = param.full_tensor() if isinstance(param, DTensor) else param
-        torch.testing.assert_close(
-            value, expected[name], msg=lambda text, name=name: f"{name}: {text}"
-        )
 
 
 def train_alike(

@@ -135,8 +135,10 @@ class Pipeline:
             self.schedule.step(*first, target=last)
         for part in range(self.world_size):
             (_loss(self.whole(x[part]), target[part]) / self.world_size).backward()
+        stages = {str(stage.stage_index): stage.submod for stage in self.stages}
+        twins = {name: self.whole[int(name)] for name in stages}
+        assert_same_gradients(nn.ModuleDict(stages), nn.ModuleDict(twins))
         for stage in self.stages:
-            assert_same_gradients(stage.submod, self.whole[stage.stage_index])
             stage.submod.zero_grad()
         self.whole.zero_grad()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -89,8 +89,3 @@ def fill_with_rows(module: nn.Module) -> dict[str, torch.Tensor]:
         for param in module.parameters():
             param.copy_(torch.arange(float(param.numel())).view(param.shape))
     return {name: param.detach().clone() for name, param in module.named_parameters()}
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a ``DTensor``; any other as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard, register_fsdp_forward_method
 from shardwise.base.errors import MisuseError, ShardwiseError
 from shardwise.sharding.states import GroupState
+from tests.corpus.gathering import wholes
 from tests.corpus.models import Box, Learned
 from tests.harness import Processes
 from tests.sharding.nets import (
@@ -62,9 +63,7 @@ def _run(
     net = sharded_net(make, transport=transport, reshard_after_forward=reshard)
     found = program(net, x.clone(), rank)
     expected = program(seeded(make), x.clone(), 0)
-    assert len(found) == len(expected)
-    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+    for i, (whole, theirs) in enumerate(zip(wholes(found), expected, strict=True)):
         torch.testing.assert_close(
             whole, theirs, msg=lambda text, i=i: f"{program.__name__}, value {i}: {text}"
         )

@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from shardwise import clip_grad_norm_, fully_shard
 from shardwise.base.errors import MisuseError
+from tests.corpus.gathering import wholes
 from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     WIDTH,
@@ -35,8 +36,7 @@ TRANSPORTS = ["shm", "c10d"]
 
 
 def _same(found: list[Any], expected: list[Any], what: str) -> None:
-    for i, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+    for i, (whole, theirs) in enumerate(zip(wholes(found), expected, strict=True)):
         assert (whole is None) == (theirs is None), f"{what}, value {i}: {whole} {theirs}"
         if theirs is not None:
             torch.testing.assert_close(whole, theirs, msg=lambda t, i=i: f"{what}, value {i}: {t}")

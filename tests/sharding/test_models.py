@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise import fully_shard
 from shardwise.sharding.states import GroupState
+from tests.corpus.gathering import wholes
 from tests.corpus.models import MODELS, make_model
 from tests.sharding.nets import (
     Block,
@@ -137,7 +138,7 @@ def test_compiled_blocks_train_alike_with_hooks_outside_of_graphs(
     for step in range(2):
         x = batches(world_size, step)
         run_backward(net, whole, x, rank)
-        grads = [param.grad.full_tensor() for param in net.parameters()]
+        grads = wholes(param.grad for param in net.parameters())
         for found, param in zip(grads, whole.parameters(), strict=True):
             torch.testing.assert_close(found, param.grad)
         for optimizer in optimizers:

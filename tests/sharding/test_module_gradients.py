@@ -122,9 +122,7 @@ def test_a_factor_of_the_users_takes_the_place_of_the_world_size(
         own_group = not name.startswith("blocks")  # the setter is not recursive
         param.grad *= world_size / 4.0 if own_group else world_size
     tolerance = {} if reduce_dtype != torch.float16 else {"rtol": 4e-3, "atol": 1e-3}
-    for name, param in net.named_parameters():
-        wanted = whole.get_parameter(name).grad
-        torch.testing.assert_close(param.grad.full_tensor(), wanted, msg=name, **tolerance)
+    assert_same_gradients(net, whole, **tolerance)
     for wrong in (0, -1.0, float("nan")):
         with pytest.raises(ValueError, match="expected a positive number"):
             net.set_gradient_divide_factor(wrong)
@@ -244,11 +242,7 @@ def _assert_same_gradients(net: nn.Module, whole: nn.Module, way: str) -> None:
     tolerance = {"rtol": 1e-2, "atol": 1e-3} if "fp16" in way else {}
     if "wire" in way:
         tolerance = {"rtol": 0.0, "atol": 0.03}
-    for name, param in net.named_parameters():
-        wanted = whole.get_parameter(name).grad
-        assert (param.grad is None) == (wanted is None), name
-        if wanted is not None:
-            torch.testing.assert_close(param.grad.full_tensor(), wanted, msg=name, **tolerance)
+    assert_same_gradients(net, whole, **tolerance)
 
 
 TRANSPORTS = ("shm", "c10d", "collectives")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import PeerLostError, RanksDivergedError, checkpoint, fully_shard
+from tests.corpus.gathering import wholes
 from tests.sharding.nets import (
     Net,
     assert_same_gradients,
@@ -59,8 +60,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
     checkpoint.save(folder / "step", model=net, optimizer=optimizers[0])
     again = sharded_net(**({"mesh": hybrid_mesh(world_size)} if way == "hybrid" else {}))
     checkpoint.load(folder / "step", model=again)
-    for name, param in again.named_parameters():
-        torch.testing.assert_close(param.full_tensor(), net.get_parameter(name).full_tensor())
+    torch.testing.assert_close(wholes(again.parameters()), wholes(net.parameters()))
 
 
 @pytest.mark.parametrize(

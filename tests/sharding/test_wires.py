@@ -17,6 +17,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.two_levels import TwoLevelTransport
+from tests.corpus.gathering import wholes
 from tests.corpus.models import Odd
 from tests.sharding.nets import (
     Net,
@@ -50,16 +51,16 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
 
 def _assert_near(net: nn.Module, whole: nn.Module, share: float) -> None:
     """Compare gradients within a share of the largest of all ranks' gradients."""
-    expected = dict(whole.named_parameters())
-    for name, param in net.named_parameters():
-        wanted = expected[name].grad
+    grads = wholes(param.grad for param in net.parameters())
+    for found, (name, twin) in zip(grads, whole.named_parameters(), strict=True):
+        wanted = twin.grad
         if wanted is None:
-            assert param.grad is None or not _full(param.grad).any(), name
+            assert found is None or not found.any(), name
             continue
-        assert param.grad is not None, name
+        assert found is not None, name
         bound = share * max(1.0, float(wanted.abs().max()))
         torch.testing.assert_close(
-            _full(param.grad), wanted, rtol=0.0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
+            found, wanted, rtol=0.0, atol=bound, msg=lambda m, n=name: f"{n}: {m}"
         )
 
 
@@ -79,7 +80,7 @@ def _gradients(rank: int, world_size: int, make: Any, wire: Wire, **how: Any) ->
         x = batches(world_size, step)
         run_backward(net, whole, x, rank)
     _assert_near(net, whole, 0.03)
-    return [param.grad.full_tensor() for param in net.parameters() if param.grad is not None]
+    return wholes(param.grad for param in net.parameters() if param.grad is not None)
 
 
 WORLDS: list[tuple[int, dict[str, Any]]] = [
@@ -140,7 +141,7 @@ def _levels(rank: int, world_size: int, hosts: str) -> list[torch.Tensor]:
     net = sharded_net(transport="c10d", wire=EVERYTHING, of_blocks={"reshard_after_forward": 2})
     assert isinstance(group_of(net).mesh.shard, TwoLevelTransport) == (hosts == "aabb")
     _train(net, torch.optim.SGD(net.parameters(), lr=0.1), rank, world_size)
-    return [_full(param).detach().clone() for param in net.parameters()]
+    return wholes(net.parameters())
 
 
 def test_two_levels_train_as_one_does(threads: Threads) -> None:

@@ -500,7 +500,8 @@ def _header(text: bytes) -> bytes:
 
 
 def _many(item: bytes, count: int) -> bytes:
-    return b",".join(item.replace(b"#", b"%d" % i) for i in range(count))
+    numbered = map(item.replace(b"#", b"%d").__mod__, range(count))
+    return b",".join(numbered if b"#" in item else [item] * count)
 
 
 _EMPTY = b'"#":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'

@@ -23,6 +23,7 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
@@ -72,31 +73,24 @@ def test_two_ranks_have_the_losses_of_peft_bit_for_bit(
         assert [loss for _, loss, _ in losses(config)] == expected, config.train.output.out.name
 
 
-@pytest.mark.parametrize(
-    ("frozen", "free", "is_kept"),
-    [
-        (Frozen.KEEP, 1, True),
-        (Frozen.GATHER, 1 << 40, False),
-        (None, 1 << 40, True),
-        (None, 1, False),
-    ],
-)
 def test_a_plan_gathers_frozen_parameters_as_often_as_the_training(
-    tmp_path: Path,
-    published: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    frozen: Frozen | None,
-    free: int,
-    is_kept: bool,
+    tmp_path: Path, published: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "free_memory", lambda device: free)
     base = shutil.copytree(published / "model", tmp_path / "model")
     settings = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 1}))
-    config = adapting(tmp_path, tmp_path, "run", frozen=frozen, seq_length=16)
-    plan = plan_training(lm.blueprint(config), config.train, lm.example(config), World(0, 2, 0, 2))
-    gathers = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
-    assert gathers == (1 if is_kept else 2) + 1, "the rest of the model is always kept"
+    config = adapting(tmp_path, tmp_path, "run", frozen=None, seq_length=16)
+    blueprint = lm.blueprint(config)
+    for free, gathers in ((1 << 40, 1), (1, 2)):
+        monkeypatch.setattr(devices, "free_memory", lambda device, free=free: free)
+        plan = plan_training(
+            blueprint, config.train, lm.example(config), World(0, 2, 0, 2), Rehearsed.FIRST
+        )
+        found = sum(each.calls for each in plan.traffic if each.collective == "all-gather")
+        assert found == gathers + 1, "the rest of the model is always kept"
+    for frozen, free in ((Frozen.KEEP, 1), (Frozen.GATHER, 1 << 40)):
+        example = lm.example(dataclasses.replace(config, frozen=frozen))
+        assert example.keeps(blueprint.model, free) is (frozen is Frozen.KEEP)
 
 
 def test_four_ranks_have_them_within_rounding(

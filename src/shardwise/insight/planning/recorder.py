@@ -206,13 +206,15 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         """The bytes that are allocated now."""
         return sum(held.nbytes for held in self._held.values())
 
-    def record(self) -> None:
-        """Begin the step to record. What is allocated now is there before it."""
-        self._records = True
+    def record(self) -> int:
+        """Begin the step to record, and forget others. Return the bytes that are there before."""
+        self._records, self._events = True, []
+        self.before, self.model_flops = {}, 0
         for held in self._held.values():
             kind = held.kind or Memory.OTHER
             self.before[kind] = self.before.get(kind, 0) + held.nbytes
             held.kind = kind
+        return self.nbytes
 
     def enter(self, phase: StepPhase) -> None:
         """Begin a part of the step."""

@@ -113,11 +113,13 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
                 for group in groups_of(model):
                     group.stepper = stepper
             recorder.label_gradients(_fulls(model))
-            _warm_up(recorder, settings, model, optimizer, batches)
             elsewhere = _offloaded_parameters(settings, model)
-            _label(recorder, model, optimizer, batches, elsewhere)
-            recorder.record()
-            _step(recorder, settings, model, optimizer, batches)
+            for number in range(_most_steps(model)):
+                _label(recorder, model, optimizer, batches, elsewhere)
+                before = recorder.record()
+                _step(recorder, settings, model, optimizer, batches)
+                if number > 0 and recorder.nbytes == before:
+                    break
             events = recorder.finish()
     return Log(
         rank=rank,
@@ -436,14 +438,8 @@ def _step(
     model.zero_grad()
 
 
-def _warm_up(
-    recorder: RehearsalRecorder,
-    settings: Settings,
-    model: nn.Module,
-    optimizer: _Optimizer,
-    batches: Sequence[Any],
-) -> None:
-    """Take steps until the transports keep as much memory as they will, and one at least.
+def _most_steps(model: nn.Module) -> int:
+    """The steps after which transports keep as much memory as they will, at the latest.
 
     The first makes the states, of parameters that get gradients. Messages have scratch memory from
     then on. Groups take turns in shared memory, and which one gets which piece may settle only
@@ -457,13 +453,7 @@ def _warm_up(
         for transport in (mesh.shard, mesh.scatter, mesh.replicate)
         if transport is not None
     }
-    most = 4 if ShmTransport.name in names else 1
-    before = -1
-    for _ in range(most):
-        _step(recorder, settings, model, optimizer, batches)
-        if recorder.nbytes == before:
-            break
-        before = recorder.nbytes
+    return 5 if ShmTransport.name in names else 2
 
 
 def _label(
