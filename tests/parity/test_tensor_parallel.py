@@ -11,11 +11,11 @@ from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, checkpoint
+from tests.corpus.gathering import wholes
 from tests.sharding.nets import assert_same_values, seeded
 from tests.sharding.tensor_parallel import (
     TokenBlock,
     TokenNet,
-    full,
     next_token_loss,
     sharded,
     tensor_parallel,
@@ -48,10 +48,16 @@ def _whole_step(training: Training, step: int) -> None:
 
 def _assert_same_state(found: Training, wanted: Training) -> None:
     pairs = zip(found[0].named_parameters(), wanted[0].parameters(), strict=True)
-    for (name, param), other in pairs:
-        for key, value in wanted[1].state[other].items():
-            own = full(found[1].state[param][key])
-            assert torch.allclose(own, value), f"{key} of {name}: expected {value}, found {own}"
+    states = {
+        f"{key} of {name}": (found[1].state[param][key], value)
+        for (name, param), other in pairs
+        for key, value in wanted[1].state[other].items()
+    }
+    assert len(states) >= len(list(wanted[0].parameters())), "momentum of every parameter"
+    for own, (what, (_, value)) in zip(
+        wholes(own for own, _ in states.values()), states.items(), strict=True
+    ):
+        assert torch.allclose(own, value), f"{what}: expected {value}, found {own}"
 
 
 def _moved(folder: Path) -> None:
