@@ -31,12 +31,12 @@ _ROOT = Path(__file__).parents[1]
 def ranks_env() -> dict[str, str]:
     """Return the variables of a process from which ranks are forked, beside those of this one."""
     return {
-        # Libraries read these as they are imported. Launchers set the last for ranks, too.
+        # Libraries read these as they are imported.
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # as launchers set it for ranks
         # A process that has asked CUDA itself for its devices cannot be forked: ask the driver.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         # It does not get this process's sys.path.

@@ -7,8 +7,6 @@ import re
 import socket
 from typing import Any
 
-import psutil
-
 _HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
 
 _Where = tuple[Any, ...]  # a socket address
@@ -113,6 +111,8 @@ def addresses() -> dict[str, list[str]]:
 
     IPv6 addresses that are valid on one link only (``fe80::``) are left out.
     """
+    import psutil  # here: every command imports this file, and few ask
+
     found: dict[str, list[str]] = {}
     for name, own in psutil.net_if_addrs().items():
         for each in sorted(own, key=lambda one: one.family):

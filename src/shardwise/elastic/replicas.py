@@ -124,7 +124,6 @@ class ReplicaLauncher:
         job: tells the job from every other one.
         finished: the replicas that have completed the training.
         in_round: those that were in the last round since they started.
-        is_stopping: whether a signal has asked all replicas to stop.
     """
 
     def __init__(

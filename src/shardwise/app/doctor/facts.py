@@ -191,7 +191,9 @@ def _tasks() -> int:
 
 def _tasks_of_user(user: int) -> int:
     every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
-    return sum(each["num_threads"] for each in every if each["uids"].real == user)
+    # Where the system does not say it of a process of others, psutil gives None.
+    own = [each for each in every if each["uids"] and each["uids"].real == user]
+    return sum(each["num_threads"] or 0 for each in own)
 
 
 def _tasks_of_groups() -> Iterator[int]:
