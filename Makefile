@@ -66,7 +66,7 @@ bench: $(DEV) ## measure step time and memory beside torch's own data parallel t
 	@$(BIN)/python benchmarks/memory.py $(ARGS)
 
 gpu: $(if $(filter command,$(firstword $(origin PYTHON))),,$(DEV)) ## test and measure on GPUs (ten minutes; make gpu DRY=1 tries it on CPUs)
-	@$(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(DRY),--dry) $(ARGS)
+	@PYTHONPATH="src:.:$$PYTHONPATH" $(if $(filter command,$(firstword $(origin PYTHON))),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(DRY),--dry) $(ARGS)
 
 clean: ## remove the virtual environment, caches and build outputs (runs/ stays)
 	rm -rf $(VENV) .venv-ecosystem .venv-docs .venv-matrix site build dist htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -16,6 +16,7 @@ import torch
 
 from _contenders import CONTENDERS, Case
 from _models import batches
+from _turns import StepWorker
 
 #: Steps before a graph is captured: the optimizer makes its state, libraries their workspaces.
 _WARMUP = 3
@@ -33,6 +34,14 @@ class ProbeWorker:
         ones = torch.ones(8, device=self._device)
         torch.distributed.all_reduce(ones)
         return float(ones.mean())
+
+
+class LossWorker(StepWorker):
+    """One rank of a contender whose kernels add in the same order in every run."""
+
+    def __init__(self, name: str, case: Case) -> None:
+        torch.use_deterministic_algorithms(True)
+        super().__init__(name, case)
 
 
 class SanitizedWorker:

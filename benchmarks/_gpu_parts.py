@@ -20,12 +20,12 @@ import torch
 
 from _contenders import Case
 from _devices import Sharing, nccl_version
-from _gpu_checks import GraphWorker, ProbeWorker, SanitizedWorker
+from _gpu_checks import GraphWorker, LossWorker, ProbeWorker, SanitizedWorker
 from _gpu_journal import Journal, shortened
 from _gpu_steps import GpuTurns, Room, planned_peak
 from _measured import mean_losses
 from _report import ROOT, machine
-from _turns import Pace, StepWorker, transposed
+from _turns import Pace, transposed
 from _worlds import World, WorldError
 
 PEERS = ["ours", "fsdp2", "ddp"]
@@ -100,7 +100,7 @@ class Setup:
             compiler="aot_eager",
             host_memory="pageable",
             groups=3,
-            long=5,
+            long=10,
         )
 
     @property
@@ -296,10 +296,16 @@ def _overhead(setup: Setup, journal: Journal) -> None:
 
 
 def _losses(setup: Setup, journal: Journal) -> None:
-    for ranks in (1, 2, 4):
-        case = setup.case(ranks=ranks, params="tiny", tokens=min(setup.tokens, 256))
+    short = min(setup.tokens, 256)
+    for ranks, params, tokens, steps in (
+        (1, "tiny", short, setup.long),
+        (1, setup.large, setup.tokens, setup.long // 10),
+        (2, "tiny", short, setup.long),
+        (4, "tiny", short, setup.long),
+    ):
+        case = setup.case(ranks=ranks, params=params, tokens=tokens)
         backend = _backend(setup, journal, ranks)
-        journal.case(case.label(), lambda c=case, b=backend: _trained(c, setup.long, b))
+        journal.case(case.label(), lambda c=case, n=steps, b=backend: _trained(c, n, b))
 
 
 def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
@@ -307,7 +313,10 @@ def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
     found = {}
     for name in ("ours", "fsdp2"):
         with World(
-            *(name, case.ranks, StepWorker, name, case), device=case.device, backend=backend
+            *(name, case.ranks, LossWorker, name, case),
+            device=case.device,
+            backend=backend,
+            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
         ) as world:
             found[name] = mean_losses(transposed(world.call("steps", steps)))
     return {"losses": found}
@@ -381,9 +390,9 @@ PARTS = {
             "environment", "What is this machine, and do processes start on it?", 60, _environment
         ),
         Part("tests", "Do the tests pass that need a GPU?", 180, _tests),
-        Part("losses", "Does a training have the losses of torch's FSDP2?", 180, _losses),
-        Part("steps", "How long is a step, how much memory does it take?", 210, _steps),
-        Part("overhead", "What does the host do where there is nothing to move?", 45, _overhead),
+        Part("losses", "Does a training have the losses of torch's FSDP2?", 360, _losses),
+        Part("steps", "How long is a step, how much memory does it take?", 360, _steps),
+        Part("overhead", "What does the host do where there is nothing to move?", 120, _overhead),
         Part("graph", "Can a whole step under ZeRO-2 be one CUDA graph?", 60, _graph),
         Part("sanitizer", "Does CUDA's sanitizer find races between streams?", 90, _sanitizer),
         Part("ranks", "What do two ranks and four take, if need be on one GPU?", 120, _ranks),

@@ -60,12 +60,10 @@ def watch(command: list[str], seconds: float, path: Path, part: str) -> None:
         path: the JSON file of the part.
         part: the name of the part.
     """
-    paths = [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     log = path.with_suffix(".log")
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -47,6 +48,19 @@ def test_the_local_tensor_is_the_one_inside(mesh: DeviceMesh) -> None:
     assert tensor.to_local().eq(7.0).all()
     assert dtensor.plain(tensor) is local
     assert dtensor.plain(local) is local
+
+
+def test_a_parameter_follows_its_memory_to_another_device(mesh: DeviceMesh) -> None:
+    """As under CPU offload, after ``to_empty(device="cuda")``: its gradient is on the host, too."""
+    with FakeTensorMode():
+        on_device = torch.empty(2, 3, device="cuda")
+    spec = dtensor.spec_of(sharded(mesh, 4, 3))
+    param = dtensor.make_parameter(on_device, spec, requires_grad=True)
+    dtensor.set_local_memory(param, torch.zeros(2, 3))
+    assert (param.device, dtensor.local_of(param).device) == (torch.device("cpu"),) * 2
+    param.grad = dtensor.wrap_local(torch.ones(2, 3), spec)
+    torch.optim.SGD([param], lr=2.0).step()
+    assert dtensor.local_of(param).eq(-2.0).all()
 
 
 def test_a_dtensor_is_wrapped_as_torch_wraps_it(mesh: DeviceMesh) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.fuzz import program as p
-from tests.fuzz.models import BATCH, FuzzModel, build, unwrap
+from tests.fuzz.models import BATCH, FuzzModel, build, device, unwrap
 from tests.fuzz.runtimes import Runtime, UndefinedError, Unsharded, local
 from tests.fuzz.trace import Trace
 
@@ -145,7 +145,7 @@ class Execution:
         self.trace.note(f"{self._at} output", main)
         self._outputs.append((f"{self._at} output", main.detach()))
         if step.how == "train" and main.requires_grad:
-            weights = torch.linspace(-1.0, 2.0, main.numel(), dtype=torch.float64)
+            weights = torch.linspace(-1.0, 2.0, main.numel(), dtype=torch.float64).to(main.device)
             loss = (main.double() * weights.view_as(main)).square().mean()
             self._losses.append(loss)
 
@@ -153,7 +153,7 @@ class Execution:
         self._forwards += 1
         generator = torch.Generator().manual_seed(100 * self._forwards + self.rank)
         data = torch.randn(BATCH, self.program.width, generator=generator)
-        return data.to(getattr(torch, self.program.dtype))
+        return data.to(device(), getattr(torch, self.program.dtype))
 
     def _backward(self, step: p.Backward) -> None:
         if not self._losses:
@@ -263,7 +263,7 @@ class Execution:
         assert action.rank is not None
         rows, first = self.runtime.own_rows(param, action.rank)
         numbers = torch.arange(first, first + len(rows))
-        factors = (1 + (action.factor - 1) * (1 + numbers % 3)).to(rows.dtype)
+        factors = (1 + (action.factor - 1) * (1 + numbers % 3)).to(rows)
         rows.mul_(factors.view(-1, *[1] * (rows.ndim - 1)))
 
     def _ema(self, action: p.Ema) -> None:

@@ -182,16 +182,21 @@ class FuzzModel(nn.Module):
         return unwrap(block(x=x) if "keyword" in traits else block(x))
 
 
+def device() -> torch.device:
+    """The device that a program runs on: the GPU of this process, if it sees one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def build(program: Program) -> FuzzModel:
     """Build the model, with the same values in every process."""
-    model = FuzzModel(program).to(getattr(torch, program.dtype))
+    model = FuzzModel(program).to(device(), getattr(torch, program.dtype))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for param in model.parameters():
             values = torch.randn(param.shape, generator=generator)
             scale = program.width**-0.5 if param.ndim > 1 else 0.2
             center = 0.0 if param.ndim > 1 else 0.8
-            param.copy_(center + scale * values)
+            param.copy_((center + scale * values).to(device()))
     for block, spec in zip(model.blocks, program.blocks, strict=True):
         if "frozen" in spec.traits:
             block.requires_grad_(False)

@@ -32,6 +32,7 @@ class Pool:
     Args:
         world: the number of ranks.
         sabotage: how to break the library in them; see ``sabotage.py``.
+        device: ``"cpu"``, or ``"cuda"``: of each rank; ranks share a GPU if there are fewer.
         collective_seconds: how long a collective may take.
         hang_seconds: how long after the last word of any rank all of them count as hung.
     """
@@ -43,12 +44,14 @@ class Pool:
         world: int,
         sabotage: str = "",
         *,
+        device: str = "cpu",
         collective_seconds: float = COLLECTIVE_SECONDS,
         hang_seconds: float = 30.0,
     ) -> None:
         self.world = world
         self.starts = 0
         self._sabotage = sabotage
+        self._device = device
         self._collective_seconds = collective_seconds
         self._hang_seconds = hang_seconds
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -160,6 +163,7 @@ class Pool:
                 seconds=self._collective_seconds,
                 output=str(Path(self._directory.name) / f"output-{rank}"),
                 sabotage=self._sabotage,
+                device=self._device,
             )
             process = context.Process(target=main, args=(place, there), daemon=True)
             process.start()

@@ -1,6 +1,7 @@
 """Random programs on torch's FSDP2, on ours and on nothing: ``python -m tests.fuzz.programs``.
 
     python -m tests.fuzz.programs --programs 1000 --seed 1
+    python -m tests.fuzz.programs --programs 1000 --device cuda --transports c10d collectives
     python -m tests.fuzz.programs --replay "Program(blocks=(Block(),), steps=(Forward(),))"
 
 Prints how many programs ran and how fast, what was in them, what became of them, and every find as
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.transports,
         options.pools,
         options.sabotage,
+        options.device,
         starts.append,
     )
     counted = tally(judged, _print_progress)
@@ -61,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="the same seed, the same programs")
     parser.add_argument("--world", type=int, choices=(1, 2, 3, 4), default=2, help="ranks")
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS))
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the ranks")
     parser.add_argument("--pools", type=int, default=2, help="worlds of ranks at once")
     parser.add_argument("--shrink", type=int, default=10, help="how many finds to shrink")
     parser.add_argument("--sabotage", choices=list(sabotage.WAYS), default="", help="break ours")
@@ -85,7 +88,7 @@ def _replay(options: argparse.Namespace) -> int:
         return 2
     found = False
     for program in programs:
-        with Pool(program.world, options.sabotage) as pool:
+        with Pool(program.world, options.sabotage, device=options.device) as pool:
             for judged in run_all(pool, [program] * options.times, options.transports):
                 _print_judged(judged)
                 found = found or bool(judged.finds)
@@ -152,7 +155,7 @@ def _print_finds(counted: Tally, options: argparse.Namespace) -> None:
 
 
 def _shrunk(find: Judged, options: argparse.Namespace) -> Judged:
-    with Pool(options.world, options.sabotage) as pool:
+    with Pool(options.world, options.sabotage, device=options.device) as pool:
         return smallest(pool, find)
 
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import shardwise
 from tests.fuzz.gathered import Between, Clock, Group, compute_with_copies
-from tests.fuzz.models import FuzzModel
+from tests.fuzz.models import FuzzModel, device
 from tests.fuzz.program import Program
 from tests.fuzz.trace import cut
 
@@ -360,9 +360,11 @@ def groups_of(model: FuzzModel, program: Program) -> list[tuple[list[nn.Module],
 
 @functools.cache
 def _mesh(kind: str, world: int) -> DeviceMesh:
+    where = device().type
     if kind == "hybrid":
-        return init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-    return init_device_mesh("cpu", (world,))
+        names = ("dp_replicate", "dp_shard")
+        return init_device_mesh(where, (2, world // 2), mesh_dim_names=names)
+    return init_device_mesh(where, (world,))
 
 
 def forget_meshes() -> None:

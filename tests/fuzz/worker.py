@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from benchmarks._devices import take_gpu
 from tests.fuzz import sabotage
 from tests.fuzz.execution import Execution
 from tests.fuzz.program import Program
@@ -81,6 +82,7 @@ class Place:
     seconds: float
     output: str
     sabotage: str
+    device: str
 
 
 def main(place: Place, pipe: Connection) -> None:
@@ -94,8 +96,12 @@ def main(place: Place, pipe: Connection) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(place.port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        CUDA_VISIBLE_DEVICES="",
     )
+    if place.device == "cuda":
+        take_gpu(place.rank, place.world)
+        torch.backends.cudnn.allow_tf32 = False  # programs in fp32 are compared to five digits
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     os.environ.pop("SHARDWISE_TRANSPORT", None)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some programs end in SIGSEGV
@@ -127,7 +133,7 @@ class _Rank:
         """Enter a new process group of all ranks."""
         self._worlds += 1
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if self._place.device == "cuda" else "gloo",
             store=dist.PrefixStore(f"world {self._worlds}", self._store),
             rank=self._place.rank,
             world_size=self._place.world,

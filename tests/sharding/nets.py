@@ -142,7 +142,10 @@ def _assert_same(
             assert found[name] is expected, f"{name}: found {found[name]}, expected {expected}"
             continue
         torch.testing.assert_close(
-            found[name], expected, msg=lambda text, name=name: f"{name}: {text}", **tolerance
+            found[name].to(expected.device),
+            expected,
+            msg=lambda text, name=name: f"{name}: {text}",
+            **tolerance,
         )
 
 

@@ -69,6 +69,8 @@ def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         local.data = memory  # for all who hold the local tensor itself
     else:
         dtensor._local_tensor = memory
+    if dtensor.device != memory.device:  # of the wrapper, where torch expects the gradient
+        dtensor.data = wrap_local(memory, dtensor._spec)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:

@@ -22,7 +22,6 @@ from transformers.core_model_loading import (
     PrefixChange,
     WeightConverter,
     WeightRenaming,
-    apply_converters,
     dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
@@ -213,9 +212,11 @@ class Reversal:
         """The weights that are converted together, by name. Others are renamed at most."""
         groups: dict[str, list[str]] = {}
         for name in natural_order(names):
-            target, pattern = apply_converters(name, self._reversed)
-            if pattern is not None:
-                groups.setdefault(target, []).append(name)
+            for converter in self._reversed:
+                target, pattern = converter.rename_source_key(name)
+                if pattern is not None:  # one converts a weight at most
+                    groups.setdefault(target, []).append(name)
+                    break
         return list(groups.values())
 
     def revert(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
