@@ -55,12 +55,11 @@ def _overview(content: Content) -> Table:
             for case in cases
             if case["error"] is not None
         ]
-    revisions = sorted({str(p["environment"].get("revision")) for p in content["parts"]})
     if facts.get("device") == "cuda":
         table.notes.append(
             f"{facts['gpus']} x {facts['gpu']}, {facts['gpu_memory_gib']} GiB; CUDA "
             f"{facts['cuda']}, NCCL {facts['nccl']}, driver {facts['driver']}; revision "
-            f"{', '.join(revisions)}"
+            f"{facts['revision']}"
         )
         table.notes.append(f"ranks that share a GPU: by {facts['sharing']}")
     elif facts.get("device") == "cpu":

@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
 from _options import end, parser, run
 from _tables import CHECKPOINT_TITLES
-from _turns import in_turns
+from _turns import Turns
 from _worlds import World
 
 _CONTENDERS = tuple(CHECKPOINT_TITLES)
@@ -152,25 +151,25 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
     Raises:
         ValueError: a contender did not load what it had saved.
     """
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTENDERS}
-    with (
-        tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root,
-        ExitStack() as stack,
-    ):
-        worlds: dict[str, World] = {}
-        for name in _CONTENDERS:
-            world = World(name, ranks, CheckpointWorker, name, params, options.seed)
-            worlds[name] = stack.enter_context(world)
-            _turn(world, Path(root, name), options.cold)  # to warm up
-        for _, name in in_turns(_CONTENDERS, options.rounds):
-            turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
-        nbytes = sum(worlds["ours"].call("nbytes"))
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
+
+        def start(name: str) -> World:
+            return World(name, ranks, CheckpointWorker, name, params, options.seed)
+
+        def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
+            if is_new:  # to warm up
+                _turn(world, Path(root, name), options.cold)
+            return _turn(world, Path(root, name), options.cold)
+
+        with Turns(_CONTENDERS, start) as turns:
+            found = turns.play(options.rounds, turn)
+            nbytes = sum(turns.worlds["ours"].call("nbytes"))
     return {
         "ranks": ranks,
         "params": params,
         "nbytes": nbytes,
         "cold": options.cold,
-        "turns": turns,
+        "turns": found,
     }
 
 
@@ -185,15 +184,10 @@ def _turn(world: World, folder: Path, cold: bool) -> dict[str, Any]:
         raise ValueError(f"{world.name} did not load what it had saved")
     world.call("load", folder, False)  # since the digest spoils it
     shutil.rmtree(folder)
-    return {
-        "size": size,
-        **{f"{what}_s": [s for s, _ in by_rank] for what, by_rank in _both(saved, loaded)},
-        **{f"{what}_extra": [m for _, m in by_rank] for what, by_rank in _both(saved, loaded)},
-    }
-
-
-def _both(saved: list[Any], loaded: list[Any]) -> list[tuple[str, list[Any]]]:
-    return [("save", saved), ("load", loaded)]
+    found: dict[str, Any] = {"size": size}
+    for what, by_rank in (("save", saved), ("load", loaded)):
+        found[f"{what}_s"], found[f"{what}_extra"] = map(list, zip(*by_rank, strict=True))
+    return found
 
 
 def main() -> int:

@@ -19,7 +19,6 @@ than on FSDP2, with two ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sysconfig
 import time
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ from _models import PRESETS
 from _optimizer_contenders import installed, make, settings_of
 from _options import end, one_of, parser, positive_int, run
 from _tables import OPTIMIZER_TITLES as TITLES
-from _turns import in_turns
+from _turns import Turns
 from _worlds import World
 from shardwise.app.recipes.core.build import learning_rate
 
@@ -140,25 +139,24 @@ def play_steps(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let contenders take turns; return the seconds of their steps, and bytes."""
     names, ranks = options.contenders, options.ranks
     settings = (preset, ranks, options.lr, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with contextlib.ExitStack() as stack:
-        worlds = {
-            name: stack.enter_context(World(name, ranks, Worker, name, *settings, env=ENV))
-            for name in names
-        }
-        for index, name in in_turns(names, WARMUP + options.rounds):
-            took = max(worlds[name].call("step"))
-            if index >= WARMUP:
-                seconds[name].append(took)
-        held = {name: world.call("state_bytes") for name, world in worlds.items()}
-        own = {name: world.call("shard_numel") for name, world in worlds.items()}
-        taken = {name: world.call("step_bytes") for name, world in worlds.items()}
+
+    def start(name: str) -> World:
+        return World(name, ranks, Worker, name, *settings, env=ENV)
+
+    with Turns(names, start) as turns:
+        seconds = turns.play(
+            WARMUP + options.rounds, lambda name, world, _: max(world.call("step"))
+        )
+        held, own, taken = (
+            {name: turns.worlds[name].call(what) for name in names}
+            for what in ("state_bytes", "shard_numel", "step_bytes")
+        )
     return {
         "part": "steps",
         "ranks": ranks,
         "params": preset,
         "numel": PRESETS[preset].numel,
-        "seconds": seconds,
+        "seconds": {name: took[WARMUP:] for name, took in seconds.items()},
         "state_bytes": held,
         "shard_numel": own,
         "step_bytes": taken,

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from _options import contender_env, end, parser, positive_int, run
-from _turns import in_turns
+from _turns import Turns, transposed
 from _worlds import World
 
 CONTENDERS = ("ours", "fsdp2", "floor")
@@ -83,25 +82,26 @@ def _nothing_to_wait_for() -> None:
 
 def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:
     """Let all contenders of one world size take turns; return the raw numbers."""
-    turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
     builds: dict[str, list[float]] = {name: [] for name in CONTENDERS[:2]}
-    with ExitStack() as stack:
-        worlds: dict[str, World] = {}
-        for name in CONTENDERS:
-            env = contender_env(name, options.transport)
-            arguments = (name, ranks, OverheadWorker, name, options.groups, device)
-            worlds[name] = stack.enter_context(World(*arguments, device=device, env=env))
-            worlds[name].call("steps", 5)
-        for _, name in in_turns(CONTENDERS, options.rounds):
-            by_rank = worlds[name].call("steps", options.steps)
-            turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+
+    def start(name: str) -> World:
+        arguments = (name, ranks, OverheadWorker, name, options.groups, device)
+        return World(*arguments, device=device, env=contender_env(name, options.transport))
+
+    def turn(name: str, world: World, is_new: bool) -> list[float]:
+        if is_new:
+            world.call("steps", 5)
+        return [max(step) for step in transposed(world.call("steps", options.steps))]
+
+    with Turns(CONTENDERS, start) as turns:
+        seconds = turns.play(options.rounds, turn)
         for _ in range(options.rounds):  # last, since what they leave slows steps down
             for name in builds:
-                builds[name].append(max(worlds[name].call("build", options.build)))
+                builds[name].append(max(turns.worlds[name].call("build", options.build)))
     return {
         "ranks": ranks,
         "groups": options.groups,
-        "seconds": turns,
+        "seconds": seconds,
         "build": {"groups": options.build, "seconds": builds},
     }
 

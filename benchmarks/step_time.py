@@ -21,7 +21,7 @@ from _contenders import Case
 from _measured import disagreement
 from _models import PRESETS
 from _options import contender_env, end, one_of, parser, run, step_cases
-from _turns import Pace, Turns
+from _turns import Pace, play_steps
 
 DTYPES = ("fp32", "bf16", "bf16-params")
 
@@ -29,14 +29,14 @@ DTYPES = ("fp32", "bf16", "bf16-params")
 def play(case: Case, options: argparse.Namespace, say: Callable[[str], None]) -> dict[str, Any]:
     """Let all contenders of a case take turns; return the raw numbers."""
     names: list[str] = options.contenders
-    turns = Turns(
+    found = play_steps(
         *(case, names, Pace(options.rounds, options.steps, options.warmup)),
         is_resident=options.worlds == "resident"
         or (options.worlds == "auto" and _fits(case, names)),
         env=partial(contender_env, transport=options.transport),
         say=lambda text: say(f"{case.label()}, {text}"),
     )
-    return {**turns.play(), "transport": options.transport}
+    return {**found, "transport": options.transport}
 
 
 def _fits(case: Case, names: list[str]) -> bool:
@@ -44,7 +44,7 @@ def _fits(case: Case, names: list[str]) -> bool:
     if case.device != "cpu":
         return False
     whole = 4 * PRESETS[case.params].numel  # bytes in fp32
-    state = 2 if case.optimizer == "adamw" else 0
+    state = 2  # AdamW's, of each parameter
     asleep = {
         "ddp": (2 + state) * case.ranks,
         "floor": case.ranks + state,
@@ -78,7 +78,7 @@ def main() -> int:
     def cases(say: Callable[[str], None]) -> Iterable[dict[str, Any]]:
         return (play(case, options, say) for case in step_cases(options))
 
-    return run("step_time", options, cases, disagreement)
+    return run("step_time", options, cases, lambda case: case.get("errors") or disagreement(case))
 
 
 if __name__ == "__main__":

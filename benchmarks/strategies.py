@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from _memory import PssSampler
 from _models import BATCHES, PRESETS
 from _options import end, number, one_of, parser, positive_int, run
 from _strategy_contenders import ACCUMULATED, STRATEGIES, Apart
-from _turns import Pace, StepWorker, Turns, transposed
+from _turns import StepWorker, Turns, transposed
 from _worlds import World
 from shardwise.base.devices import keep_freed_memory
 
@@ -69,75 +69,67 @@ class StrategyWorker(StepWorker):
         return time.perf_counter() - start
 
 
-class Tournament(Turns):
-    """All contenders over one link, taking turns."""
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Let all contenders take turns over one link."""
+    with two_hosts(options.gbit) as hosts:
+        yield play(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
 
-    def __init__(
-        self, hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
-    ) -> None:
-        case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
-        pace = Pace(options.rounds, options.steps, options.warmup)
-        super().__init__(case, options.contenders, pace, is_resident=True, say=say)
-        self._hosts, self._microbatches = hosts, options.microbatches
-        self.beside: dict[str, dict[str, Any]] = {}
 
-    def start(self, name: str) -> World:
-        """Start the processes of a contender on both hosts."""
+def play(
+    hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure over the link between two hosts; return the raw numbers."""
+    case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
+    beside: dict[str, dict[str, Any]] = {name: {} for name in options.contenders}
+
+    def start(name: str) -> World:
         return World(
-            *(name, self.case.ranks, StrategyWorker, name, self.case),
-            hosts=self._hosts,
-            port=_FIRST_PORT + self.names.index(name),
+            *(name, case.ranks, StrategyWorker, name, case),
+            hosts=hosts,
+            port=_FIRST_PORT + options.contenders.index(name),
             env={"GLOO_SOCKET_IFNAME": "eth0"},
         )
 
-    def turn(self, name: str, world: World, warmup: int) -> dict[str, Any]:
-        """Let one contender take its steps of a round; watch memory in the first ones."""
+    def counted(world: World, method: str, *arguments: Any) -> tuple[Any, list[float]]:
+        """Call a method; return what it did and the bytes that each host has sent meanwhile."""
+        before = [host.sent() for host in hosts]
+        found = world.call(method, *arguments)
+        return found, [host.sent() - b for host, b in zip(hosts, before, strict=True)]
+
+    def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
         meets = issubclass(STRATEGIES[name], Apart)
         warm: list[list[dict[str, float]]] = []
-        if warmup:
+        if is_new:
             with PssSampler(world.pids, every=0.02) as sampler:
-                warm = transposed(world.call("steps", warmup))
+                warm = transposed(world.call("steps", options.warmup))
                 if meets:
                     world.call("meet")
-            self.beside[name] = {"memory": sampler.peaks}
-        with self._counted(self.pace.steps) as sent:
-            steps = transposed(world.call("steps", self.pace.steps))
+            beside[name]["memory"] = sampler.peaks
+        steps, sent = counted(world, "steps", options.steps)
         if meets:
-            with self._counted(1) as met:
-                seconds = max(world.call("meet"))
-            meeting = {"seconds": seconds, "sent": met}
-            self.beside[name].setdefault("meetings", []).append(meeting)
-        return {"warmup": warm, "steps": steps, "sent": sent}
+            seconds, met = counted(world, "meet")
+            meeting = {"seconds": max(seconds), "sent": met}
+            beside[name].setdefault("meetings", []).append(meeting)
+        each = [nbytes / options.steps for nbytes in sent]
+        return {"warmup": warm, "steps": transposed(steps), "sent": each}
 
-    def end(self) -> None:
-        """Show what crosses in a step of one microbatch and in a step of several."""
-        for name in (name for name in self.names if name in ACCUMULATED):
-            found = self.beside[name]["accumulated"] = []
-            for microbatches in (1, self._microbatches):
-                with self._counted(1) as sent:
-                    seconds = max(self.worlds[name].call("accumulate", microbatches))
-                found.append({"microbatches": microbatches, "seconds": seconds, "sent": sent})
-
-    @contextmanager
-    def _counted(self, steps: int) -> Iterator[list[float]]:
-        """Fill in the bytes that each host has sent meanwhile, per step."""
-        sent: list[float] = []
-        before = [host.sent() for host in self._hosts]
-        yield sent
-        sent += [(host.sent() - b) / steps for host, b in zip(self._hosts, before, strict=True)]
-
-
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Measure over one link."""
-    with two_hosts(options.gbit) as hosts:
-        turns = Tournament(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
-        yield {
-            **turns.play(),
-            "gbit": options.gbit,
-            "hosts": len(hosts),
-            "local_steps": options.local_steps,
-            "beside": turns.beside,
-        }
+    with Turns(options.contenders, start, say=say) as turns:
+        found = turns.play(options.rounds, turn)
+        for name in (name for name in options.contenders if name in ACCUMULATED):
+            beside[name]["accumulated"] = []
+            for microbatches in (1, options.microbatches):
+                seconds, sent = counted(turns.worlds[name], "accumulate", microbatches)
+                step = {"microbatches": microbatches, "seconds": max(seconds), "sent": sent}
+                beside[name]["accumulated"].append(step)
+    return {
+        **asdict(case),
+        "numel": PRESETS[case.params].numel,
+        "contenders": found,
+        "gbit": options.gbit,
+        "hosts": len(hosts),
+        "local_steps": options.local_steps,
+        "beside": beside,
+    }
 
 
 def main() -> int:
