@@ -6,20 +6,12 @@ import itertools
 import statistics
 from typing import Any
 
-from _goodput_counts import PHASES, speed
+from _goodput_run import speed
 from _report import Table
 
 SYNCHRONOUS, DILOCO = "sync", "diloco"
 #: DiLoCo keeps so much of its speed at the rates that leave a synchronous training less than that.
 KEPT, LOST = 0.88, 0.40
-#: What a restart does, as far as each phase is from the one before.
-_WHAT = {
-    "started": "notice, start",
-    "imported": "import",
-    "connected": "connect",
-    "loaded": "load",
-    "stepped": "first step",
-}
 
 
 def title(contender: str) -> str:
@@ -68,11 +60,8 @@ def keeps_promise(case: dict[str, Any]) -> bool:
 
 
 def goodput_tables(content: dict[str, Any]) -> list[Table]:
-    """Make two tables for each case: goodput at each rate, and what a restart takes."""
-    tables = []
-    for case in content["cases"]:
-        tables += [_goodput_table(case), _restart_table(case)]
-    return [table for table in tables if table.rows]
+    """Make a table of goodput at each rate for each case."""
+    return [_goodput_table(case) for case in content["cases"]]
 
 
 def _goodput_table(case: dict[str, Any]) -> Table:
@@ -137,25 +126,3 @@ def _calm(case: dict[str, Any], contender: str, tokens: int | None) -> str:
             share = (tokens - before) / (after - before)
             return f"{high + share * (low - high):.4f}"
     return "-"
-
-
-def _restart_table(case: dict[str, Any]) -> Table:
-    columns = [_WHAT[phase] for phase in PHASES]
-    table = Table(
-        "Seconds of a restart after a kill, medians", ["contender", "restarts", *columns, "in all"]
-    )
-    for name in contenders_of(case):
-        found = [
-            each for of in runs_of(case, name).values() for run in of for each in run["restarts"]
-        ]
-        if found:
-            middles = [statistics.median(each[phase] for each in found) for phase in PHASES]
-            whole = statistics.median(sum(each.values()) for each in found)
-            cells = [f"{middle:.2f}" for middle in (*middles, whole)]
-            table.rows.append([title(name), str(len(found)), *cells])
-    table.notes.append(
-        "the slowest process in each phase; a synchronous training starts all processes anew, "
-        "which share the processors of this machine, DiLoCo the one that was killed; steps that "
-        "are repeated come on top"
-    )
-    return table

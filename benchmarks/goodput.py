@@ -31,9 +31,17 @@ from typing import Any
 
 import psutil
 
-from _goodput_counts import restarts, schedule, speed, useful
 from _goodput_judge import judge, rounds_of
-from _goodput_run import GoodputError, RoundsWatched, StepsWatched, Training, disturb
+from _goodput_run import (
+    GoodputError,
+    RoundsWatched,
+    StepsWatched,
+    Training,
+    disturb,
+    schedule,
+    speed,
+    useful,
+)
 from _goodput_tables import DILOCO, SYNCHRONOUS, is_diloco, keeps_promise
 from _options import end, number, parser, plain, positive_int, run
 
@@ -85,27 +93,20 @@ class Run:
         warm = 2 * self.every * per_step if rounds else 4 * per_step
         psutil.cpu_percent()  # from here on
         with Training(self._arguments(), self.folder / "told", settings.step) as training:
-            seen = disturb(training, watched, faults, settings.seconds, warm)
+            progress, hit = disturb(training, watched, faults, settings.seconds, warm)
             busy = psutil.cpu_percent() / 100
             training.stop()
-            phases = training.phases()
-        measured = useful(seen.progress, settings.seconds)
+        measured = useful(progress, settings.seconds)
         assert measured is not None
         first, last = measured
-        killed = [seen.begin + fault.at for fault in seen.faults]
-        everyone = range(settings.ranks)
-        affected = [[fault.victim] if rounds else everyone for fault in seen.faults]
-        told = rounds.named(phases) if rounds else phases
         return {
             "contender": self.contender,
             "per_minute": self.per_minute,
-            "tokens": last.tokens - first.tokens,
-            "seconds": last.at - first.at,
+            "tokens": last[1] - first[1],
+            "seconds": last[0] - first[0],
             "busy": busy,
-            "faults": [[fault.at, fault.victim] for fault in seen.faults],
-            "progress": [[each.at, each.tokens] for each in seen.progress],
-            "restarts": restarts(killed, affected, told),
-            "rounds": rounds.events if rounds else [],
+            "faults": hit,
+            "progress": progress,
         }
 
     def checkpoints(self) -> list[tuple[int, Path]]:
