@@ -40,61 +40,40 @@ STATES = 2  # AdamW keeps two tensors for each parameter
 STORED = 4  # bytes of an element of parameters, gradients and states at rest: fp32
 
 
-@dataclass(frozen=True)
-class Formula:
-    """What a rank should hold at its peak: shards, at most two groups unsharded, activations.
-
-    All in bytes.
-
-    Attributes:
-        shards: of parameters, gradients and optimizer state.
-        unsharded: full parameters, in the dtype that computes: of the largest two consecutive
-            groups (one computes while its neighbor is gathered), or of all groups where they are
-            kept from forward to backward.
-        gradients: full gradients of the largest two consecutive groups (one is computed while its
-            neighbor's are reduced), in the dtype that computes.
-        activations: the most that forward and backward hold beside parameters and their
-            gradients, measured on the unsharded model.
-    """
-
-    shards: int
-    unsharded: int
-    gradients: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return self.shards + self.unsharded + self.gradients + self.activations
-
-
 def formula(
     groups: Sequence[Sequence[torch.Size]],
     ranks: int,
     zero: int,
     compute_dtype: torch.dtype,
     activations: int,
-) -> Formula:
-    """Predict the peak of one rank.
+) -> dict[str, int]:
+    """Predict what a rank should hold at its peak: shards, two groups unsharded, activations.
 
     Args:
         groups: the shapes of the parameters of each group, in the order of forward.
         ranks: over which ``Shard(0)`` deals the rows, the first rank getting no fewer than others.
         zero: 3 frees parameters after forward, 2 keeps them until backward.
         compute_dtype: of full parameters and their gradients.
-        activations: in bytes.
+        activations: the most that forward and backward hold beside parameters and their
+            gradients, measured on the unsharded model.
+
+    Returns:
+        The bytes of shards of parameters, gradients and optimizer state; of full parameters of the
+        largest two consecutive groups (one computes while its neighbor is gathered), or of all
+        groups where they are kept; of full gradients of two such groups (one is computed while its
+        neighbor's are reduced); and of activations.
     """
     shard = sum(
         math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for group in groups for shape in group
     )
     full = [sum(shape.numel() for shape in group) * compute_dtype.itemsize for group in groups]
     two = max((a + b for a, b in pairwise(full)), default=sum(full))
-    return Formula(
-        shards=shard * STORED * (2 + STATES),
-        unsharded=two if zero == 3 else sum(full),
-        gradients=two,
-        activations=activations,
-    )
+    return {
+        "shards": shard * STORED * (2 + STATES),
+        "unsharded": two if zero == 3 else sum(full),
+        "gradients": two,
+        "activations": activations,
+    }
 
 
 @dataclass

@@ -96,7 +96,6 @@ _SHARED: dict[str, Content] = {
         "anew; auto: resident where memory allows",
     },
     "transport": {"choices": TRANSPORTS, "help": "of ours"},
-    "device": {"choices": ("cpu", "cuda"), "help": "cuda: one GPU a rank"},
     "folder": {"type": Path, "help": "on the disk to be measured, not that of temporary files"},
     "seed": {"type": int, "help": "of weights and tokens"},
 }
@@ -183,7 +182,7 @@ def end(main: Callable[[], int]) -> None:
 def step_cases(options: argparse.Namespace) -> list[Case]:
     """List the cases that the options ask for: every combination."""
     return [
-        Case(ranks, params, dtype, int(zero), options.tokens, options.device, options.seed)
+        Case(ranks, params, dtype, int(zero), options.tokens, seed=options.seed)
         for params, ranks, dtype, zero in product(
             options.params, options.ranks, options.dtype, options.zero
         )

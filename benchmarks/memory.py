@@ -4,9 +4,8 @@
 
 The formula is the design's promise: shards + at most two groups unsharded + activations (see
 ``_memory.formula``). Each contender runs alone. What counts is the highest resident memory (RSS)
-of a rank that the kernel saw in a step, less what the process held before it had a model; on CUDA
-what torch's allocator gave out. The exit code is 1 where ours takes over 5 % more than the formula
-or FSDP2.
+of a rank that the kernel saw in a step, less what the process held before it had a model. The
+exit code is 1 where ours takes over 5 % more than the formula or FSDP2.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from _contenders import CONTENDERS, Case, narrow
 from _measured import too_high
 from _memory import (
     PROMPT_MALLOC,
-    Formula,
     PssSampler,
     Trace,
     formula,
@@ -46,9 +44,7 @@ class Training:
 
     def __init__(self, name: str, case: Case) -> None:
         self._contender = CONTENDERS[name](case)
-        self._batch = batches(case.params, case.tokens, dist.get_rank(), case.seed)[0].to(
-            case.device
-        )
+        self._batch = batches(case.params, case.tokens, dist.get_rank(), case.seed)[0]
         self._loss: torch.Tensor | None = None
 
     def run(self, phase: str) -> None:
@@ -103,26 +99,6 @@ class ResidentWorker:
         return self._pss
 
 
-class CudaWorker:
-    """One rank of a contender on a GPU, whose allocator keeps its own record."""
-
-    def __init__(self, name: str, case: Case) -> None:
-        self._training = Training(name, case)
-        for _ in range(WARMUP):
-            self._training.step()
-
-    def measure(self) -> dict[str, int]:
-        """Return the bytes that were allocated at the peak of each phase."""
-        peaks = {}
-        for phase in PHASES:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._training.run(phase)
-            torch.cuda.synchronize()
-            peaks[phase] = torch.cuda.max_memory_allocated()
-        return peaks
-
-
 class ActivationsWorker:
     """The unsharded model on one process: what forward and backward hold beside parameters."""
 
@@ -132,12 +108,11 @@ class ActivationsWorker:
     def measure(self) -> tuple[int, list[list[torch.Size]]]:
         """Return the peak of activations in bytes, and the shapes of each group's parameters."""
         with Trace() as trace:
-            model = build(self._case.params, self._case.seed, self._case.device)
+            model = build(self._case.params, self._case.seed)
             parameters = list(model.parameters())
             if self._case.dtype == "bf16":
                 narrow(parameters)
             batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
-            batch = batch.to(self._case.device)
             begin = trace.now
             model(input_ids=batch, labels=batch).loss.backward()
             gradients = trace.at(p.grad for p in parameters if p.grad is not None)
@@ -149,9 +124,9 @@ class ActivationsWorker:
         return activations, shapes
 
 
-def predict(case: Case) -> Formula:
+def predict(case: Case) -> dict[str, int]:
     """Apply the formula to a case, its activations measured."""
-    with World("unsharded", 1, ActivationsWorker, case, device=case.device) as world:
+    with World("unsharded", 1, ActivationsWorker, case) as world:
         activations, shapes = world.call("measure")[0]
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
@@ -159,16 +134,14 @@ def predict(case: Case) -> Formula:
 def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a contender alone; every figure is the highest of all ranks, in bytes."""
     env = contender_env(name, options.transport)
-    if case.device == "cuda":
-        with _world(name, case, CudaWorker, name, case, env=env) as world:
-            return {"peak": _highest(world.call("measure"))}
     if options.malloc == "prompt":
         env |= PROMPT_MALLOC
-    with _world(name, case, ResidentWorker, name, case, env=env) as world:
-        peak = _highest(world.call("measure"))
+    with World(*(name, case.ranks, ResidentWorker, name, case), env=env, exec_each=True) as world:
+        by_rank = world.call("measure")
         base = world.call("base_pss")
         with PssSampler(world.pids) as sampler:
             world.call("step")
+    peak = {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
     pss = max(highest - start for highest, start in zip(sampler.peaks, base, strict=True))
     return {"peak": peak, "pss": pss}
 
@@ -179,17 +152,9 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         **asdict(case),
         "transport": options.transport,
         "malloc": options.malloc,
-        "formula": asdict(predict(case)),
+        "formula": predict(case),
         "contenders": {name: measure(case, name, options) for name in options.contenders},
     }
-
-
-def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
-    return World(name, case.ranks, worker, *args, device=case.device, env=env, exec_each=True)
-
-
-def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:
-    return {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
 
 
 def main() -> int:
@@ -202,7 +167,6 @@ def main() -> int:
         seed=0,
         contenders="ours,fsdp2",
         transport="auto",
-        device="cpu",
     )
     add = made.add_argument
     add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
@@ -214,8 +178,8 @@ def main() -> int:
         "default: as it is without settings",
     )
     options = made.parse_args()
-    if options.device == "cpu" and not Path("/proc/self/clear_refs").exists():
-        made.error("on the CPU this needs Linux, whose kernel keeps the peak of resident memory")
+    if not Path("/proc/self/clear_refs").exists():
+        made.error("this needs Linux, whose kernel keeps the peak of resident memory")
     found = (measure_all(case, options) for case in step_cases(options))
     return run("memory", options, lambda say: found, too_high)
 

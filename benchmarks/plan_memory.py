@@ -16,10 +16,6 @@ against its planned tensors: how many times as much in the median is the factor 
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import itertools
-import mmap
 import multiprocessing
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -31,7 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _memory import PssSampler, pss, pss_shared
+from _memory import PssSampler, give_back, pss, pss_shared
 from _options import end, parser, positive_int, positive_ints, run
 from _plan_cases import Case
 from _worlds import World
@@ -43,7 +39,6 @@ from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.schema.sharding import Checkpointing
 from shardwise.optim.norms import clip_grad_norm_
 
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 WARMUP = 4  # steps: shared memory may settle only after so many
 STEPS = 3  # that are sampled
 RUNS = 3  # of each case
@@ -114,10 +109,7 @@ class Worker:
         for _ in range(2):
             small.step()
         del small
-        gc.collect()
-        unshare()
-        with suppress(OSError, AttributeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         dist.barrier()
         self._base = pss()
         dist.barrier()
@@ -134,38 +126,9 @@ class Worker:
             self._training.step()
 
 
-def unshare() -> None:
-    """Make copies of the pages that this process shares with the one that it was forked from.
-
-    Otherwise they would count a part of a page now, and all of it once it is written to.
-    """
-    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with Path("/proc/self/pagemap").open("rb") as pagemap:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            where, permissions = line.split()[:2]
-            if permissions != "rw-p":
-                continue
-            first, last = (int(each, 16) // page for each in where.split("-"))
-            pagemap.seek(8 * first)
-            for at in _runs(pagemap.read(8 * (last - first))):
-                libc.madvise((first + at.start) * page, len(at) * page, _POPULATE_WRITE)
-
-
-def _runs(entries: bytes) -> Iterator[range]:
-    """Find the ranges of pages that are present, by their entries in a page map."""
-    present = [entry >> 7 for entry in entries[7::8]]  # the highest bit of 64
-    begin = 0
-    for is_present, pages in itertools.groupby(present):
-        end = begin + len(list(pages))
-        if is_present:
-            yield range(begin, end)
-        begin = end
-
-
 def measure(case: Case) -> list[dict[str, int]]:
     """Train; return each rank's bytes: PSS before it has a model, at the peak, and unmapped."""
-    with World(str(case), case.settings.mesh.size, Worker, case) as world:
+    with World(str(case), case.settings.mesh.size, Worker, case, exec_each=True) as world:
         base = world.call("base")
         with PssSampler(world.pids) as sampler:
             world.call("steps", STEPS)

@@ -41,8 +41,6 @@ def play(case: Case, options: argparse.Namespace, say: Callable[[str], None]) ->
 
 def _fits(case: Case, names: list[str]) -> bool:
     """Tell whether all worlds of a case fit into the memory that is free now."""
-    if case.device != "cpu":
-        return False
     whole = 4 * PRESETS[case.params].numel  # bytes in fp32
     state = 2  # AdamW's, of each parameter
     asleep = {
@@ -66,7 +64,6 @@ def main() -> int:
         seed=0,
         contenders="ours,fsdp2,fsdp1,ddp,floor",
         transport="auto",
-        device="cpu",
         rounds=5,
         steps=3,
         warmup=4,

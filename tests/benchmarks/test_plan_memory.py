@@ -60,32 +60,6 @@ def test_shared_memory_that_no_rank_maps_is_found() -> None:
     os.close(fd)
 
 
-def test_runs_are_the_pages_that_are_present() -> None:
-    from plan_memory import _runs
-
-    present = [False, True, True, False, True]
-    entries = b"".join((each << 63 | 7).to_bytes(8, "little") for each in present)
-    assert list(_runs(entries)) == [range(1, 3), range(4, 5)]
-
-
-def test_shared_pages_become_this_process_s_own() -> None:
-    from _memory import pss
-    from plan_memory import unshare
-
-    memory = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.write(b"\1" * len(memory))
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        before = pss()
-        unshare()
-        os.write(write, b"%d" % (pss() - before))
-        os._exit(0)
-    grown = int(os.read(read, 64))
-    assert os.waitpid(child, 0)[1] == 0
-    assert grown > 30 * MIB, "half of each page was another process's"
-
-
 @pytest.mark.long
 def test_peaks_and_plans_of_real_ranks(tmp_path: Path) -> None:
     path = tmp_path / "raw.json"
