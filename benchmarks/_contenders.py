@@ -449,3 +449,5 @@ CONTENDERS: dict[str, type[Contender]] = {
         *(DistributedDataParallel, Floor, Copies),
     )
 }
+#: What tables call them.
+TITLES = {name: contender.title for name, contender in CONTENDERS.items()}

@@ -23,10 +23,9 @@ import torch
 from _contenders import Case
 from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, LossWorker, ProbeWorker, SanitizedWorker
-from _measured import mean_losses
 from _models import PRESETS, build
 from _report import ROOT, machine
-from _turns import Pace, play_steps, transposed
+from _turns import Pace, mean_losses, play_steps, transposed
 from _worlds import World, WorldError
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.memory import memory

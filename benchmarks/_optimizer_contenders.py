@@ -14,12 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from _tables import OPTIMIZER_TITLES as TITLES
 from shardwise.app.recipes.core.build import make_optimizer
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
 from shardwise.optim import muon_groups
 
 Params = list[dict[str, Any]]
+TITLES = {
+    "ours-adamw": "torch AdamW, fused",
+    "fsdp2-adamw": "torch AdamW, fused",
+    "ours-adamw8bit": "shardwise AdamW8bit",
+    "fsdp2-adamw8bit": "torchao AdamW8bit",
+    "ours-muon": "shardwise Muon",
+    "fsdp2-muon": "muon-fsdp2",
+    "ours-lion": "shardwise Lion",
+    "fsdp2-lion": "lion-pytorch",
+    "ours-adafactor": "shardwise Adafactor",
+    "ours-sgd": "torch SGD, momentum",
+    "fsdp2-sgd": "torch SGD, momentum",
+}
+"""Contenders, by what shards the model and what ``shardwise train`` calls the optimizer."""
 
 
 def settings_of(name: str, lr: float) -> OptimizerConfig:

@@ -70,6 +70,20 @@ class Case:
         """The link between hosts, by name."""
         return f"ethernet-{self.gbit:g}" if self.gbit else None
 
+    def __str__(self) -> str:
+        words = [
+            self.model,
+            f"{self.size} {'tokens' if self.is_text else 'images'}",
+            self.dtype,
+            self.strategy,
+            f"two hosts, {self.gbit:g} Gbit/s" if self.gbit else self.transport,
+        ]
+        if self.checkpointing != "none":
+            words.append(f"{self.checkpointing} checkpointing")
+        if self.accumulate > 1:
+            words.append(f"{self.accumulate} microbatches")
+        return ", ".join(words)
+
     def blueprint(self) -> Blueprint:
         """Return the model, on the meta device, and how it is sharded."""
         return of_module(build(self.model, 0, "meta")) if self.is_text else find_model(self.model)

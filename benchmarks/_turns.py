@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, median
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
@@ -22,12 +23,14 @@ from _contenders import CONTENDERS, Case, Contender
 from _models import BATCHES, PRESETS, batches
 from _worlds import TICKS, World, WorldError
 
+Content = dict[str, Any]
 #: What a contender does in a round, with its world, and whether that has just begun.
 Turn = Callable[[str, World, bool], Any]
 
 
-def in_turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Yield who is next, with the number of the round; who begins changes from round to round."""
+    names = list(names)
     for index in range(rounds):
         shift = index % len(names)
         for name in (*names[shift:], *names[:shift]):
@@ -52,7 +55,7 @@ class Turns:
 
     def __init__(
         self,
-        names: Sequence[str],
+        names: Iterable[str],
         start: Callable[[str], World],
         *,
         is_resident: bool = True,
@@ -277,3 +280,65 @@ def _machine_busy() -> float:
     """Return the processor seconds that everybody on this machine has taken."""
     user, nice, system = Path("/proc/stat").read_text().split()[1:4]
     return (int(user) + int(nice) + int(system)) / TICKS
+
+
+def slowest(ranks: Sequence[Mapping[str, float]], what: str) -> float:
+    """Return the most of any rank."""
+    return max(rank[what] for rank in ranks)
+
+
+def losses(case: Content, name: str) -> list[float]:
+    """List a contender's losses, the mean over ranks, of all its steps from its first."""
+    turns = case["contenders"][name]
+    return mean_losses([step for turn in turns for step in turn["warmup"] + turn["steps"]])
+
+
+def mean_losses(steps: list[list[dict[str, float]]]) -> list[float]:
+    """Return the mean loss over the ranks of each step."""
+    return [fmean(rank["loss"] for rank in step) for step in steps]
+
+
+def disagreement(
+    case: Content, contenders: Mapping[str, type[Contender]] = CONTENDERS
+) -> str | None:
+    """Compare the losses of the contenders.
+
+    Those that exchange gradients must agree to four decimals at every step, or as closely as they
+    say themselves. The floor exchanges none, so that only its very first loss is comparable.
+
+    Args:
+        case: of a document.
+        contenders: what its names stand for.
+
+    Returns:
+        What differs, for people, or ``None``.
+    """
+    names = list(case["contenders"])
+    reference = min(names, key=lambda name: (not contenders[name].exchanges, name != "fsdp2"))
+    expected = losses(case, reference)
+    found = []
+    for name in names:
+        own = losses(case, name)
+        comparable = len(own) if contenders[name].exchanges else 1
+        for step, (mine, theirs) in enumerate(zip(own[:comparable], expected, strict=False)):
+            if not abs(mine - theirs) < contenders[name].tolerance:  # NaN differs
+                found.append(
+                    f"{name} differs from {reference} first at step {step}: {mine:.6f}, not "
+                    f"{theirs:.6f}"
+                )
+                break
+    return "; ".join(found) or None
+
+
+def step_seconds(case: Content, name: str) -> list[float]:
+    """Return a contender's step time in each round: the median step, by its slowest rank."""
+    return [
+        median(slowest(step, "seconds") for step in turn["steps"])
+        for turn in case["contenders"][name]
+    ]
+
+
+def verdict(case: Content, contenders: Mapping[str, type[Contender]] = CONTENDERS) -> str:
+    """Tell whether the losses of contenders agree."""
+    wrong = disagreement(case, contenders)
+    return f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'}"

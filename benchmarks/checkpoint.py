@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,11 +34,11 @@ import shardwise.checkpoint
 from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
 from _options import end, parser, run
-from _tables import CHECKPOINT_TITLES
+from _report import Table, compared, mib, ratio
 from _turns import Turns
 from _worlds import World
 
-_CONTENDERS = tuple(CHECKPOINT_TITLES)
+TITLES = {"ours": "shardwise", "dcp": "torch DCP", "floor": "plain files"}
 
 
 class CheckpointWorker:
@@ -161,7 +162,7 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
                 _turn(world, Path(root, name), options.cold)
             return _turn(world, Path(root, name), options.cold)
 
-        with Turns(_CONTENDERS, start) as turns:
+        with Turns(TITLES, start) as turns:
             found = turns.play(options.rounds, turn)
             nbytes = sum(turns.worlds["ours"].call("nbytes"))
     return {
@@ -190,13 +191,48 @@ def _turn(world: World, folder: Path, cold: bool) -> dict[str, Any]:
     return found
 
 
+def table(case: dict[str, Any]) -> Table:
+    """Show a case."""
+    rows = [f"{name} {what}" for what in ("save", "load") for name in TITLES]
+
+    def figures(row: str, what: str) -> list[float]:
+        name, action = row.split()
+        return [max(turn[f"{action}_{what}"]) for turn in case["turns"][name]]
+
+    seconds = {row: figures(row, "s") for row in rows}
+
+    def faster(peer: str) -> Callable[[str], str]:
+        return lambda row: ratio(seconds[f"{peer} {row.split()[1]}"], seconds[row])
+
+    return compared(
+        f"{case['params']} parameters with AdamW, {case['ranks']} ranks, "
+        f"{case['nbytes'] / 1e9:.2f} GB",
+        ("contender", "s", 2),
+        seconds,
+        {row: f"{TITLES[row.split()[0]]}, {row.split()[1]}" for row in rows},
+        peers={},
+        beside={
+            "GB/s": lambda row: f"{case['nbytes'] / median(seconds[row]) / 1e9:.2f}",
+            "x DCP": faster("dcp"),
+            "x plain": faster("floor"),
+            "extra MiB a rank": lambda row: mib(max(figures(row, "extra")), 0),
+        },
+        notes=[
+            f"{len(case['turns']['ours'])} rounds, the slowest rank of each; files "
+            f"{'dropped from' if case['cold'] else 'in'} the page cache when they are loaded; "
+            "ratios are of throughput, medians of those within each round"
+        ],
+    )
+
+
 def main() -> int:
     made = parser(__doc__, ranks="2", params="150m", rounds=7, folder=None, seed=0)
     cold = "drop files from the page cache before they are loaded"
     made.add_argument("--cold", action="store_true", help=cold)
     options = made.parse_args()
     each = product(options.params, options.ranks)
-    return run("checkpoint", options, lambda say: (play(r, p, options) for p, r in each))
+    cases = (play(r, p, options) for p, r in each)
+    return run("checkpoint", options, lambda say: cases, lambda cases: [*map(table, cases)])
 
 
 if __name__ == "__main__":

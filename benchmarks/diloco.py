@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from _goodput_judge import summed_loss
-from _measured import bytes_ratio, loss_ratio
-from _options import end, natural, parser, plain, positive_int, run
+from _options import Content, end, parser, plain, positive_int, run, whole
+from _report import Table
 from _wire import metered
 from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
@@ -186,6 +186,56 @@ def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[st
     }
 
 
+def loss_ratio(case: Content, name: str) -> float:
+    """A contender's loss on text that was held out, beside that of synchronous training."""
+    found = case["contenders"]
+    return float(found[name]["judged"] / found[SYNCHRONOUS]["judged"])
+
+
+def crossed(case: Content, name: str) -> int:
+    """Return the bytes that have crossed between replicas, the flush at the end included."""
+    found = case["contenders"][name]
+    return int(found["sent"] + found["sent_at_end"])
+
+
+def bytes_ratio(case: Content, name: str) -> float:
+    """How many times fewer bytes have crossed than in synchronous training."""
+    return crossed(case, SYNCHRONOUS) / crossed(case, name)
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    settings = case["settings"]
+    tokens = settings["steps"] * settings["ranks"] * settings["batch"] * settings["length"]
+    warmup, start = settings["outer_warmup"], settings["start"]
+    risen = f", momentum rises over {warmup} rounds" if warmup else ""
+    shown = Table(
+        f"{settings['model']}, {settings['replicas']} replicas on {settings['ranks']} ranks, "
+        f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens; outer rate "
+        f"{settings['outer_lr']}{risen}",
+        ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes"],
+    )
+    for name, found in case["contenders"].items():
+        kind, _, momentum = name.partition(":")
+        title = f"DiLoCo, H = {settings['every']}, {kind}, momentum {momentum or 0.9}"
+        shown.rows.append(
+            [
+                name if name == SYNCHRONOUS else title,
+                f"{found['judged']:.4f}",
+                f"{loss_ratio(case, name):.4f}",
+                f"{crossed(case, name) / 1e6:.2f}",
+                f"{bytes_ratio(case, name):.1f} x",
+            ]
+        )
+    shown.notes.append(
+        "loss: nats per token on 512 sequences that were held out, of the outer parameters; bytes: "
+        "payload of all ranks"
+    )
+    if start:
+        shown.notes.append(f"all start from one model, trained synchronously for {start} steps")
+    return shown
+
+
 def keeps_promises(case: dict[str, Any]) -> bool:
     """Whether losses and bytes are what the first lines of this file say."""
     kept = True
@@ -230,7 +280,7 @@ def main() -> int:
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
-    add("--start", type=natural, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--start", type=whole(0), default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
@@ -238,13 +288,14 @@ def main() -> int:
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="inner one (adamw)")
     add("--lr", type=float, default=2e-3, help="its peak learning rate (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
-    add("--outer-warmup", type=natural, default=0, help="rounds in which momentum rises (0)")
+    add("--outer-warmup", type=whole(0), default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
     options = made.parse_args()
     return run(
         *("diloco", options, lambda say: measure(options, say)),
+        lambda cases: [*map(table, cases)],
         lambda case: not keeps_promises(case),
     )
 

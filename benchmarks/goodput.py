@@ -27,6 +27,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 import psutil
@@ -42,11 +43,14 @@ from _goodput_run import (
     speed,
     useful,
 )
-from _goodput_tables import DILOCO, SYNCHRONOUS, is_diloco, keeps_promise
-from _options import end, number, parser, plain, positive_int, run
+from _options import end, listed, number, parser, plain, positive_int, run
+from _report import Table
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
+#: DiLoCo keeps so much of its speed at the rates that leave a synchronous training less than that.
+KEPT, LOST = 0.88, 0.40
+SYNCHRONOUS, DILOCO = "sync", "diloco"
 _POINTS = 8  # checkpoints of a curve of losses
 
 
@@ -205,14 +209,114 @@ def _contenders(text: str) -> list[str]:
     return names
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        rates = [float(word) for word in text.split(",")]
-    except ValueError:
-        rates = [-1.0]
-    if min(rates) < 0 or max(rates) > 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates (0,0.5,1)")
-    return sorted({0.0, *rates})
+def title(contender: str) -> str:
+    """Name a contender, such as ``sync:20``."""
+    kind, _, number = contender.partition(":")
+    return f"DiLoCo, H = {number}" if kind == DILOCO else f"synchronous, saves every {number}"
+
+
+def is_diloco(contender: str) -> bool:
+    """Whether a contender trains with DiLoCo."""
+    return contender.partition(":")[0] == DILOCO
+
+
+def runs_of(case: dict[str, Any], contender: str) -> dict[float, list[dict[str, Any]]]:
+    """Return a contender's runs that came to their end, by the rate of faults."""
+    found: dict[float, list[dict[str, Any]]] = {}
+    for one in case["runs"]:
+        if one["contender"] == contender and "ended" not in one:
+            found.setdefault(one["per_minute"], []).append(one)
+    return dict(sorted(found.items()))
+
+
+def contenders_of(case: dict[str, Any]) -> list[str]:
+    """Return the contenders of a case, in the order in which they were asked for."""
+    return list(case["settings"]["contenders"])
+
+
+def goodputs(case: dict[str, Any], contender: str) -> dict[float, float]:
+    """Return a contender's speed at each rate, divided by its speed without faults."""
+    runs = runs_of(case, contender)
+    if 0 not in runs:
+        return {}
+    undisturbed = fmean(map(speed, runs[0]))
+    return {rate: fmean(map(speed, of)) / undisturbed for rate, of in runs.items()}
+
+
+def keeps_promise(case: dict[str, Any]) -> bool:
+    """Whether DiLoCo loses little wherever a synchronous training loses most."""
+    if any("ended" in one for one in case["runs"]):
+        return False
+    names = contenders_of(case)
+    ours = [goodputs(case, name) for name in names if is_diloco(name)]
+    theirs = [goodputs(case, name) for name in names if not is_diloco(name)]
+    lost = {rate for found in theirs for rate, kept in found.items() if kept < LOST}
+    return all(found.get(rate, 1.0) >= KEPT for found in ours for rate in lost)
+
+
+def table(case: dict[str, Any]) -> Table:
+    """Show a case."""
+    settings = case["settings"]
+    shown = Table(
+        f"Useful tokens per second; kills at random; {settings['model']}, "
+        f"{settings['ranks']} processes, steps of {settings['step']:g} s",
+        ["contender", "a minute", "seen", "tokens/s", "goodput", "tokens", "loss", "as many, calm"],
+    )
+    for name in contenders_of(case):
+        for rate, runs in runs_of(case, name).items():
+            for one in runs:
+                end, loss = one["losses"][-1] if one["losses"] else (None, None)
+                shown.rows.append(
+                    [
+                        title(name),
+                        f"{rate:g}",
+                        str(len(one["faults"])),
+                        f"{speed(one):,.0f}",
+                        _share(case, name, one),
+                        "-" if end is None else f"{end:,}",
+                        "-" if loss is None else f"{loss:.4f}",
+                        _calm(case, name, end) if rate else "",
+                    ]
+                )
+    busy = [one["busy"] for one in case["runs"] if "ended" not in one]
+    shown.notes += [
+        "goodput: tokens per second, divided by those of the same contender without faults",
+        "loss: nats per token on 1,024 sequences that were held out, of the last checkpoint, and "
+        "the tokens that it has learned from; as many, calm: the loss of the same contender "
+        "without faults after as many tokens, interpolated",
+    ]
+    if busy:
+        shown.notes.append(
+            f"{settings['seconds']:g} s and more each, {settings['at_once']} trainings at once; "
+            f"processors were busy for {100 * median(busy):.0f} % of the time (median), "
+            f"{100 * max(busy):.0f} % at most"
+        )
+    for one in case["runs"]:
+        if "ended" in one:
+            first = one["ended"].splitlines()[0]
+            shown.notes.append(
+                f"{title(one['contender'])}, {one['per_minute']:g} a minute: {first}"
+            )
+    return shown
+
+
+def _share(case: dict[str, Any], contender: str, one: dict[str, Any]) -> str:
+    calm = runs_of(case, contender).get(0)
+    return f"{100 * speed(one) / fmean(map(speed, calm)):.1f} %" if calm else "-"
+
+
+def _calm(case: dict[str, Any], contender: str, tokens: int | None) -> str:
+    """The loss without faults after as many tokens, interpolated between checkpoints."""
+    points = [
+        (at, loss) for one in runs_of(case, contender).get(0, [])[:1] for at, loss in one["losses"]
+    ]
+    if tokens is None:
+        return "-"
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if before <= tokens <= after:
+            share = (tokens - before) / (after - before)
+            return f"{high + share * (low - high):.4f}"
+    return "-"
 
 
 def main() -> int:
@@ -223,7 +327,8 @@ def main() -> int:
     seconds = number(1e-3, 86400, "a number of seconds")
     add("--contenders", type=_contenders, default=contenders, help=names)
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]
-    add("--rates", type=_rates, default=rates, help="kills a minute (0,0.5,1,2,3)")
+    rate = number(0, 1000, "a number of kills")
+    add("--rates", type=listed(rate), default=rates, help="kills a minute (0,0.5,1,2,3)")
     add("--model", default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=4, help="processes of a training (4)")
     add("--batch", type=positive_int, default=2, help="sequences of a process and step (2)")
@@ -234,11 +339,13 @@ def main() -> int:
     add("--at-once", type=positive_int, default=2, help="trainings at the same time (2)")
     add("--seed", type=int, default=0, help="of the faults (0)")
     options = made.parse_args()
+    options.rates = sorted({0.0, *options.rates})
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         return run(
             "goodput",
             options,
             lambda say: [measure(options, Path(folder))],
+            lambda cases: [*map(table, cases)],
             lambda case: not keeps_promise(case),
         )
 

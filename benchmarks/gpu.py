@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -29,7 +30,7 @@ import torch
 from _gpu_parts import PARTS, Cases, Part, Room, Setup, environment, shortened
 from _gpu_tables import gpu_tables, last_line
 from _options import one_of, positive_int
-from _report import ROOT, document, save, wide_console
+from _report import ROOT, Table, document, save, wide_console
 from _worlds import stop_server
 
 #: A part writes its results before its limit kills it, if it can.
@@ -153,20 +154,20 @@ def main() -> int:
     chosen = [PARTS[name] for name in PARTS if name in options.only]
     for found in run_all(chosen, options.budget, watched, lambda text: print(text, flush=True)):
         content["parts"].append(found)
+        content["tables"] = [dataclasses.asdict(table) for table in gpu_tables(content)]
         save(out / "report.json", content)
-    show(content)
+    for table in gpu_tables(content):
+        show(table)
     return 0 if all(part["status"] == "done" for part in content["parts"]) else 1
 
 
-def show(content: dict[str, Any]) -> None:
-    """Print the tables: drawn where rich is installed, as Markdown elsewhere."""
-    tables = gpu_tables(content)
+def show(table: Table) -> None:
+    """Print a table: drawn where rich is installed, as Markdown elsewhere."""
     try:
         console = wide_console()
     except ImportError:
-        print("\n\n".join(table.markdown() for table in tables))
-        return
-    for table in tables:
+        print(f"{table.markdown()}\n")
+    else:
         table.show(console)
 
 

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _contenders import CONTENDERS, Case, narrow
-from _measured import too_high
+from _contenders import CONTENDERS, TITLES, Case, narrow
 from _memory import (
     PROMPT_MALLOC,
     PssSampler,
@@ -32,10 +31,14 @@ from _memory import (
     rss,
 )
 from _models import batches, build, groups
-from _options import contender_env, end, one_of, parser, run, step_cases
+from _options import Content, contender_env, end, one_of, parser, run, step_cases
+from _report import Table, mib
 from _worlds import World
 
 WARMUP = 2  # steps: the first makes the optimizer's state
+#: Ours may take this much of the formula's peak, and of FSDP2's.
+ALLOWED = 1.05
+FORMULA = "formula"
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
@@ -157,6 +160,55 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def peak(case: Content, name: str) -> int | None:
+    """Return the peak of a contender over the phases of a step, or of the formula, in bytes."""
+    if name == FORMULA:
+        return sum(case["formula"].values())
+    measured = case["contenders"].get(name)
+    return max(measured["peak"].values()) if measured else None
+
+
+def too_high(case: Content) -> str | None:
+    """Tell where ours takes more than the formula or FSDP2 allow, or return ``None``."""
+    mine = peak(case, "ours")
+    if mine is None:
+        return None
+    limits = {"the formula": peak(case, FORMULA), "FSDP2": peak(case, "fsdp2")}
+    found = [
+        f"{mine / limit:.2f} x {name}"
+        for name, limit in limits.items()
+        if limit and mine > ALLOWED * limit
+    ]
+    return ", ".join(found) or None
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    found, parts, wrong = case["contenders"], case["formula"], too_high(case)
+    columns = ["MiB a rank", "peak", "x formula", "x FSDP2", "forward", "backward", "optimizer"]
+    shown = Table(Case.stored(case).label(), [*columns, "at rest", "peak PSS", "x FSDP2"])
+    for name in (FORMULA, *found):
+        phases = [mib(found[name]["peak"][phase]) if name in found else "" for phase in PHASES]
+        highest, pss = peak(case, name), found.get(name, {}).get("pss")
+        over = [_over(highest, peak(case, peer)) for peer in (FORMULA, "fsdp2")]
+        pss_over = _over(pss, found.get("fsdp2", {}).get("pss"))
+        cells = [TITLES.get(name, name), mib(highest), *over, *phases, mib(pss), pss_over]
+        shown.rows.append(cells)
+    if "ours" in found:
+        judged = f"TOO HIGH: {wrong}" if wrong else "OK, no higher than the formula and FSDP2 + 5 %"
+        shown.notes.append(f"ours: {judged}")
+    shown.notes += [
+        f"formula: shards {mib(parts['shards'])} + unsharded {mib(parts['unsharded'])} + full "
+        f"gradients {mib(parts['gradients'])} + activations {mib(parts['activations'])}",
+        f"transport of ours: {case['transport']}; malloc: {case['malloc']}",
+    ]
+    return shown
+
+
+def _over(mine: float | None, theirs: float | None) -> str:
+    return f"{mine / theirs:.2f}" if mine and theirs else ""
+
+
 def main() -> int:
     made = parser(
         __doc__,
@@ -181,7 +233,9 @@ def main() -> int:
     if not Path("/proc/self/clear_refs").exists():
         made.error("this needs Linux, whose kernel keeps the peak of resident memory")
     found = (measure_all(case, options) for case in step_cases(options))
-    return run("memory", options, lambda say: found, too_high)
+    return run(
+        *("memory", options, lambda say: found), lambda cases: [*map(table, cases)], too_high
+    )
 
 
 if __name__ == "__main__":

@@ -23,23 +23,25 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case
-from _measured import optimizer_differences as differences
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
 from _models import PRESETS
-from _optimizer_contenders import installed, make, settings_of
-from _options import end, one_of, parser, positive_int, run
-from _tables import OPTIMIZER_TITLES as TITLES
+from _optimizer_contenders import TITLES, installed, make, settings_of
+from _options import Content, end, one_of, parser, positive_int, run
+from _report import Table, compared, mib
 from _turns import Turns
 from _worlds import World
 from shardwise.app.recipes.core.build import learning_rate
 
 PARTS = ("steps", "loss")
+ADAMW = "fsdp2-adamw"
+LAST = 50  # steps whose mean loss counts
 WARMUP = 2  # steps: the first makes states, and may compile
 GRADIENT = 1e-2  # root of the mean square of an element
 LENGTH = 256  # tokens of a sequence
@@ -186,6 +188,92 @@ def play_loss(preset: str, seed: int, options: argparse.Namespace) -> dict[str, 
     }
 
 
+def differences(case: Content) -> list[str]:
+    """Name the kinds of optimizers of torch whose losses depend on what shards the model.
+
+    Both runtimes reduce gradients of two ranks alike, and run the same optimizer.
+    """
+    if case["part"] != "loss" or case["ranks"] != 2:
+        return []
+    losses = case["losses"]
+    both = [kind for kind in ("adamw", "sgd") if {f"ours-{kind}", f"fsdp2-{kind}"} <= set(losses)]
+    return [kind for kind in both if losses[f"ours-{kind}"] != losses[f"fsdp2-{kind}"]]
+
+
+def tables(cases: list[Content]) -> list[Table]:
+    """Make a table of each case of steps, and one of the losses of each model."""
+    models: dict[str, list[Content]] = {}
+    for case in cases:
+        if case["part"] == "loss":
+            models.setdefault(case["params"], []).append(case)
+    steps = (step_table(case) for case in cases if case["part"] == "steps")
+    return [*steps, *map(loss_table, models.values())]
+
+
+def step_table(case: Content) -> Table:
+    """Show a case of steps."""
+
+    def peer(name: str) -> str:
+        found = f"fsdp2-{name.partition('-')[2]}"
+        return found if found != name else ""
+
+    def state(name: str) -> str:
+        pairs = zip(case["state_bytes"][name], case["shard_numel"][name], strict=True)
+        return f"{max(held / own for held, own in pairs):.2f}"
+
+    seconds = case["seconds"]
+    return compared(
+        f"A step of the optimizer: {case['numel'] / 1e6:.1f} M parameters, {case['ranks']} ranks, "
+        "fp32, ZeRO-3",
+        ("optimizer", "ms", 1),
+        {name: [1e3 * each for each in took] for name, took in seconds.items()},
+        TITLES,
+        peers={"x AdamW": ADAMW, "x peer": peer},
+        beside={
+            "sharded by": _shards,
+            "bytes of states": state,
+            "MiB of a step": lambda name: mib(max(case["step_bytes"][name])),
+        },
+        notes=[
+            f"Medians of {len(next(iter(seconds.values())))} steps, of the slowest rank; "
+            "contenders take turns. AdamW is torch's, fused, on FSDP2; a peer has the same kind of "
+            "optimizer, on FSDP2.",
+            "Bytes of states are those of a parameter's element. The last column is the memory of "
+            "a rank that a step takes for as long as it runs, beside parameters, gradients and "
+            "states.",
+        ],
+    )
+
+
+def loss_table(cases: list[Content]) -> Table:
+    """Show the losses of a model, whose cases have several seeds."""
+    first = cases[0]
+    shown = Table(
+        f"Loss after {first['steps']} steps: {first['numel'] / 1e6:.1f} M parameters, "
+        f"{first['ranks']} ranks, ZeRO-3, {first['tokens']} tokens a step",
+        ["optimizer", "sharded by", "lr", "loss", "against AdamW"],
+    )
+
+    def last(name: str) -> list[float]:
+        return [fmean(case["losses"][name][-LAST:]) for case in cases if name in case["losses"]]
+
+    for name in first["losses"]:
+        pairs = zip(last(name), last(ADAMW), strict=False)  # none, where AdamW was not asked for
+        apart = ", ".join(f"{mine / theirs - 1:+.1%}" for mine, theirs in pairs)
+        loss = ", ".join(f"{each:.3f}" for each in last(name))
+        cells = [TITLES[name], _shards(name), f"{first['rates'][name]:g}", loss]
+        shown.rows.append([*cells, "" if name == ADAMW else apart])
+    several = " Several figures in a cell are of several seeds." if len(cases) > 1 else ""
+    shown.notes.append(f"Means of the last {min(LAST, first['steps'])} steps.{several}")
+    for kind in sorted({kind for case in cases for kind in differences(case)}):
+        shown.notes.append(f"Losses of torch's {kind} DIFFER between runtimes.")
+    return shown
+
+
+def _shards(name: str) -> str:
+    return {"ours": "shardwise", "fsdp2": "torch FSDP2"}[name.partition("-")[0]]
+
+
 def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for preset in options.params:
         if options.only != "loss":
@@ -208,7 +296,7 @@ def main() -> int:
     if options.tokens % (LENGTH * options.ranks):
         made.error(f"--tokens: expected a multiple of {LENGTH * options.ranks}, {LENGTH} a rank")
     options.contenders = options.contenders or installed()
-    return run("optimizers", options, lambda say: _cases(options), differences)
+    return run("optimizers", options, lambda say: _cases(options), tables, differences)
 
 
 if __name__ == "__main__":

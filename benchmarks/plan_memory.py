@@ -10,8 +10,8 @@ at the moment is taken all the same, and counts 1/k, too. Each case is trained t
 the heap of the same training differs from run to run, and the median of a rank counts.
 
 What a rank takes above what it held before it had the model, after steps of a tiny one, is held
-against its planned tensors: how many times as much in the median is the factor of plans (see
-``_measured.py``). The plan is made in a process of its own.
+against its planned tensors: how many times as much in the median is the factor of plans. The plan
+is made in a process of its own.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from _memory import PssSampler, give_back, pss, pss_shared
-from _options import end, parser, positive_int, positive_ints, run
+from _options import end, listed, parser, positive_int, run
 from _plan_cases import Case
+from _report import Table, mib
 from _worlds import World
 from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
@@ -167,10 +169,54 @@ def compared(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]
             yield {"case": asdict(case), "predicted": planned.result(), "runs": measured}
 
 
+def of_ranks(case: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return each rank's PSS before it has a model and at its peak, medians over runs, in bytes."""
+    return [
+        (
+            median(each["base"] for each in runs),
+            median(each["peak"] + each["unmapped"] for each in runs),
+        )
+        for runs in zip(*case["runs"], strict=True)
+    ]
+
+
+def tables(cases: Sequence[dict[str, Any]]) -> list[Table]:
+    """Make a table with a row for each case: that of the rank that is furthest from its plan."""
+    times = median(
+        (measured - bare) / case["predicted"]["peak"]
+        for case in cases
+        for bare, measured in of_ranks(case)
+    )
+    columns = ["configuration", "mesh", "bare", "tensors", "predicted", "measured", "ratio"]
+    shown = Table("PSS of a rank at its peak, MiB", columns)
+    off = []
+    for case in cases:
+        tensors = case["predicted"]["peak"]
+        bare, measured = max(
+            of_ranks(case), key=lambda rank: abs((rank[0] + times * tensors) / rank[1] - 1)
+        )
+        total = bare + times * tensors
+        off.append(abs(total / measured - 1))
+        trained = Case(**case["case"])
+        sizes = [mib(each, 0) for each in (bare, tensors, total, measured)]
+        shown.rows.append([str(trained), trained.mesh, *sizes, f"{total / measured:.3f}"])
+    shown.notes += [
+        f"A rank takes {times:.2f} x its tensors in the median.",
+        f"With that, {sum(each <= 0.05 for each in off)} of {len(off)} are within 5 %, "
+        f"{100 * median(off):.1f} % off in the median, {100 * max(off):.1f} % at most.",
+    ]
+    return [shown]
+
+
 def main() -> int:
     made = parser(__doc__)
     add = made.add_argument
-    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add(
+        "--cases",
+        type=listed(positive_int),
+        default=[],
+        help="numbers of cases from 1, with commas; all",
+    )
     add("--model", help="a case of your own: a preset")
     add("--size", type=positive_int, default=256, help="its tokens, or images")
     add("--mesh", default="dp=2", help="its ranks")
@@ -182,7 +228,7 @@ def main() -> int:
     cases = [CASES[at - 1] for at in options.cases] or list(CASES)
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
-    return run("plan_memory", options, lambda say: compared(cases, options.runs))
+    return run("plan_memory", options, lambda say: compared(cases, options.runs), tables)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Every strategy over two hosts and a link of a chosen speed, with torch's FSDP2 beside them.
 
     python benchmarks/strategies.py --gbit 1 --json 1.json
-    python benchmarks/strategies.py --stored 10.json,1.json,0.1.json --picture strategies.svg
 
 The hosts are namespaces of this machine, the link is shaped with ``tc tbf`` (see ``_hosts.py``; it
 needs root). All contenders train the same model on the same tokens in one run and take turns, as
@@ -16,18 +15,19 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 
 from _contenders import ByModule, Case, Contender
 from _hosts import Host, HostsError, two_hosts
-from _measured import disagreement
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
-from _options import end, number, one_of, parser, positive_int, run
+from _options import Content, end, number, one_of, parser, positive_int, run
+from _report import Table, compared
 from _strategy_contenders import ACCUMULATED, STRATEGIES, Apart
-from _turns import StepWorker, Turns, transposed
+from _turns import StepWorker, Turns, disagreement, step_seconds, transposed, verdict
 from _worlds import World
 from shardwise.base.devices import keep_freed_memory
 
@@ -132,6 +132,72 @@ def play(
     }
 
 
+def seconds_by_round(case: Content, name: str) -> list[float]:
+    """Return a contender's step time in each round, with DiLoCo's share of an exchange."""
+    own = step_seconds(case, name)
+    met = case["beside"][name].get("meetings", [{"seconds": 0.0}] * len(own))
+    pairs = zip(own, met, strict=True)
+    return [inner + each["seconds"] / case["local_steps"] for inner, each in pairs]
+
+
+def wire_bytes(case: Content, name: str) -> float:
+    """Return the bytes that a host sends in a step, DiLoCo's share of an exchange included."""
+    own = median(max(turn["sent"]) for turn in case["contenders"][name])
+    if meetings := case["beside"][name].get("meetings"):
+        own += median(max(each["sent"]) for each in meetings) / case["local_steps"]
+    return float(own)
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    seconds = {name: seconds_by_round(case, name) for name in case["contenders"]}
+
+    def utilization(name: str) -> str:
+        if "floor" not in seconds:
+            return ""
+        pairs = zip(seconds[name], seconds["floor"], strict=True)
+        return f"{100 * median(floor / mine for mine, floor in pairs):.0f} %"
+
+    tokens = case["ranks"] * case["tokens"]
+    return compared(
+        f"{case['gbit']:g} Gbit/s, {case['hosts']} hosts of {case['ranks'] // case['hosts']} "
+        f"ranks, {case['numel'] / 1e6:.1f} M parameters, {case['dtype']}, {case['tokens']} tokens "
+        "a rank",
+        ("strategy", "step s", 3),
+        seconds,
+        {name: STRATEGIES[name].title for name in seconds},
+        peers={"x FSDP2 full": "fsdp2-full", "x FSDP2 hybrid": "fsdp2-hybrid"},
+        beside={
+            "tokens/s": lambda name: f"{tokens / median(seconds[name]):.0f}",
+            "utilization": utilization,
+            "MB/step": lambda name: f"{wire_bytes(case, name) / 1e6:.2f}",
+            "memory MB": lambda name: f"{max(case['beside'][name]['memory']) / 1e6:.0f}",
+        },
+        notes=[
+            f"{verdict(case, STRATEGIES)} (DiLoCo and compute only: the first; with int8 and bf16 "
+            "to 0.05)",
+            f"{len(next(iter(seconds.values())))} rounds; utilization: step of compute only over "
+            "this step; MB: sent by the busier host, as its interface counts; memory: highest PSS "
+            "of a rank",
+            *(note for name in seconds for note in _notes(case, name)),
+        ],
+    )
+
+
+def _notes(case: Content, name: str) -> Iterator[str]:
+    if met := case["beside"][name].get("meetings"):
+        seconds = median(each["seconds"] for each in met)
+        sent = median(max(each["sent"]) for each in met)
+        yield (
+            f"{STRATEGIES[name].title}: an inner step {median(step_seconds(case, name)):.3f} s, "
+            f"an exchange {seconds:.3f} s and {sent / 1e6:.2f} MB, shared by H = "
+            f"{case['local_steps']} steps"
+        )
+    if steps := case["beside"][name].get("accumulated"):
+        sizes = (f"{max(s['sent']) / 1e6:.2f} MB with {s['microbatches']}" for s in steps)
+        yield f"{STRATEGIES[name].title}, a step of several microbatches: {', '.join(sizes)}"
+
+
 def main() -> int:
     made = parser(__doc__, tokens=256, rounds=5, steps=2, warmup=2, seed=0)
     add = made.add_argument
@@ -149,6 +215,7 @@ def main() -> int:
     try:
         return run(
             *("strategies", options, lambda say: measure(options, say)),
+            lambda cases: [*map(table, cases)],
             lambda case: disagreement(case, STRATEGIES),
         )
     except HostsError as error:

@@ -146,7 +146,7 @@ def document(*runs: dict[str, Any]) -> dict[str, Any]:
 def test_diloco_keeps_most_where_synchronous_training_loses_most(
     ours: dict[int, float], kept: bool
 ) -> None:
-    from _goodput_tables import keeps_promise
+    from goodput import keeps_promise
 
     runs = [*case("sync:20", RATES), *case("diloco:10", ours)]
     [found] = document(*runs)["cases"]

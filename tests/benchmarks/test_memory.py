@@ -77,7 +77,7 @@ def test_trace_sees_the_moment_between_two_samples() -> None:
     [(104, None), (106, "1.06 x FSDP2"), (212, "1.06 x the formula, 2.12 x FSDP2")],
 )
 def test_ours_may_take_five_percent_more(ours: int, verdict: str | None) -> None:
-    from _measured import too_high
+    from memory import too_high
 
     case = {
         "formula": {"shards": 100, "unsharded": 50, "gradients": 25, "activations": 25},

@@ -32,12 +32,12 @@ def case(base: int, *peaks: list[int], unmapped: int = 0, **predicted: int) -> d
 
 
 def test_the_factor_is_the_median_over_ranks_and_predicts_them() -> None:
-    from _tables import plan_memory_tables
+    from plan_memory import tables
 
     usual = [case(100, [250, 250], peak=100)] * 3
     peaks = [900, 280], [235, 280], [240, 100]
     shared = case(100, *peaks, unmapped=10, peak=120)
-    [table] = plan_memory_tables({"cases": [*usual, shared]})
+    [table] = tables([*usual, shared])
     assert [row[2:] for row in table.rows[:3]] == [["100", "100", "250", "250", "1.000"]] * 3
     # The medians of its ranks are 250 and 290 MiB; the rank that is further off.
     assert table.rows[3][2:] == ["100", "120", "280", "250", "1.120"]

@@ -72,7 +72,7 @@ def test_every_contender_takes_the_steps_that_were_asked_for(document: dict[str,
 
 @pytest.mark.long
 def test_losses_agree_and_fall(document: dict[str, Any]) -> None:
-    from _measured import disagreement, losses
+    from _turns import disagreement, losses
 
     (case,) = document["cases"]
     assert disagreement(case) is None
@@ -86,7 +86,7 @@ def test_losses_agree_and_fall(document: dict[str, Any]) -> None:
 def test_contender_that_computes_something_else_is_named(
     document: dict[str, Any], wrong: float
 ) -> None:
-    from _measured import disagreement
+    from _turns import disagreement
 
     case = copy.deepcopy(document["cases"][0])
     case["contenders"]["ddp"][1]["steps"][0][0]["loss"] += 2 * wrong  # on one rank of two
@@ -97,7 +97,7 @@ def test_contender_that_computes_something_else_is_named(
 
 @pytest.mark.long
 def test_floor_need_only_start_alike(document: dict[str, Any]) -> None:
-    from _measured import disagreement
+    from _turns import disagreement
 
     case = copy.deepcopy(document["cases"][0])
     case["contenders"]["floor"][0]["warmup"][1][0]["loss"] += 1
