@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from _contenders import FOUR_DECIMALS, FSDP2, Case, Contender, Floor, Ours, OursAhead
+from _contenders import FSDP2, Case, Contender, Floor, Ours, OursAhead
 from shardwise import Wire
 from shardwise.diloco import DiLoCo, WireFormat
 from shardwise.frontends.strategies import REPLICATE, SHARD, ShardingPlan, Strategy, resolve
@@ -17,14 +17,21 @@ HOSTS = 2
 ACCUMULATED = ("hybrid", "fsdp2-hybrid")
 #: By how much losses may differ in the first steps if values are encoded.
 NEAR = 0.05
-_BF16 = Wire(gather="bf16", reduce="bf16")
-_INT8 = Wire(gather="int8", reduce="int8", error_feedback=True)
 
 
 class Spread(OursAhead):
-    """As ``shardwise train`` shards by a strategy, a replica on each host if there are several."""
+    """As ``shardwise train`` shards by a strategy, a replica on each host if there are several.
+
+    Attributes:
+        strategy: how models are sharded.
+        wire: of the link between hosts.
+        kept_on_host: whether parameters stay cut over the ranks of a host between forward and
+            backward.
+    """
 
     strategy: ClassVar[Strategy]
+    wire: ClassVar[Wire] = Wire()
+    kept_on_host: ClassVar[bool] = False
 
     def __init__(self, case: Case) -> None:
         self._plan: ShardingPlan = resolve(self.strategy, case.ranks, hosts=HOSTS)
@@ -36,13 +43,21 @@ class Spread(OursAhead):
         self.whole = self._plan.make_mesh(case.device)
         return self._plan.sharding_mesh(self.whole)
 
+    def options(self) -> dict[str, Any]:
+        """Return the wire."""
+        return {} if self.wire.is_plain else {"wire": self.wire}
+
+    def reshard(self, case: Case) -> bool | int:
+        """Keep parameters on the host, or free them as the strategy says."""
+        return case.ranks // HOSTS if self.kept_on_host else super().reshard(case)
+
 
 class Apart(Spread):
     """DiLoCo: each host a replica that trains by itself."""
 
     strategy = Strategy.DILOCO
     exchanges = False
-    wire: ClassVar[WireFormat]
+    exchange: ClassVar[WireFormat]
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
@@ -52,30 +67,12 @@ class Apart(Spread):
             self.optimizer,
             every=2**31,
             group=self.whole.get_group(REPLICATE),
-            wire=self.wire,
+            wire=self.exchange,
         )
 
     def meet(self) -> None:
         """End the round: exchange pseudo-gradients and take the outer step."""
         self.diloco.flush()
-
-
-class Wired(Spread):
-    """A strategy with a wire between hosts, or with a second copy of the shards in each of them.
-
-    What its losses are is shown over many steps elsewhere: here they must be near the others.
-    """
-
-    wire: ClassVar[Wire]
-    kept_on_host: ClassVar[bool] = False
-
-    def options(self) -> dict[str, Any]:
-        """Return the wire."""
-        return {"wire": self.wire}
-
-    def reshard(self, case: Case) -> bool | int:
-        """Keep parameters cut over the ranks of a host between forward and backward."""
-        return case.ranks // HOSTS if self.kept_on_host else super().reshard(case)
 
 
 class OwnLoop(Ours):
@@ -104,51 +101,36 @@ class FSDP2Full(FSDP2):
     title = "torch FSDP2, full"
 
 
-def _spread(named: str, titled: str, by: Strategy) -> type[Spread]:
-    class Made(Spread):
-        name = named
-        title = titled
-        strategy = by
-
-    return Made
+def _spread(name: str, title: str, by: Strategy, **settings: Any) -> type[Contender]:
+    """Make a contender that shards by a strategy."""
+    return type(title, (Spread,), {"name": name, "title": title, "strategy": by, **settings})
 
 
-def _wired(
-    named: str, titled: str, by: Strategy, wires: Wire, *, on_host: bool = False
-) -> type[Spread]:
-    class Made(Wired):
-        name = named
-        title = titled
-        strategy = by
-        wire = wires
-        kept_on_host = on_host
-        tolerance = FOUR_DECIMALS if wires.is_plain else NEAR
-
-    return Made
+def _apart(name: str, title: str, kind: WireFormat) -> type[Contender]:
+    """Make a contender whose exchanges are in a format."""
+    return type(title, (Apart,), {"name": name, "title": title, "exchange": kind})
 
 
-def _apart(named: str, titled: str, kind: WireFormat) -> type[Apart]:
-    class Made(Apart):
-        name = named
-        title = titled
-        wire = kind
-
-    return Made
-
-
+#: What losses are with a wire is shown over many steps elsewhere: here they must be near others.
+_BF16: dict[str, Any] = {"wire": Wire(gather="bf16", reduce="bf16"), "tolerance": NEAR}
+_INT8: dict[str, Any] = {
+    "wire": Wire(gather="int8", reduce="int8", error_feedback=True),
+    "tolerance": NEAR,
+}
+_KEPT = {"kept_on_host": True}
+FULL, HYBRID = Strategy.FULL_SHARD, Strategy.HYBRID_SHARD
 STRATEGIES: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
         _spread("no-shard", "NO_SHARD", Strategy.NO_SHARD),
         _spread("grad-op", "SHARD_GRAD_OP", Strategy.SHARD_GRAD_OP),
-        _spread("full", "FULL_SHARD", Strategy.FULL_SHARD),
-        _spread("hybrid", "HYBRID_SHARD", Strategy.HYBRID_SHARD),
+        _spread("full", "FULL_SHARD", FULL),
+        _spread("hybrid", "HYBRID_SHARD", HYBRID),
         _spread("hybrid-zero2", "_HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
-        _wired("full-kept", "FULL_SHARD, kept on host", Strategy.FULL_SHARD, Wire(), on_host=True),
-        _wired("full-bf16", "FULL_SHARD, bf16, kept", Strategy.FULL_SHARD, _BF16, on_host=True),
-        _wired("full-int8", "FULL_SHARD, int8, kept", Strategy.FULL_SHARD, _INT8, on_host=True),
-        _wired("hybrid-bf16", "HYBRID_SHARD, bf16", Strategy.HYBRID_SHARD, _BF16),
-        _wired("hybrid-int8", "HYBRID_SHARD, int8", Strategy.HYBRID_SHARD, _INT8),
+        _spread("full-kept", "FULL_SHARD, kept on host", FULL, **_KEPT),
+        _spread("full-int8", "FULL_SHARD, int8, kept", FULL, **_INT8, **_KEPT),
+        _spread("hybrid-bf16", "HYBRID_SHARD, bf16", HYBRID, **_BF16),
+        _spread("hybrid-int8", "HYBRID_SHARD, int8", HYBRID, **_INT8),
         _apart("diloco", "DiLoCo, fp32", WireFormat.FP32),
         _apart("diloco-int8", "DiLoCo, int8", WireFormat.INT8),
         OwnLoop,

@@ -11,6 +11,7 @@ exit code is 1 where ours takes over 5 % more than the formula or FSDP2.
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _contenders import CONTENDERS, TITLES, Case, narrow
+from _contenders import CONTENDERS, TITLES, Case
 from _memory import (
     PROMPT_MALLOC,
     PssSampler,
-    Trace,
     formula,
     give_back,
     peak_rss,
@@ -34,6 +34,12 @@ from _models import batches, build, groups
 from _options import Content, contender_env, end, one_of, parser, run, step_cases
 from _report import Table, mib
 from _worlds import World
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.planning.events import Change, Memory
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import PrecisionName
 
 WARMUP = 2  # steps: the first makes the optimizer's state
 #: Ours may take this much of the formula's peak, and of FSDP2's.
@@ -102,35 +108,23 @@ class ResidentWorker:
         return self._pss
 
 
-class ActivationsWorker:
-    """The unsharded model on one process: what forward and backward hold beside parameters."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def measure(self) -> tuple[int, list[list[torch.Size]]]:
-        """Return the peak of activations in bytes, and the shapes of each group's parameters."""
-        with Trace() as trace:
-            model = build(self._case.params, self._case.seed)
-            parameters = list(model.parameters())
-            if self._case.dtype == "bf16":
-                narrow(parameters)
-            batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
-            begin = trace.now
-            model(input_ids=batch, labels=batch).loss.backward()
-            gradients = trace.at(p.grad for p in parameters if p.grad is not None)
-        before = sum(block.size for block in trace.blocks if block.start <= begin < block.end)
-        activations = trace.peak(begin, without=gradients) - before
-        shapes = [
-            [p.shape for module in group for p in module.parameters()] for group in groups(model)
-        ]
-        return activations, shapes
-
-
 def predict(case: Case) -> dict[str, int]:
-    """Apply the formula to a case, its activations measured."""
-    with World("unsharded", 1, ActivationsWorker, case) as world:
-        activations, shapes = world.call("measure")[0]
+    """Apply the formula to a case, its activations rehearsed with the unsharded model."""
+    model = build(case.params, case.seed, "meta")
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=1"),
+        strategy=Strategy.NO_SHARD,
+        seq_length=case.tokens,
+        param_dtype=None if case.dtype == "fp32" else PrecisionName.BF16,
+        clip_grad=0.0,
+    )
+    changes = (
+        event.nbytes
+        for event in rehearse(of_module(model), settings).events
+        if isinstance(event, Change) and event.kind in (Memory.ACTIVATIONS, Memory.OTHER)
+    )
+    shapes = [[p.shape for part in group for p in part.parameters()] for group in groups(model)]
+    activations = max(itertools.accumulate(changes))
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
 

@@ -30,16 +30,12 @@ import torch.distributed as dist
 
 from _memory import PssSampler, give_back, pss, pss_shared
 from _options import end, listed, parser, positive_int, run
-from _plan_cases import Case
+from _plan_cases import Case, Training
 from _report import Table, mib
 from _worlds import World
-from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
-from shardwise.frontends.blocks import checkpoint_module, keep_products
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.schema.sharding import Checkpointing
-from shardwise.optim.norms import clip_grad_norm_
 
 WARMUP = 4  # steps: shared memory may settle only after so many
 STEPS = 3  # that are sampled
@@ -63,41 +59,6 @@ CASES = (
     Case("150m", 256, "dp=2", dtype="bf16", transport="c10d"),
     Case("vit-small", 8, "dp=2"),
 )
-
-
-class Training:
-    """A training on this rank."""
-
-    def __init__(self, case: Case) -> None:
-        settings, blueprint = case.settings, case.blueprint()
-        if settings.activation_checkpointing is not Checkpointing.NONE:
-            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-            for block in blueprint.blocks:
-                checkpoint_module(block, context_fn=keep_products if selective else None)
-        case.shard(blueprint.model, blueprint)
-        self._model: Any = materialize(blueprint.model.train())
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        self._batches = [self._batch(case) for _ in range(case.accumulate)]
-
-    def step(self) -> None:
-        """Take an optimizer step."""
-        for micro, batch in enumerate(self._batches):
-            if len(self._batches) > 1:
-                self._model.set_requires_gradient_sync(micro == len(self._batches) - 1)
-            loss = self._model(**batch).loss
-            (loss / len(self._batches)).backward()
-            del loss
-        clip_grad_norm_(list(self._model.parameters()), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _batch(self, case: Case) -> dict[str, torch.Tensor]:
-        config = self._model.config
-        if case.is_text:
-            tokens = torch.randint(config.vocab_size, (1, case.size))
-            return {"input_ids": tokens, "labels": tokens}
-        pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (case.size,))}
 
 
 class Worker:

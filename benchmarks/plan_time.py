@@ -25,9 +25,8 @@ import torch
 import torch.distributed as dist
 
 from _hosts import HostsError, two_hosts
-from _models import build
 from _options import end, listed, parser, positive_int, run
-from _plan_cases import Case
+from _plan_cases import Case, Training
 from _report import Table
 from _worlds import World
 from shardwise.base.devices import keep_freed_memory
@@ -35,10 +34,8 @@ from shardwise.elastic.world import usable_cores
 from shardwise.insight.planning.calibrate import Calibration
 from shardwise.insight.planning.clock import StepTime, step_time
 from shardwise.insight.planning.events import Log
-from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.timeline.recorded import measure_machine
-from shardwise.optim.norms import clip_grad_norm_
 
 _PORT = 29500
 _Found = dict[str, Any]
@@ -71,35 +68,23 @@ class Worker:
         settings = case.settings
         threads = usable_cores() // settings.mesh.size  # hosts share this machine
         torch.set_num_threads(max(1, threads))
-        model = build(case.model, seed=0)
-        case.shard(model, of_module(model))
-        self._model = model
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        generator = torch.Generator().manual_seed(dist.get_rank())
-        self._tokens = torch.randint(model.config.vocab_size, (1, case.size), generator=generator)
+        self._training = Training(case)
 
     def steps(self, seconds: float) -> list[float]:
         """Take at least five timed steps, and as many as fit into so many seconds."""
         for _ in range(2):
-            self._step()
+            self._training.step()
         took: list[float] = []
         goes_on = True
         while goes_on:
             dist.barrier()
             begin = time.perf_counter()
-            self._step()
+            self._training.step()
             took.append(time.perf_counter() - begin)
             enough = torch.tensor(float(sum(took) < seconds or len(took) < 5))
             dist.all_reduce(enough, dist.ReduceOp.MAX)
             goes_on = bool(enough)
         return took
-
-    def _step(self) -> None:
-        loss = self._model(input_ids=self._tokens, labels=self._tokens).loss
-        loss.backward()
-        clip_grad_norm_(list(self._model.parameters()), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 def measure(case: Case, seconds: float, port: int) -> list[float]:

@@ -53,23 +53,13 @@ def test_formula_on_paper() -> None:
     assert zero2["gradients"] == (70 + 43) * 2
 
 
-def test_trace_sees_the_moment_between_two_samples() -> None:
-    """A tensor that lives for a moment counts, one that is left out does not."""
-    from _memory import Trace
+def test_activations_are_those_that_were_once_traced_in_a_real_step() -> None:
+    from _contenders import Case
+    from memory import predict
 
-    with Trace() as trace:
-        kept = torch.ones(MIB)
-        begin = trace.now
-        moment = torch.ones(2 * MIB)
-        del moment
-        result = torch.ones(MIB)
-        behind = trace.now
-        blocks = trace.at([result])
-    assert trace.peak(begin) == 4 * (MIB + 2 * MIB)
-    assert trace.peak(behind) == 4 * (MIB + MIB)
-    assert [block.size for block in blocks] == [4 * MIB]
-    assert trace.peak(behind, without=blocks) == 4 * MIB
-    assert kept[0] == 1
+    for dtype, traced in (("fp32", 113984464), ("bf16", 74073104)):
+        predicted = predict(Case(2, "34m", dtype))["activations"]
+        assert predicted == pytest.approx(traced, rel=0.001)
 
 
 @pytest.mark.parametrize(
