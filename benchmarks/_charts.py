@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from _strategy_contenders import STRATEGIES
-from goodput import contenders_of, goodputs, is_diloco, runs_of, title
+from goodput import goodputs, is_diloco, runs_of, title
 from strategies import seconds_by_round
 
 if TYPE_CHECKING:
@@ -121,10 +121,10 @@ def draw_goodput(documents: Sequence[Content], path: Path) -> None:
     """Draw what trainings keep, and their losses."""
     case = documents[0]["cases"][0]
     dashes = {color: cycle(("-", "--", ":", "-.")) for color in (OURS, PEER)}
-    colors = {name: OURS if is_diloco(name) else PEER for name in contenders_of(case)}
-    styles: dict[str, dict[str, Any]] = {
-        name: {"color": color, "ls": next(dashes[color]), "lw": 2} for name, color in colors.items()
-    }
+    styles: dict[str, dict[str, Any]] = {}
+    for name in case["settings"]["contenders"]:
+        color = OURS if is_diloco(name) else PEER
+        styles[name] = {"color": color, "ls": next(dashes[color]), "lw": 2}
 
     def kept(axes: Axes) -> None:
         for name, style in styles.items():
@@ -137,13 +137,13 @@ def draw_goodput(documents: Sequence[Content], path: Path) -> None:
 
     def losses(axes: Axes) -> None:
         for name, style in styles.items():
-            for rate, runs in runs_of(case, name).items():
-                for points in (one["losses"] for one in runs if one["losses"]):
-                    x, y = zip(*((at / 1000, loss) for at, loss in points), strict=True)
-                    if rate:
-                        axes.plot(x[-1:], y[-1:], color=style["color"], marker="o", ms=5)
-                    else:
-                        axes.plot(x, y, **style)
+            for rate, one in runs_of(case, name).items():
+                x = [tokens / 1000 for tokens, _ in one["losses"]]
+                y = [loss for _, loss in one["losses"]]
+                if rate:
+                    axes.plot(x[-1:], y[-1:], color=style["color"], ls="none", marker="o", ms=5)
+                else:
+                    axes.plot(x, y, **style)
         axes.set_title("Loss (lines: undisturbed, dots: disturbed)", loc="left", fontsize=11)
         axes.set_xlabel("useful tokens, thousands")
 

@@ -244,38 +244,6 @@ class OursInBackward(Ours):
         """Do nothing: backward has stepped, and dropped the gradients."""
 
 
-class FSDP1(Contender):
-    """``torch.distributed.fsdp.FullyShardedDataParallel``, wrapped by policy in the same groups."""
-
-    name = "fsdp1"
-    title = "torch FSDP1"
-
-    def __init__(self, case: Case) -> None:
-        from torch.distributed.fsdp import (
-            FullyShardedDataParallel,
-            MixedPrecision,
-            ShardingStrategy,
-        )
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        model = _model(case)
-        precision = None
-        if case.dtype == "bf16":
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        *inner, _ = groups(model)  # the last group stays with the root
-        self.model = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({type(group[0]) for group in inner}),
-            sharding_strategy=(
-                ShardingStrategy.FULL_SHARD if case.zero == 3 else ShardingStrategy.SHARD_GRAD_OP
-            ),
-            mixed_precision=precision,
-            device_id=torch.device(case.device),
-            use_orig_params=True,
-        )
-        self.optimizer = make_optimizer(self.model.parameters())
-
-
 class DistributedDataParallel(Contender):
     """``torch.nn.parallel.DistributedDataParallel``: whole parameters on every rank.
 
@@ -445,7 +413,7 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
-        *(Ours, OursAhead, OursInBackward, FSDP2, FSDP1),
+        *(Ours, OursAhead, OursInBackward, FSDP2),
         *(DistributedDataParallel, Floor, Copies),
     )
 }

@@ -427,16 +427,30 @@ def _losses(setup: Setup, cases: Cases) -> None:
 
 def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
     """Train a while, one contender after the other; return the losses of every step."""
-    found = {}
-    for name in ("ours", "fsdp2"):
-        with World(
-            *(name, case.ranks, LossWorker, name, case),
-            device=case.device,
-            backend=backend,
-            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        ) as world:
-            found[name] = mean_losses(transposed(world.call("steps", steps)))
-    return {"losses": found}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return {
+        "losses": {
+            name: mean_losses(
+                transposed(_asked(name, case, LossWorker, "steps", steps, backend, env))
+            )
+            for name in ("ours", "fsdp2")
+        }
+    }
+
+
+def _asked(
+    name: str,
+    case: Case,
+    worker: type,
+    method: str,
+    steps: int,
+    backend: str | None = None,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Start a contender, and return what a method of its ranks returns."""
+    ranks = {"device": case.device, "backend": backend, "env": env}
+    with World(name, case.ranks, worker, name, case, **ranks) as world:  # type: ignore[arg-type]
+        return world.call(method, steps)
 
 
 def _ranks(setup: Setup, cases: Cases) -> None:
@@ -479,25 +493,22 @@ def _sanitizer(setup: Setup, cases: Cases) -> None:
             case = setup.case(params="tiny", tokens=64, **changes)
             if name == "fsdp2" and (changes or setup.is_dry):
                 continue  # one, to know what the sanitizer says of a mature runtime
-            cases.case(f"{name}: {case.label()}", lambda n=name, c=case: _sanitized(n, c))
+            cases.case(
+                f"{name}: {case.label()}",
+                lambda n=name, c=case: _by_rank(n, c, SanitizedWorker, "train"),
+            )
 
 
-def _sanitized(name: str, case: Case) -> dict[str, Any]:
-    with World(name, case.ranks, SanitizedWorker, name, case, device=case.device) as world:
-        by_rank = world.call("train", 4)
-    return {"ranks": by_rank, "contender": name}
+def _by_rank(name: str, case: Case, worker: type, method: str) -> dict[str, Any]:
+    return {"ranks": _asked(name, case, worker, method, steps=4), "contender": name}
 
 
 def _graph(setup: Setup, cases: Cases) -> None:
     for name in ("ours", "fsdp2"):
         case = setup.case(zero=2, tokens=min(setup.tokens, 512))
-        cases.case(f"{name}: {case.label()}", lambda n=name, c=case: _captured(n, c))
-
-
-def _captured(name: str, case: Case) -> dict[str, Any]:
-    with World(name, case.ranks, GraphWorker, name, case, device=case.device) as world:
-        by_rank = world.call("compare", 4)
-    return {"ranks": by_rank, "contender": name}
+        cases.case(
+            f"{name}: {case.label()}", lambda n=name, c=case: _by_rank(n, c, GraphWorker, "compare")
+        )
 
 
 PARTS = {

@@ -26,12 +26,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
-from _contenders import Case, Ours
+from _contenders import Case
 from _memory import peak_rss, reset_peak_rss
-from _models import PRESETS, batches
+from _models import PRESETS
 from _options import end, parser, run
 from _report import Table, compared, mib, quartiles
-from _turns import in_turns, slowest
+from _turns import StepWorker, in_turns, slowest
 from _worlds import World
 
 TITLES = {
@@ -43,15 +43,14 @@ TITLES = {
 Wait = Callable[[], object]
 
 
-class StallWorker:
+class StallWorker(StepWorker):
     """One rank of a training that saves."""
 
-    def __init__(self, params: str, tokens: int, seed: int) -> None:
-        self._trained = Ours(Case(dist.get_world_size(), params, seed=seed))
-        self._model, self._optimizer = self._trained.model, self._trained.optimizer
-        self._batches = batches(params, tokens, dist.get_rank(), seed)
+    def __init__(self, case: Case) -> None:
+        super().__init__("ours", case)
+        self._model, self._optimizer = self._contender.model, self._contender.optimizer
         self._others = dist.new_group(backend="gloo")  # DCP's thread must not use training's
-        self._step(0)
+        self._contender.step(self._next())
 
     def turn(self, way: str, steps: int, folder: Path) -> dict[str, float]:
         """Train, and save once meanwhile.
@@ -69,19 +68,16 @@ class StallWorker:
         reset_peak_rss()
         dist.barrier()
         start = time.perf_counter()
-        self._step(0)
+        self._contender.step(self._next())
         before = time.perf_counter()
         wait = begin[way](folder)
         stall = time.perf_counter() - before
-        for index in range(1, steps):
-            self._step(index)
+        for _ in range(1, steps):
+            self._contender.step(self._next())
         wait()
         seconds = time.perf_counter() - start
         dist.barrier()
         return {"stall": stall, "seconds": seconds, "peak": peak_rss()}
-
-    def _step(self, index: int) -> None:
-        self._trained.step(self._batches[index % len(self._batches)])
 
     def _save(self, folder: Path) -> Wait:
         shardwise.checkpoint.save(folder, self._model, self._optimizer)
@@ -98,10 +94,11 @@ class StallWorker:
 
 def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let all ways take turns in one world; return the raw numbers."""
+    case = Case(ranks, params, tokens=options.tokens, seed=options.seed)
     turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in TITLES}
     with (
         tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root,
-        World("shardwise", ranks, StallWorker, params, options.tokens, options.seed) as world,
+        World("shardwise", ranks, StallWorker, case) as world,
     ):
         for at, way in in_turns(TITLES, 1 + options.rounds):
             found = _turn(world, way, options.steps, Path(root, way))

@@ -27,7 +27,7 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 import psutil
@@ -220,37 +220,29 @@ def is_diloco(contender: str) -> bool:
     return contender.partition(":")[0] == DILOCO
 
 
-def runs_of(case: dict[str, Any], contender: str) -> dict[float, list[dict[str, Any]]]:
+def runs_of(case: dict[str, Any], contender: str) -> dict[float, dict[str, Any]]:
     """Return a contender's runs that came to their end, by the rate of faults."""
-    found: dict[float, list[dict[str, Any]]] = {}
-    for one in case["runs"]:
-        if one["contender"] == contender and "ended" not in one:
-            found.setdefault(one["per_minute"], []).append(one)
-    return dict(sorted(found.items()))
-
-
-def contenders_of(case: dict[str, Any]) -> list[str]:
-    """Return the contenders of a case, in the order in which they were asked for."""
-    return list(case["settings"]["contenders"])
+    return {
+        one["per_minute"]: one
+        for one in sorted(case["runs"], key=lambda one: float(one["per_minute"]))
+        if one["contender"] == contender and "ended" not in one
+    }
 
 
 def goodputs(case: dict[str, Any], contender: str) -> dict[float, float]:
     """Return a contender's speed at each rate, divided by its speed without faults."""
     runs = runs_of(case, contender)
-    if 0 not in runs:
-        return {}
-    undisturbed = fmean(map(speed, runs[0]))
-    return {rate: fmean(map(speed, of)) / undisturbed for rate, of in runs.items()}
+    return {rate: speed(one) / speed(runs[0]) for rate, one in runs.items() if 0 in runs}
 
 
 def keeps_promise(case: dict[str, Any]) -> bool:
     """Whether DiLoCo loses little wherever a synchronous training loses most."""
     if any("ended" in one for one in case["runs"]):
         return False
-    names = contenders_of(case)
-    ours = [goodputs(case, name) for name in names if is_diloco(name)]
-    theirs = [goodputs(case, name) for name in names if not is_diloco(name)]
-    lost = {rate for found in theirs for rate, kept in found.items() if kept < LOST}
+    kept = {name: goodputs(case, name) for name in case["settings"]["contenders"]}
+    ours = [found for name, found in kept.items() if is_diloco(name)]
+    theirs = [found for name, found in kept.items() if not is_diloco(name)]
+    lost = {rate for found in theirs for rate, share in found.items() if share < LOST}
     return all(found.get(rate, 1.0) >= KEPT for found in ours for rate in lost)
 
 
@@ -261,57 +253,40 @@ def table(case: dict[str, Any]) -> Table:
         f"Useful tokens per second; kills at random; {settings['model']}, "
         f"{settings['ranks']} processes, steps of {settings['step']:g} s",
         ["contender", "a minute", "seen", "tokens/s", "goodput", "tokens", "loss", "as many, calm"],
+        notes=[
+            "goodput: tokens per second, divided by those of the same contender without faults",
+            "loss: nats per token on 1,024 sequences that were held out, of the last checkpoint, "
+            "and the tokens that it has learned from; as many, calm: the loss of the same "
+            "contender without faults after as many tokens, interpolated",
+        ],
     )
-    for name in contenders_of(case):
-        for rate, runs in runs_of(case, name).items():
-            for one in runs:
-                end, loss = one["losses"][-1] if one["losses"] else (None, None)
-                shown.rows.append(
-                    [
-                        title(name),
-                        f"{rate:g}",
-                        str(len(one["faults"])),
-                        f"{speed(one):,.0f}",
-                        _share(case, name, one),
-                        "-" if end is None else f"{end:,}",
-                        "-" if loss is None else f"{loss:.4f}",
-                        _calm(case, name, end) if rate else "",
-                    ]
-                )
+    for name in settings["contenders"]:
+        runs, kept = runs_of(case, name), goodputs(case, name)
+        calm = runs[0]["losses"] if 0 in runs else []
+        for rate, one in runs.items():
+            cells = [title(name), f"{rate:g}", str(len(one["faults"])), f"{speed(one):,.0f}"]
+            cells.append(f"{100 * kept[rate]:.1f} %" if kept else "-")
+            if one["losses"]:
+                tokens, loss = one["losses"][-1]
+                beside = interpolated(calm, tokens) if rate else ""
+                shown.rows.append([*cells, f"{tokens:,}", f"{loss:.4f}", beside])
+            else:
+                shown.rows.append([*cells, "-", "-", "-" if rate else ""])
     busy = [one["busy"] for one in case["runs"] if "ended" not in one]
-    shown.notes += [
-        "goodput: tokens per second, divided by those of the same contender without faults",
-        "loss: nats per token on 1,024 sequences that were held out, of the last checkpoint, and "
-        "the tokens that it has learned from; as many, calm: the loss of the same contender "
-        "without faults after as many tokens, interpolated",
-    ]
     if busy:
         shown.notes.append(
             f"{settings['seconds']:g} s and more each, {settings['at_once']} trainings at once; "
             f"processors were busy for {100 * median(busy):.0f} % of the time (median), "
             f"{100 * max(busy):.0f} % at most"
         )
-    for one in case["runs"]:
-        if "ended" in one:
-            first = one["ended"].splitlines()[0]
-            shown.notes.append(
-                f"{title(one['contender'])}, {one['per_minute']:g} a minute: {first}"
-            )
+    for one in (one for one in case["runs"] if "ended" in one):
+        where = f"{title(one['contender'])}, {one['per_minute']:g} a minute"
+        shown.notes.append(f"{where}: {one['ended'].splitlines()[0]}")
     return shown
 
 
-def _share(case: dict[str, Any], contender: str, one: dict[str, Any]) -> str:
-    calm = runs_of(case, contender).get(0)
-    return f"{100 * speed(one) / fmean(map(speed, calm)):.1f} %" if calm else "-"
-
-
-def _calm(case: dict[str, Any], contender: str, tokens: int | None) -> str:
-    """The loss without faults after as many tokens, interpolated between checkpoints."""
-    points = [
-        (at, loss) for one in runs_of(case, contender).get(0, [])[:1] for at, loss in one["losses"]
-    ]
-    if tokens is None:
-        return "-"
+def interpolated(points: list[tuple[int, float]], tokens: int) -> str:
+    """Show the loss after so many tokens, between two checkpoints."""
     for (before, high), (after, low) in itertools.pairwise(points):
         if before <= tokens <= after:
             share = (tokens - before) / (after - before)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _contenders import CONTENDERS, TITLES, Case
+from _contenders import TITLES, Case
 from _memory import (
     PROMPT_MALLOC,
     PssSampler,
@@ -30,9 +30,10 @@ from _memory import (
     reset_peak_rss,
     rss,
 )
-from _models import batches, build, groups
+from _models import build, groups
 from _options import Content, contender_env, end, one_of, parser, run, step_cases
 from _report import Table, mib
+from _turns import StepWorker
 from _worlds import World
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.planning.events import Change, Memory
@@ -48,12 +49,12 @@ FORMULA = "formula"
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
-class Training:
+class Training(StepWorker):
     """A contender and its batch, one phase of a step at a time."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self._contender = CONTENDERS[name](case)
-        self._batch = batches(case.params, case.tokens, dist.get_rank(), case.seed)[0]
+        super().__init__(name, case)
+        self._batch = self._next()
         self._loss: torch.Tensor | None = None
 
     def run(self, phase: str) -> None:

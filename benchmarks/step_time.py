@@ -1,4 +1,4 @@
-"""How long a training step takes: ours, torch's FSDP2, FSDP1 and DDP, and the compute-only floor.
+"""How long a training step takes: ours, torch's FSDP2 and DDP, and the compute-only floor.
 
     python benchmarks/step_time.py --params 34m,150m --zero 2,3
 
@@ -108,7 +108,7 @@ def main() -> int:
         zero="3",
         tokens=256,
         seed=0,
-        contenders="ours,fsdp2,fsdp1,ddp,floor",
+        contenders="ours,fsdp2,ddp,floor",
         transport="auto",
         rounds=5,
         steps=3,

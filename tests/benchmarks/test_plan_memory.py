@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.benchmarks.scripts import call_script
 
 MIB = 2**20
 
@@ -58,17 +55,3 @@ def test_shared_memory_that_no_rank_maps_is_found() -> None:
         assert sum(window[:: mmap.PAGESIZE]) == 4 * MIB // mmap.PAGESIZE
         assert nobody_maps - unmapped([os.getpid()]) == 4 * MIB
     os.close(fd)
-
-
-@pytest.mark.long
-def test_peaks_and_plans_of_real_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "raw.json"
-    arguments = ["--model", "tiny", "--size", "512", "--mesh", "dp=2", "--transport", "c10d"]
-    done = call_script("plan_memory.py", *arguments, "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    [found] = json.loads(path.read_text())["cases"]
-    assert [len(ranks) for ranks in found["runs"]] == [2, 2, 2]
-    for rank in found["runs"][0]:
-        grown = rank["peak"] - rank["base"]
-        assert 0.5 < grown / found["predicted"]["peak"] < 4
-    assert "tiny, 512 tokens, fp32, full, c10d" in done.stdout

@@ -86,6 +86,30 @@ def _optimizers(cases: list[Any]) -> None:
     assert loss["losses"]["ours-adamw"] == loss["losses"]["fsdp2-adamw"]
 
 
+def _step_time(cases: list[Any]) -> None:
+    from _turns import disagreement
+
+    [case] = cases
+    assert disagreement(case) is None
+    assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor", "copies"]
+    for name, turns in case["contenders"].items():
+        assert [len(turn["steps"]) for turn in turns] == [1, 1], name
+        assert [len(turn["warmup"]) for turn in turns] == [1, 0], f"{name}: once in its life"
+        for step in (step for turn in turns for step in turn["steps"]):
+            assert len(step) == case["ranks"] == 2, name
+            for rank in step:
+                parts = rank["forward"] + rank["backward"] + rank["optimizer"]
+                assert 0 < parts <= rank["seconds"] + 1e-9, (name, rank)
+
+
+def _plan_memory(cases: list[Any]) -> None:
+    [case] = cases
+    assert [len(ranks) for ranks in case["runs"]] == [2]
+    for rank in case["runs"][0]:
+        grown = rank["peak"] - rank["base"]
+        assert 0.5 < grown / case["predicted"]["peak"] < 4
+
+
 def _strategies(cases: list[Any]) -> None:
     """Interfaces count what crosses, and no more."""
     (case,) = cases
@@ -114,6 +138,8 @@ CHECKS = {
     "checkpoint_stall": _checkpoint_stall,
     "diloco": _diloco,
     "optimizers": _optimizers,
+    "plan_memory": _plan_memory,
+    "step_time": _step_time,
     "strategies": _strategies,
 }
 #: Those that write to a disk, and leave nothing there.
@@ -146,6 +172,7 @@ def test_a_benchmark_runs_and_shows_its_table(script: str, tmp_path: Path) -> No
     content = json.loads(path.read_text())
     assert content["script"] == script
     assert str(path) in content["command"]
+    assert {"cpu", "cores", "torch", "python"} <= content["machine"].keys()
     tables = tables_of(content)
     assert tables
     for table, names in zip(tables, ROWS[script], strict=False):
@@ -170,7 +197,7 @@ def test_plans_are_held_against_published_figures() -> None:
 def test_a_difference_of_losses_is_told_and_fails() -> None:
     from step_time import table, wrong
 
-    stored = BENCHMARKS / "results" / "2026-11-21-gloo-step-time-34m.json"
+    stored = BENCHMARKS / "results" / "2026-11-21-gloo-step-time-150m.json"
     case = json.loads(stored.read_text())["cases"][1] | {"errors": {}}
     assert not wrong(case)
     assert table(case).notes[0] == "losses: OK, equal to four decimals"
