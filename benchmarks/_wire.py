@@ -6,8 +6,10 @@ Headers of the network are not counted, nor what other groups send.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,13 +36,6 @@ def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
     meter = Meter()
     size = group.size()
     send, all_reduce = dist.ProcessGroup.send, dist.all_reduce
-    as_it_was = vars(dist.ProcessGroup)[
-        "send"
-    ]  # which knows how to bind itself, as `send` does not
-    others = {
-        name: getattr(dist, name)
-        for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-    }
 
     def counting_send(self: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
         if self is group or self.group_name == group.group_name:
@@ -52,22 +47,19 @@ def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
             meter.sent += round(2 * (size - 1) * tensor.nbytes / size)
         return all_reduce(tensor, *rest, **named)
 
-    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*rest: Any, **named: Any) -> Any:
-            if named.get("group") is group:
-                raise RuntimeError(f"{name} over the metered group is not counted")
-            return function(*rest, **named)
+    def refusing(function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        if named.get("group") is group:
+            raise RuntimeError(f"{function.__name__} over the metered group is not counted")
+        return function(*rest, **named)
 
-        return call
-
-    dist.ProcessGroup.send = counting_send  # type: ignore[method-assign]
-    dist.all_reduce = counting_all_reduce
-    for name, function in others.items():
-        setattr(dist, name, refusing(name, function))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "send", counting_send))
+        stack.enter_context(mock.patch.object(dist, "all_reduce", counting_all_reduce))
+        for function in (
+            dist.all_gather_into_tensor,
+            dist.reduce_scatter_tensor,
+            dist.all_to_all_single,
+        ):
+            refused = partial(refusing, function)
+            stack.enter_context(mock.patch.object(dist, function.__name__, refused))
         yield meter
-    finally:
-        dist.ProcessGroup.send = as_it_was
-        dist.all_reduce = all_reduce
-        for name, function in others.items():
-            setattr(dist, name, function)
