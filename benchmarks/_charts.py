@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from _strategy_contenders import STRATEGIES
 from goodput import goodputs, is_diloco, runs_of, title
-from strategies import seconds_by_round
+from strategies import STRATEGIES, seconds_by_round
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

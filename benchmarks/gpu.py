@@ -154,9 +154,11 @@ def main() -> int:
     chosen = [PARTS[name] for name in PARTS if name in options.only]
     for found in run_all(chosen, options.budget, watched, lambda text: print(text, flush=True)):
         content["parts"].append(found)
-        content["tables"] = [dataclasses.asdict(table) for table in gpu_tables(content)]
-        save(out / "report.json", content)
-    for table in gpu_tables(content):
+        save(out / "report.json", content)  # whatever comes next
+    tables = gpu_tables(content)
+    content["tables"] = [dataclasses.asdict(table) for table in tables]
+    save(out / "report.json", content)
+    for table in tables:
         show(table)
     return 0 if all(part["status"] == "done" for part in content["parts"]) else 1
 

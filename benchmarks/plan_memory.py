@@ -10,15 +10,12 @@ at the moment is taken all the same, and counts 1/k, too. Each case is trained t
 the heap of the same training differs from run to run, and the median of a rank counts.
 
 What a rank takes above what it held before it had the model, after steps of a tiny one, is held
-against its planned tensors: how many times as much in the median is the factor of plans. The plan
-is made in a process of its own.
+against its planned tensors: how many times as much in the median is the factor of plans.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -123,11 +120,9 @@ def predict(case: Case) -> dict[str, Any]:
 
 def compared(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
     """Plan the cases, and measure each of them some times."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, context) as planner:
-        for case, planned in [(case, planner.submit(predict, case)) for case in cases]:
-            measured = [measure(case) for _ in range(runs)]
-            yield {"case": asdict(case), "predicted": planned.result(), "runs": measured}
+    for case in cases:
+        measured = [measure(case) for _ in range(runs)]
+        yield {"case": asdict(case), "predicted": predict(case), "runs": measured}
 
 
 def of_ranks(case: dict[str, Any]) -> list[tuple[float, float]]:

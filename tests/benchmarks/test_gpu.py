@@ -354,6 +354,7 @@ def test_what_a_skeptic_asks_first_is_answered_in_one_table_beside_fsdp2() -> No
     steps |= {"backend": "nccl", "errors": {}, "planned_peak": 299 * 2**20}
     host = {"groups": 2, "ranks": 1, "seconds": {"floor": [[1.0]] * 2}}
     host["seconds"] |= {"ours": [[1.0001]] * 2, "fsdp2": [[1.0004]] * 2}  # type: ignore[attr-defined]
+    host["build"] = {"groups": 4, "seconds": {name: [1.0] * 2 for name in ("ours", "fsdp2")}}
     shown = _shown(
         _made_up("losses", [{"losses": {"ours": [2.0, 1.5], "fsdp2": [2.0, 1.25]}}]),
         _made_up("steps", [{**steps, "contenders": {"ours": [peak], "fsdp2": [peak]}}]),
