@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from _goodput_judge import summed_loss
 from _options import Content, end, parser, plain, positive_int, run, whole
 from _report import Table
 from _worlds import World
@@ -211,6 +210,27 @@ class DilocoWorker:
         )
         dist.all_reduce(total)
         return total.item() / JUDGED
+
+
+@torch.no_grad()
+def summed_loss(model: Any, text: Any, length: int, chosen: Sequence[int], count: int) -> float:
+    """Return the sum of a model's losses on sequences that are spread evenly over a text.
+
+    Args:
+        model: evaluated from here on.
+        text: that was held back.
+        length: tokens of a sequence.
+        chosen: the numbers of the sequences.
+        count: how many there are.
+    """
+    model.eval()
+    room, total = len(text) - length - 1, 0.0
+    for first in range(0, len(chosen), 16):
+        starts = [room * number // (count - 1) for number in chosen[first : first + 16]]
+        rows = [text.read(start, length + 1) for start in starts]
+        batch = torch.stack([torch.from_numpy(row) for row in rows])
+        total += next_token_loss(model, batch).item() * len(rows)
+    return total
 
 
 def make_start(settings: argparse.Namespace, path: Path) -> Path | None:

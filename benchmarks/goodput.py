@@ -32,7 +32,6 @@ from typing import Any
 
 import psutil
 
-from _goodput_judge import judge, rounds_of
 from _goodput_run import (
     GoodputError,
     RoundsWatched,
@@ -45,12 +44,23 @@ from _goodput_run import (
 )
 from _options import end, listed, number, parser, plain, positive_int, run
 from _report import Table
+from _worlds import World
+from diloco import summed_loss
+from shardwise import checkpoint, fully_shard
+from shardwise.app.recipes.core.build import make_adamw
+from shardwise.app.recipes.core.model import build, initialize
+from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.diloco import DiLoCo
+from shardwise.insight.planning.presets import LLAMAS
+from shardwise.insight.schema.training import OptimizerConfig
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
 #: DiLoCo keeps so much of its speed at the rates that leave a synchronous training less than that.
 KEPT, LOST = 0.88, 0.40
 SYNCHRONOUS, DILOCO = "sync", "diloco"
+JUDGED = 1024  # sequences
 _POINTS = 8  # checkpoints of a curve of losses
 
 
@@ -159,6 +169,55 @@ class Run:
             }
         words = [str(word) for option in options.items() for word in option]
         return ["train", "lm", *words, "--async-checkpoint"]
+
+
+class Judge:
+    """One process that evaluates models of one shape.
+
+    Args:
+        model: a preset of the recipes.
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, model: str, length: int) -> None:
+        self._model: Any = build(LLAMAS[model].settings(), VOCAB_SIZE, SEPARATOR)
+        fully_shard(self._model)
+        initialize(self._model, 0)
+        self._length = length
+        self._text = load_text((), length).validation
+
+    def loss(self, path: Path, replicas: bool) -> float:
+        """Return the loss of a checkpoint, in nats per token.
+
+        Args:
+            path: of the checkpoint.
+            replicas: whether it is that of a replica, of which the outer parameters count.
+        """
+        if not replicas:
+            checkpoint.load(path, self._model)
+            return self._evaluated()
+        inner = make_adamw(self._model, OptimizerConfig(lr=0.0))
+        diloco = DiLoCo(self._model, inner, every=1, group=None)
+        checkpoint.load(path, self._model, diloco)
+        with diloco.outer_parameters():
+            return self._evaluated()
+
+    def _evaluated(self) -> float:
+        each = range(JUDGED)
+        return summed_loss(self._model, self._text, self._length, each, JUDGED) / JUDGED
+
+
+def rounds_of(path: Path) -> int:
+    """Return the outer steps behind the outer parameters of a replica's checkpoint."""
+    where = ("optimizer", "diloco", "rounds")
+    found = (value.value for value in read_manifest(path).values if value.path == where)
+    return int(next(found)[0])
+
+
+def judge(model: str, length: int, checkpoints: list[tuple[Path, bool]]) -> list[float]:
+    """Return the loss of each checkpoint; see :meth:`Judge.loss`."""
+    with World("judge", 1, Judge, model, length) as world:
+        return [world.call("loss", *each)[0] for each in checkpoints]
 
 
 def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
