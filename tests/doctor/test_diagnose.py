@@ -12,8 +12,7 @@ import pytest
 from shardwise.app.cli.main import app
 from shardwise.app.doctor import probe
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import START, Probe, probe_ranks
+from shardwise.app.doctor.probe import START, PairLink, Probe, probe_ranks
 from shardwise.base import devices
 from shardwise.base.scratch import libc
 

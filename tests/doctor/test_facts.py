@@ -15,8 +15,7 @@ import pytest
 
 from shardwise.app.doctor import facts
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)

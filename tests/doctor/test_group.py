@@ -32,8 +32,7 @@ from shardwise.app.doctor.checks import (
 from shardwise.app.doctor.diagnose import diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
 from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer

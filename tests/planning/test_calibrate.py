@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.app.cli import calibrate as command
+from shardwise.app.cli import plan as command
 from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.calibrate import (
     Calibration,

@@ -32,7 +32,7 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
+from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest

@@ -15,9 +15,9 @@ from shardwise.app.cli.values import Html, Integer, Json, Layers, read_name, rea
 from shardwise.app.recipes.catalog import Subject, make_plan
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.units import brief_size, printable
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.planning.presets import MODELS
-from shardwise.insight.schema.option import OptionError, require
+from shardwise.insight.schema.option import OptionError, naming, require
 
 if TYPE_CHECKING:
     from shardwise.insight.inspect.report import ParameterReport, Report
@@ -151,10 +151,8 @@ def _subject(run: Path | None, model: str | None) -> Subject:
 def _wanted(mesh: str | None, subject: Subject) -> WantedMesh:
     if mesh is None and subject.mesh is not None:
         return subject.mesh
-    try:
+    with naming("--mesh"):
         return WantedMesh.parse(_MESH if mesh is None else mesh)
-    except MeshError as error:
-        raise OptionError("--mesh", error.found, error.expected) from None
 
 
 def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:

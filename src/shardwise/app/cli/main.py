@@ -25,12 +25,12 @@ _STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIG
 #: The file of each command, in the order of ``--help``.
 _FILES = {
     "train": "train",
-    "run": "script",
+    "run": "run",
     "checkpoint": "checkpoint",
     "merge-lora": "checkpoint",
     "generate": "generation",
     "inspect": "inspect",
-    "calibrate": "calibrate",
+    "calibrate": "plan",
     "plan": "plan",
     "watch": "watch",
     "compare": "watch",

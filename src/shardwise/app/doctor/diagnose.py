@@ -10,7 +10,7 @@ from shardwise.app.doctor import checks, group
 from shardwise.app.doctor.checks import Finding, Level, fail, ok
 from shardwise.app.doctor.facts import Facts, received
 from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.app.doctor.measure import (
+from shardwise.app.doctor.probe import (
     CONNECT,
     DRAIN,
     STREAM,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardwise.app.recipes.core.begin import find_settings, naming_model
+from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
@@ -19,7 +19,7 @@ from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, Vit
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS
-from shardwise.insight.schema.option import flatten, require
+from shardwise.insight.schema.option import flatten, naming, require
 
 if TYPE_CHECKING:
     from shardwise.insight.blueprint import Blueprint
@@ -126,14 +126,14 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
 def _find(name: str) -> Blueprint:
     from shardwise.insight.planning.models import find_model
 
-    with naming_model():
+    with naming("--model"):
         return find_model(name)
 
 
 def _build(name: str, settings: dict[str, Any]) -> Blueprint:
     from shardwise.insight.planning.models import of_settings
 
-    with naming_model():
+    with naming("--model"):
         return of_settings(name, settings)
 
 

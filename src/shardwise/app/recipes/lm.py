@@ -33,8 +33,8 @@ from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
+from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError

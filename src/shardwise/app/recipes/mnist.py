@@ -25,8 +25,8 @@ from shardwise.app.recipes.core.build import (
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
-from shardwise.app.recipes.vision.images import Batch
 from shardwise.app.recipes.vision.task import (
+    Batch,
     ImageData,
     example_of,
     load_plain,

@@ -179,7 +179,7 @@ class TrainingJob:
 
     def report_lost(self) -> None:
         """Write the page of the run once more if its ranks were killed. Its lock is free again."""
-        from shardwise.app.recipes.core.report import write_report_of_lost
+        from shardwise.app.recipes.core.journal import write_report_of_lost
 
         write_report_of_lost(self._checked().config.files)
 

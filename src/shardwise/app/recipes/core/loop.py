@@ -33,7 +33,7 @@ from shardwise.app.recipes.core.journal import Journal, StepMetrics
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
 from shardwise.app.recipes.core.timeline import TimelineOfRun
-from shardwise.app.runs.ranks import RankStep
+from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals

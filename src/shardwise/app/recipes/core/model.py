@@ -11,15 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise import materialize
-from shardwise.app.recipes.core.begin import naming_model
 from shardwise.base import devices
 from shardwise.insight.planning import models
 from shardwise.insight.planning.machine import device_reported_as
+from shardwise.insight.schema.option import naming
 
 # Those of the planner; what cannot be built is a mistake in --model here, an OptionError.
-build = naming_model()(models.build)
-build_classifier = naming_model()(models.build_classifier)
-decoder_layers = naming_model()(models.decoder_layers)
+build = naming("--model")(models.build)
+build_classifier = naming("--model")(models.build_classifier)
+decoder_layers = naming("--model")(models.decoder_layers)
 
 
 def config_json(model: PreTrainedModel) -> str:

@@ -41,7 +41,7 @@ from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
-from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
@@ -234,8 +234,7 @@ def _take_folder(run: _Run) -> int | None:
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
     """Train on rank 0, and write the files of the run."""
     # Here, and not before: other ranks have no use for them.
-    from shardwise.app.recipes.core.report import report_under_way, write_report
-    from shardwise.app.recipes.core.sinks import open_sinks
+    from shardwise.app.recipes.core.journal import open_sinks, report_under_way, write_report
     from shardwise.insight.inspect.api import inspect
     from shardwise.insight.inspect.page import page as inspect_page
 
@@ -400,10 +399,8 @@ def _choose_device(wanted: str, world: World) -> torch.device:
     enough = found >= world.local_size
     if wanted == AUTO:
         wanted = devices.default_type() if enough else devices.CPU.type
-    try:
+    with naming("--device"):
         devices.check_type(wanted)
-    except devices.UnusableError as error:
-        raise OptionError("--device", error.found, error.expected) from None
     if wanted == devices.CPU.type:
         return devices.CPU
     if not enough:

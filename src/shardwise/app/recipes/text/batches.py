@@ -250,7 +250,7 @@ def _open_chats(
     readers: World | None,
 ) -> LmData:
     from shardwise.app.recipes.text import conversations as chats
-    from shardwise.app.recipes.text.turns import ChatEncoder
+    from shardwise.app.recipes.text.chat import ChatEncoder
 
     encoder = ChatEncoder(vocabulary)
     length = config.seq_length

@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.app.recipes.core.position import Shuffle
-from shardwise.app.recipes.text.chat import ChatLines
+from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
-from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
