@@ -19,6 +19,7 @@ import typer
 
 from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.app.recipes.core.rundir import locked
 from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import show
 from shardwise.elastic import program
@@ -232,7 +233,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
                 held.enter_context(job.plan(_world(hosts, processes)))
         if nodes is None:
             # Over several hosts rank 0 locks it, which may be on another host after a restart.
-            held.enter_context(job.lock_folder())
+            held.enter_context(locked(job.config.files))
             os.environ[LOCKED] = "1"
             held.callback(os.environ.pop, LOCKED)
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
@@ -243,7 +244,9 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         else:
             code = _launch(job, command, processes, nodes, launch.max_restarts)
     if code and nodes is None:
-        job.report_lost()
+        from shardwise.app.recipes.core.journal import write_report_of_lost
+
+        write_report_of_lost(job.config.files)  # whose lock is free again
     sys.exit(code)
 
 
@@ -371,7 +374,7 @@ def _expected_hosts(job: TrainingJob, processes: int, nodes: Nodes) -> int:
 def _why_not(job: TrainingJob, world: World) -> str | None:
     """Return why a job cannot run over a world; None: it can."""
     try:
-        job.check_world(world)
+        job.config.check_world(world)
     except UserError as error:
         return str(error)
     return None

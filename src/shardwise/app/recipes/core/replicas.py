@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -182,33 +183,25 @@ def replicas_of(
     return diloco, LooseReplicas(diloco, mesh, config, tokens)
 
 
-class _PositionOfAll:
-    """The data positions of all ranks, for the checkpoint of each replica.
+@dataclass
+class _CollectedData:
+    """The data of this rank; a checkpoint of each replica gets the positions of all ranks."""
 
-    Args:
-        data: of this rank.
-    """
-
-    def __init__(self, data: Resumable) -> None:
-        self._data = data
-        self._collected: dict[str, Any] = {}
+    data: Resumable
+    collected: dict[str, Any] = field(default_factory=dict)
 
     def collect(self) -> None:
         """Collect the positions of all ranks. Every rank calls it."""
-        parts = Peers().gather_objects(self._data.state(), "the positions of streams")
-        self._collected = {name: value for part in parts for name, value in part.items()}
+        parts = Peers().gather_objects(self.data.state(), "the positions of streams")
+        self.collected = {name: value for part in parts for name, value in part.items()}
 
     def state(self) -> dict[str, Any]:
         """Return what was collected."""
-        return self._collected
+        return self.collected
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from a collected position.
-
-        Raises:
-            CheckpointError: it is no such state.
-        """
-        self._data.load_state(state, where)
+        """Go on from a collected position."""
+        self.data.load_state(state, where)
 
 
 class ReplicaCheckpoints(Checkpoints):
@@ -228,7 +221,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
         self._device = devices.current(mesh.device_type)
-        self._position = None if data is None else _PositionOfAll(data)
+        self._position = None if data is None else _CollectedData(data)
         self._root, self._keep = folder, keep_last
         super().__init__(folder, keep_last)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -36,28 +37,22 @@ def read_prediction() -> StepTime | None:
         return None
 
 
+@dataclass
 class TimelineOfRun:
     """Records some steps of a training, and nothing otherwise.
 
-    Args:
+    Attributes:
         steps: which; empty: none.
         folder: where the timeline is written.
         say: tells the user what came of it.
         prediction: what a plan says that a step takes.
     """
 
-    def __init__(
-        self,
-        steps: range,
-        folder: Path,
-        say: Callable[[str], object],
-        prediction: StepTime | None = None,
-    ) -> None:
-        self._steps = steps
-        self._folder = folder
-        self._say = say
-        self._prediction = prediction
-        self._recording: Recording | None = None
+    steps: range
+    folder: Path
+    say: Callable[[str], object]
+    prediction: StepTime | None = None
+    _recording: Recording | None = field(default=None, init=False)
 
     def __enter__(self) -> TimelineOfRun:
         return self
@@ -77,24 +72,24 @@ class TimelineOfRun:
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Record a step, if it is one of those. Every rank calls it."""
-        if number not in self._steps:
+        if number not in self.steps:
             yield
             return
         if self._recording is None:
             from shardwise.insight.timeline import record  # few trainings need it
 
-            recording = record(self._folder, prediction=self._prediction)
+            recording = record(self.folder, prediction=self.prediction)
             try:
                 recording.__enter__()
             except OSError as error:  # on all ranks alike; the training matters more
-                self._say(f"warning    --timeline: {self._folder} cannot be written: {error}")
-                self._steps = range(0)
+                self.say(f"warning    --timeline: {self.folder} cannot be written: {error}")
+                self.steps = range(0)
                 yield
                 return
             self._recording = recording
         with self._recording.step(number):
             yield
-        if number == self._steps[-1]:
+        if number == self.steps[-1]:
             self._finish()
 
     def _finish(self) -> None:
@@ -104,8 +99,8 @@ class TimelineOfRun:
         try:
             recording.__exit__(None, None, None)
         except (OSError, CheckpointError) as error:  # the training matters more
-            self._say(f"timeline   {self._folder} could not be written: {error}")
+            self.say(f"timeline   {self.folder} could not be written: {error}")
             return
         assert recording.timeline is not None
-        self._say(f"timeline   {recording.timeline.summary()}")
-        self._say(f"timeline   {self._folder}")
+        self.say(f"timeline   {recording.timeline.summary()}")
+        self.say(f"timeline   {self.folder}")

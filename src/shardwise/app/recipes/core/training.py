@@ -288,10 +288,10 @@ def _train(
     run: _Run, position: Position, log: journal.Journal, signals: StopSignals
 ) -> Mapping[str, float]:
     loop = Loop(
-        run.task,
-        run.inputs.train,
-        run.span,
-        run.place,
+        task=run.task,
+        config=run.inputs.train,
+        span=run.span,
+        place=run.place,
         checkpoints=run.checkpoints,
         journal=log,
         signals=signals,

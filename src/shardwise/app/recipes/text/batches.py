@@ -64,10 +64,11 @@ class TextBatches:
         return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
 
 
+@dataclass
 class ValidationLoss:
     """The loss on what is not trained on, divided among ranks.
 
-    Args:
+    Attributes:
         model: the model to evaluate.
         loss: of the model on a batch: its sum, and what the sum of all batches is divided by.
         batches: returns those of this rank, in host memory. Equally many on every rank, since every
@@ -75,24 +76,17 @@ class ValidationLoss:
         device: where this rank computes.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], tuple[float, float]],
-        batches: Callable[[], Iterable[Any]],
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._loss = loss
-        self._batches = batches
-        self._device = device
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], tuple[float, float]]
+    batches: Callable[[], Iterable[Any]]
+    device: torch.device
 
     def __call__(self) -> dict[str, float]:
         """Return the mean over all ranks, in nats per token."""
         total = torch.zeros(2, dtype=torch.float64)
-        with evaluating(self._model):
-            for batch in self._batches():
-                sums = self._loss(self._model, batch.to(self._device))
+        with evaluating(self.model):
+            for batch in self.batches():
+                sums = self.loss(self.model, batch.to(self.device))
                 total += torch.tensor(sums, dtype=torch.float64)
         everyone = Peers().gather_numbers(total, "the sum of validation losses")
         loss, count = everyone.sum(0).tolist()

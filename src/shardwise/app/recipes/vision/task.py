@@ -407,10 +407,11 @@ class Scores:
         return {**values, "accuracy_top5": self.top5} if len(self.confusion) > 10 else values
 
 
+@dataclass
 class Evaluation:
     """Evaluates models on images that all ranks share.
 
-    Args:
+    Attributes:
         images: to evaluate on.
         classes: number of classes.
         batch_size: of this rank.
@@ -418,44 +419,41 @@ class Evaluation:
         device: where it computes.
     """
 
-    def __init__(
-        self, images: Images, classes: int, batch_size: int, world: World, device: torch.device
-    ) -> None:
-        self._images = images
-        self._classes = classes
-        self._batch_size = batch_size
-        self._world = world
-        self._device = device
+    images: Images
+    classes: int
+    batch_size: int
+    world: World
+    device: torch.device
 
     def __call__(self, model: nn.Module) -> Scores:
         """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
-        mine = range(self._world.rank, len(self._images), self._world.size)
+        mine = range(self.world.rank, len(self.images), self.world.size)
         # As many forwards on every rank, since a forward of a sharded model takes all.
-        per_round = self._batch_size * self._world.size
-        rounds = -(-len(self._images) // per_round)
+        per_round = self.batch_size * self.world.size
+        rounds = -(-len(self.images) // per_round)
         sums = torch.zeros(2, dtype=torch.float64)
-        confusion = torch.zeros(self._classes**2, dtype=torch.int64)
+        confusion = torch.zeros(self.classes**2, dtype=torch.int64)
         with evaluating(model):
             for turn in range(rounds):
-                indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
+                indices = mine[turn * self.batch_size : (turn + 1) * self.batch_size]
                 # A rank that has none left looks at the first image again, uncounted.
-                images, classes = self._images.read(indices or [0], [0] * max(1, len(indices)))
-                logits = logits_of(model, images.to(self._device)).cpu()
+                images, classes = self.images.read(indices or [0], [0] * max(1, len(indices)))
+                logits = logits_of(model, images.to(self.device)).cpu()
                 if indices:
                     sums += self._tally(logits, classes, confusion)
         with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
-        loss, top5 = (sums / len(self._images)).tolist()
-        return Scores(loss, confusion.view(self._classes, self._classes), top5)
+        loss, top5 = (sums / len(self.images)).tolist()
+        return Scores(loss, confusion.view(self.classes, self.classes), top5)
 
     def _tally(
         self, logits: torch.Tensor, classes: torch.Tensor, confusion: torch.Tensor
     ) -> torch.Tensor:
         """Count a batch; return its sums of the loss and of hits among the top five."""
-        pairs = classes * self._classes + logits.argmax(dim=1)
-        confusion += torch.bincount(pairs, minlength=self._classes**2)
-        likeliest = logits.topk(min(5, self._classes), dim=1).indices
+        pairs = classes * self.classes + logits.argmax(dim=1)
+        confusion += torch.bincount(pairs, minlength=self.classes**2)
+        likeliest = logits.topk(min(5, self.classes), dim=1).indices
         hits = (likeliest == classes[:, None]).any(dim=1).sum()
         loss = F.cross_entropy(logits, classes, reduction="sum")
         return torch.stack([loss.double(), hits.double()])
