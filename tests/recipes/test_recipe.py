@@ -71,7 +71,7 @@ def test_a_rank_imports_only_what_its_training_uses() -> None:
     code = "import sys, shardwise.app.recipes.lm; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     others = {
-        *("app.recipes.text.conversations", "app.recipes.text.streams", "app.recipes.text.turns"),
+        *("app.recipes.text.conversations", "app.recipes.text.streams"),
         *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
         *("insight.inspect.api", "transport.codecs", "transport.two_levels"),
     }

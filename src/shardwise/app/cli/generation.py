@@ -88,7 +88,8 @@ def generate(
     if prompt == "-":
         prompt = sys.stdin.read()
 
-    from shardwise.app.recipes.text.generate import Request, Sampling
+    from shardwise.app.recipes.core.model import Sampling
+    from shardwise.app.recipes.text.generate import Request
     from shardwise.app.recipes.text.generate import generate as run
     from shardwise.base import devices
     from shardwise.elastic.call import launch

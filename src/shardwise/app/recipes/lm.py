@@ -21,10 +21,12 @@ from shardwise.app.recipes.core.build import (
     shard,
 )
 from shardwise.app.recipes.core.model import (
+    Sampling,
     Utilization,
     build,
     config_json,
     decoder_layers,
+    generate_tokens,
     initialize,
     next_token_loss,
 )
@@ -33,7 +35,6 @@ from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
-from shardwise.app.recipes.text.generate import Sampling, generate_tokens
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
