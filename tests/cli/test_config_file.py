@@ -16,8 +16,8 @@ from shardwise.app.cli import main, run, train
 from shardwise.app.cli.config_file import ConfigFile
 from shardwise.app.cli.generate import Options
 from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes import rank
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World

@@ -18,7 +18,7 @@ from shardwise.app.cli.hosts import DoctorConfig
 from shardwise.app.cli.main import app
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import Bounds, OptionError
 
 Capture = pytest.CaptureFixture[str]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision.config import MnistConfig, VitConfig
 from shardwise.insight.schema.option import OptionError, as_json, flatten

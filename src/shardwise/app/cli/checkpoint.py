@@ -36,9 +36,9 @@ from shardwise.app.cli.values import (
 )
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import brief_size, printable, show
+from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError
-from shardwise.insight.inspect.words import Row, add_rows, counted, fold, shape_in_words
+from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.disk.entries import StatePath

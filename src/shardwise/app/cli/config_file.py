@@ -30,7 +30,7 @@ import typer
 from shardwise.app.cli.generate import Options, Setting, parameter_name
 from shardwise.app.cli.values import brief, read_integer, read_name, read_path
 from shardwise.app.recipes.core.begin import require_installed
-from shardwise.base.units import printable
+from shardwise.base.units import one_line, printable
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import Reads
 
@@ -180,7 +180,7 @@ def _pairs(path: Path) -> list[tuple[Any, Any]]:
             f"{path}{where}: found no YAML ({error.problem or error.context})"
         ) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(f"{path}: found no YAML ({reason})") from None
     if node is None:
         return []

@@ -21,7 +21,7 @@ from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import locked
 from shardwise.app.recipes.rank import command_of
-from shardwise.base.units import show
+from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
@@ -347,12 +347,10 @@ def _meeting(nodes: Nodes) -> str:
 
 
 def _say_starting(processes: int) -> None:
-    threads = max(1, usable_cores() // processes)
-    print(
-        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
-        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
-        flush=True,
-    )
+    threads = counted(max(1, usable_cores() // processes), "thread")
+    each = " each" if processes > 1 else ""
+    many = counted(processes, "process", "processes")
+    show(f"starting   {many}, {threads}{each}; importing torch takes a moment")
 
 
 def _world(hosts: int, processes: int) -> World:
@@ -388,10 +386,6 @@ def _words(job: TrainingJob, chosen: str | None) -> list[str]:
     # Behind ``train RECIPE``: whatever follows a -- is no option.
     at = next(i for i, word in enumerate(words) if word not in ("--", "train")) + 1
     return [*words[:at], "--out", str(job.config.train.output.out), *words[at:]]
-
-
-def _number(count: int, noun: str, plural: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
 
 
 # -- shardwise run ---------------------------------------------------------------------------------

@@ -12,12 +12,24 @@ from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
 from shardwise.app.cli.generate import Options, keyword_only, with_options
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.cli.values import help_if_alone, read_path
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
+from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
+from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
+
+#: Each kind of training by its name, with all its defaults.
+RECIPES: dict[str, RecipeConfig] = {
+    config.recipe: config
+    for config in (
+        LmConfig.for_model(DEFAULT_MODEL),
+        MnistConfig(),
+        ImagenetConfig(),
+        VitConfig.for_model("vit-tiny"),
+    )
+}
 
 _LM = """
 [bold]Examples[/bold]

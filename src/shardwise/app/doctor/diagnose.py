@@ -18,6 +18,7 @@ from shardwise.app.doctor.probe import (
     PairLink,
     measure_connection,
 )
+from shardwise.base.units import counted
 from shardwise.elastic.hosts import JobBackend, Nodes
 
 #: The names of all checks, in the order in which they run.
@@ -100,7 +101,7 @@ def _check_all(
     places = [place for place, each in enumerate(read) if each is not None]
     hosts = [each for each in read if each is not None]
     gone = len(read) - len(hosts)
-    text = f"found {len(hosts)} {'host' if len(hosts) == 1 else 'hosts'}"
+    text = f"found {counted(hosts, 'host')}"
     if nodes.count > 1:
         text += ", all with the token" if nodes.token else "; no token keeps others out"
     report([ok(group.RENDEZVOUS, text)])

@@ -11,11 +11,11 @@ from itertools import groupby
 
 from shardwise.base.html import document, escape
 from shardwise.base.lazy import resource
-from shardwise.base.units import brief_size
+from shardwise.base.units import brief_size, counted
 from shardwise.insight.inspect.picture import STYLE, draw_mesh, draw_parameter
 from shardwise.insight.inspect.report import ParameterReport, Report, folded
 from shardwise.insight.inspect.text import blocks_of, totals_of
-from shardwise.insight.inspect.words import Row, counted, shape_in_words
+from shardwise.insight.inspect.words import Row, shape_in_words
 
 
 def page(report: Report, above: Iterable[str] = ()) -> str:

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardwise.base.units import brief_size
+from shardwise.base.units import brief_size, counted
 from shardwise.insight.inspect.grid import Block, Grid, Tiling
-from shardwise.insight.inspect.words import Row, counted, fold, holders_in_words, shape_in_words
+from shardwise.insight.inspect.words import Row, fold, holders_in_words, shape_in_words
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning
 ADAM_STATES = 2  # tensors of a parameter's size that Adam keeps: exp_avg and exp_avg_sq

@@ -13,7 +13,7 @@ from shardwise.base import units
 from shardwise.base.html import bar, data_element, document, escape, keys, table
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Activity
-from shardwise.insight.inspect.words import counted
+from shardwise.base.units import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.merged import Timeline

@@ -26,6 +26,7 @@ from shardwise.app.runs.metrics import MAX_LINE, RanksFile, RankStep, parse_line
 from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.snapshot import RunReader
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.world import LOST, job_id
@@ -431,7 +432,7 @@ class Wandb(Sink):
                 settings=wandb.Settings(console="off", silent=True),
             )
         except Exception as error:  # of its client, its service and the network
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             raise UserError(
                 f"--log wandb: found {type(error).__name__} ({reason}), expected a run to begin; "
                 "WANDB_MODE=offline needs neither a network nor an account"
@@ -455,7 +456,7 @@ class Wandb(Sink):
             act()
         except Exception as error:  # of its client, its service and the network
             self._lost = True
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             say(
                 f"warning    --log wandb: its curves end here ({type(error).__name__}: {reason}); "
                 "metrics.jsonl goes on"

@@ -391,8 +391,8 @@ class RoundsFile:
             seconds=round(event.seconds, 3),
         )
         if event.late:
-            verb = "was" if len(event.late) == 1 else "were"
-            noun = "replica" if len(event.late) == 1 else "replicas"
+            one = len(event.late) == 1
+            noun, verb = ("replica", "was") if one else ("replicas", "were")
             self._report(
                 f"replicas   round {event.round}: {len(members)} of {self._replicas}; "
                 f"{noun} {numbers_of(event.late)} {verb} late"

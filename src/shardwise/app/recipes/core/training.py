@@ -37,6 +37,7 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task,
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.base import devices
+from shardwise.base.units import counted
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
@@ -331,14 +332,12 @@ def _introduce(run: _Run, position: Position) -> None:
     )
     for label, text in task.introduction:
         say(f"{label:<11}{text}")
-    readers = place.readers.size
-    ranks = f"{readers} {'rank' if readers == 1 else 'ranks'}"
+    ranks = counted(place.readers.size, "rank")
     accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
     units = run.per_step * task.units_per_example
     span = run.span
     steps = f"{span.steps_in_all(run.per_step):,} steps"
-    epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
-    length = steps if span.epochs is None else f"{epochs}, {steps}"
+    length = steps if span.epochs is None else f"{counted(span.epochs, 'epoch')}, {steps}"
     say(
         f"step       {config.batch_size} {task.example}{accumulate} x "
         f"{ranks} = {units:,} {task.unit}; {length}"

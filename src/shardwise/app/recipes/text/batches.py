@@ -39,6 +39,7 @@ from shardwise.app.recipes.text.data import (
     Vocabulary,
 )
 from shardwise.app.recipes.text.documents import Documents, StreamSource
+from shardwise.base.units import counted
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
@@ -188,12 +189,11 @@ def open_data(
 
 def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
     held = text.validation
-    files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
     return LmData(
         batches=TextBatches(text, config, device),
         evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
-        f"{brief(len(held))} for validation; {files}",
+        f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
     )
 
 

@@ -40,6 +40,7 @@ import xxhash
 
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained.opening import limited
@@ -292,7 +293,7 @@ def load_chats(paths: Sequence[str], eval_paths: Sequence[str] = ()) -> ChatData
     if not len(train):
         raise OptionError(
             "--chat",
-            f"{len(lines)} {'chat' if len(lines) == 1 else 'chats'}, of which all are held out",
+            f"{counted(lines, 'chat')}, of which all are held out",
             "at least two different ones, or --eval-data with others",
         )
     return ChatData(name, train, held, digest)
@@ -435,7 +436,7 @@ class ChatEncoder:
         except CheckpointError as error:
             raise ChatError(str(error)) from None
         except Exception as error:  # whatever a template raises, or a tokenizer about odd text
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            reason = one_line(f"{type(error).__name__}: {error}")
             raise ChatError(f"{where}: {self._name} cannot encode it ({reason})") from error
         for document in found:
             try:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import counted, one_line
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained import opening
 from shardwise.insight.planning import presets
@@ -148,8 +149,7 @@ class TextData:
     @property
     def summary(self) -> str:
         """How much there is, for people."""
-        files = "file" if self.files == 1 else "files"
-        return f"{self.name}, {len(self.train):,} tokens in {self.files:,} {files}"
+        return f"{self.name}, {len(self.train):,} tokens in {counted(self.files, 'file')}"
 
     def facts(self) -> dict[str, Any]:
         """Return the data's part of ``run.json``."""
@@ -196,8 +196,8 @@ def load_text(paths: Sequence[str], seq_length: int, eval_paths: Sequence[str] =
         if len(stream) < smallest:
             raise OptionError(
                 "--eval-data" if eval_paths and stream is data.validation else "--data",
-                f"{sum(sizes.values())} bytes in {len(sizes)} "
-                f"{'file' if len(sizes) == 1 else 'files'}, of which {len(stream)} for {part}",
+                f"{sum(sizes.values())} bytes in {counted(sizes, 'file')}, of which {len(stream)} "
+                f"for {part}",
                 f"at least {smallest} for {part} with --seq-length {seq_length}",
             )
     return data
@@ -463,7 +463,7 @@ class Tokenizer:
             whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(
                 option,
-                f"{name}, {whose} cannot be loaded ({' '.join(str(reason).split())[:200]})",
+                f"{name}, {whose} cannot be loaded ({one_line(reason, 200)})",
                 "a tokenizer of the hub, with the network there, or the folder of a saved one",
             ) from None
         separator = self.tokenizer.eos_token_id

@@ -29,6 +29,7 @@ import xxhash
 
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
+from shardwise.base.units import counted
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 
@@ -66,8 +67,8 @@ class Documents:
     @property
     def summary(self) -> str:
         """For people: how much there is, as far as that is known before it is read."""
-        counted = f", {len(self.files)} {'file' if len(self.files) == 1 else 'files'}"
-        return f"{self.name}, streamed{counted if self.files else ''}"
+        files = f", {counted(self.files, 'file')}" if self.files else ""
+        return f"{self.name}, streamed{files}"
 
     def facts(self) -> dict[str, Any]:
         """For ``run.json``."""

@@ -17,7 +17,7 @@ from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import printable
+from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
 from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.elastic.errors import UserError, say
@@ -180,7 +180,7 @@ def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
         except CheckpointError:
             raise
         except Exception as error:  # a template is a program
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise CheckpointError(f"its chat template cannot be used ({reason})") from error
         return [int(token) for token in found]
     start = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
