@@ -164,7 +164,7 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(fact
     nodes, said = host_0(), list[Finding]()
     with socket.create_server(("127.0.0.2", 0)) as trap:
         port = trap.getsockname()[1]
-        values = [sent(hostile.to_json()), sent(["127.0.0.2", port])]
+        values = [sent(asdict(hostile)), sent(["127.0.0.2", port])]
         values += [sent({"error": ESCAPES, "gbit": 1, "ms": 1e17, "ahead": 1e17})] * 2
         with peer(nodes, *values):
             assert not diagnose(nodes, replace(facts, rank=0), 0.0, said.append)
@@ -470,8 +470,8 @@ PROBE = asdict(Probe())
     ids=str,
 )
 def test_facts_have_the_types_that_checks_rely_on(facts: Facts, change: dict[str, Any]) -> None:
-    assert received(Facts, facts.to_json()) == facts
-    assert received(Facts, {**facts.to_json(), **change}) is None
+    assert received(Facts, asdict(facts)) == facts
+    assert received(Facts, {**asdict(facts), **change}) is None
 
 
 def test_links_have_the_types_that_checks_rely_on() -> None:

@@ -94,7 +94,7 @@ def _check_all(
     least_gbit: float,
     report: Callable[[Iterable[Finding]], None],
 ) -> None:
-    gathered = group_.all_gather(own.to_json(), SECONDS["facts"])
+    gathered = group_.all_gather(asdict(own), SECONDS["facts"])
     read = [received(Facts, each) for each in gathered]
     read[group_.index] = read[group_.index] or own
     # Hosts whose facts cannot be read take no part in the checks; indices are of the others.

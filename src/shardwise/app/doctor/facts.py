@@ -8,7 +8,7 @@ import resource
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -107,10 +107,6 @@ class Facts:
             raise ValueError("found a limit below -1, expected none or a number")
         if not (self.versions.keys() <= {*_VERSIONS} and self.settings.keys() <= {*_SETTINGS}):
             raise ValueError(f"found names other than {_VERSIONS} and {_SETTINGS}")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, which :func:`received` reads."""
-        return asdict(self)
 
 
 def collect_facts(nodes: Nodes, nproc: int, probe: Probe) -> Facts:

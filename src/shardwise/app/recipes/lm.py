@@ -40,7 +40,6 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
@@ -60,9 +59,6 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
-    checkpoint_blocks(
-        blocks, train.sharding.activation_checkpointing, train.sharding.recompute_every
-    )
     sharded = shard(model, blocks, train.sharding, place)
     gathers = Gathers.EVERY_MICROBATCH
     if config.pretrained is None:

@@ -25,7 +25,7 @@ from shardwise import (
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.blocks import batch_norms, shard_blocks, store_in
+from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,
@@ -59,8 +59,9 @@ def shard(
     config: ShardingConfig,
     place: TrainContext,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
+    blocks: Sequence[nn.Module] | None = None,
 ) -> FSDPModule:
-    """Shard every unit, then the rest.
+    """Shard every unit, then the rest, and have blocks recompute what the configuration says.
 
     Batch norm is kept and computes in float32 whatever the rest does, as its statistics are.
 
@@ -70,10 +71,14 @@ def shard(
         config: dtypes and transport.
         place: mesh and strategy.
         placement: along which dimension a parameter is cut; by default the first.
+        blocks: the modules whose activations may be recomputed; by default the units.
 
     Returns:
         ``model``.
     """
+    checkpoint_blocks(
+        units if blocks is None else blocks, config.activation_checkpointing, config.recompute_every
+    )
     store_in(model, DTYPES[config.shard_dtype])
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.app.recipes.core.build import average_running_statistics, evaluating
+from shardwise.app.recipes.core.build import average_running_statistics, evaluating, learning_rate
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
@@ -42,6 +42,7 @@ from shardwise.base.mixing import mix
 from shardwise.checkpoint.tools.convert import consolidate
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.insight.schema.training import OptimizerConfig
 from shardwise.transport.peers import Peers
 
 # Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
@@ -323,6 +324,17 @@ def vision_task(
         after_step=functools.partial(average_running_statistics, model),
         finish=finish,
     )
+
+
+def curve_of(inputs: VisionInputs, world: World) -> Schedule:
+    """Return the schedule of an optimizer's configuration.
+
+    By examples: in a resumed run, steps before may have had another number of them.
+    """
+    assert isinstance(inputs.train.optimizer, OptimizerConfig)
+    per_step = inputs.train.examples_per_step(world.size)
+    curve = learning_rate(inputs.train.optimizer, inputs.span.steps_in_all(per_step))
+    return lambda position: curve(position.examples / per_step)
 
 
 def _write_file(checkpoint: Path, file: Path) -> None:
