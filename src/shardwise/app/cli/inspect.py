@@ -129,8 +129,8 @@ def inspect(
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
-    from shardwise.insight.inspect.api import with_counted_values
     from shardwise.insight.inspect.page import page
+    from shardwise.insight.inspect.read import with_counted_values
     from shardwise.insight.inspect.text import View, as_text
 
     report = make_plan(subject, wanted)
@@ -174,7 +174,7 @@ def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
 
 
 def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None) -> str:
-    from shardwise.insight.inspect.picture import drawing
+    from shardwise.insight.inspect.page import drawing
 
     what = f"a pattern that matches {len(found)} parameters"
     require(len(found) == 1, "--param", what, "one that matches a single parameter, for --svg")
@@ -255,7 +255,7 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
     Raises:
         OptionError: the model cannot be built, or the mesh does not fit it.
     """
-    from shardwise.insight.inspect.api import plan
+    from shardwise.insight.inspect.read import plan
 
     blueprint = subject.build()
     with naming("--mesh"):

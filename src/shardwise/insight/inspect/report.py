@@ -1,6 +1,6 @@
 """The report: which rank of a mesh holds which part of which parameter.
 
-A report is a plain value. ``text.py``, ``page.py`` and ``picture.py`` show it, and
+A report is a plain value. ``text.py`` and ``page.py`` show it, and
 ``docs/inspect.md`` describes its JSON form.
 """
 

@@ -18,7 +18,7 @@ from shardwise.base import devices
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect import api as inspector
+from shardwise.insight.inspect import read as inspector
 from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log

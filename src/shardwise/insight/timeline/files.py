@@ -12,9 +12,8 @@ from typing import Any
 
 from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
-from shardwise.insight.timeline.merged import Timeline, together
-from shardwise.insight.timeline.page import page
-from shardwise.insight.timeline.trace import trace
+from shardwise.insight.timeline.page import page, trace
+from shardwise.insight.timeline.steps import Timeline, together
 
 #: Files in the folder of a timeline.
 TIMELINE, TRACE, PAGE = "timeline.json", "trace.json", "timeline.html"

@@ -31,9 +31,9 @@ from shardwise.insight.timeline.meeting import (
     turns_of,
     waiting_for,
 )
-from shardwise.insight.timeline.merged import Timeline, packed, unpacked
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recorder import DeviceClock, Recorder
+from shardwise.insight.timeline.steps import Timeline, packed, unpacked
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.

@@ -16,12 +16,16 @@ One step, on every rank:
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,15 +35,20 @@ from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
-from shardwise.app.recipes.core.timeline import TimelineOfRun
+from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
+from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
+
+if TYPE_CHECKING:
+    from shardwise.insight.planning.clock import StepTime
+    from shardwise.insight.timeline import Recording
+
 
 RECENT = 20  # steps over which speed is averaged
 
@@ -362,3 +371,86 @@ class Loop:
 
 def _item(norm: torch.Tensor) -> float:
     return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def read_prediction() -> StepTime | None:
+    """Return what ``--plan`` predicted; ``None`` if it was not asked for, or knows no times."""
+    planned = os.environ.get(PLAN_FILE)
+    if planned is None:
+        return None
+    from shardwise.insight.timeline.steps import prediction_from_json
+
+    path = Path(planned).with_name(PREDICTION)
+    try:
+        return prediction_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+@dataclass
+class TimelineOfRun:
+    """Records some steps of a training, and nothing otherwise.
+
+    Attributes:
+        steps: which; empty: none.
+        folder: where the timeline is written.
+        say: tells the user what came of it.
+        prediction: what a plan says that a step takes.
+    """
+
+    steps: range
+    folder: Path
+    say: Callable[[str], object]
+    prediction: StepTime | None = None
+    _recording: Recording | None = field(default=None, init=False)
+
+    def __enter__(self) -> TimelineOfRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write what was recorded, also if the training ended before the last of the steps."""
+        if error is None or isinstance(error, Stopped):
+            self._finish()
+        elif self._recording is not None:
+            self._recording.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step, if it is one of those. Every rank calls it."""
+        if number not in self.steps:
+            yield
+            return
+        if self._recording is None:
+            from shardwise.insight.timeline import record  # few trainings need it
+
+            recording = record(self.folder, prediction=self.prediction)
+            try:
+                recording.__enter__()
+            except OSError as error:  # on all ranks alike; the training matters more
+                self.say(f"warning    --timeline: {self.folder} cannot be written: {error}")
+                self.steps = range(0)
+                yield
+                return
+            self._recording = recording
+        with self._recording.step(number):
+            yield
+        if number == self.steps[-1]:
+            self._finish()
+
+    def _finish(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            recording.__exit__(None, None, None)
+        except (OSError, CheckpointError) as error:  # the training matters more
+            self.say(f"timeline   {self.folder} could not be written: {error}")
+            return
+        assert recording.timeline is not None
+        self.say(f"timeline   {recording.timeline.summary()}")
+        self.say(f"timeline   {self.folder}")

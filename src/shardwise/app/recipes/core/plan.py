@@ -21,8 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.app.recipes.core.build import DTYPES, check_param_groups
-from shardwise.app.recipes.core.recipe import PLAN_FILE, Example
-from shardwise.app.recipes.core.timeline import PREDICTION
+from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices
 from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
@@ -30,7 +29,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect.api import plan as layout_of
+from shardwise.insight.inspect.read import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
 from shardwise.insight.inspect.text import add_figures, plain_table, rendered
 from shardwise.insight.inspect.words import fold, ranks_in_words
@@ -55,7 +54,7 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
 )
-from shardwise.insight.timeline.merged import prediction_to_json
+from shardwise.insight.timeline.steps import prediction_to_json
 
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",

@@ -164,6 +164,8 @@ class Inputs:
 
 #: Environment variable: the file with the plan, for the rank that makes the folder of the run.
 PLAN_FILE = "SHARDWISE_PLAN_FILE"
+#: The file beside that one: what ``--plan`` says of a step, moment by moment.
+PREDICTION = "prediction.json"
 
 
 def as_the_strategy_says(model: nn.Module, free: int) -> bool:

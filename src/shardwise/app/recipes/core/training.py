@@ -30,12 +30,11 @@ from shardwise.app.recipes.core.build import (
     transport_name,
 )
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop
+from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
-from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.base import devices
 from shardwise.base.units import counted
 from shardwise.elastic.connect import connected
@@ -236,8 +235,8 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     """Train on rank 0, and write the files of the run."""
     # Here, and not before: other ranks have no use for them.
     from shardwise.app.recipes.core.journal import open_sinks, report_under_way, write_report
-    from shardwise.insight.inspect.api import inspect
     from shardwise.insight.inspect.page import page as inspect_page
+    from shardwise.insight.inspect.read import inspect
 
     task, files, say = run.task, run.files, run.place.display.say
     facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
