@@ -123,8 +123,14 @@ def inspect(
     device and sharded over a mesh that need not exist. In a running job,
     shardwise.inspect(model) makes the same report.
     """
-    subject = _subject(run, model)
-    wanted = _wanted(mesh, subject)
+    if run is None:
+        subject = Subject.of_model(_MODEL if model is None else model)
+    else:
+        require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
+        subject = Subject.of_run(RunDir(run))
+    with naming("--mesh"):
+        own = subject.mesh if mesh is None else None
+        wanted = own or WantedMesh.parse(_MESH if mesh is None else mesh)
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
@@ -145,20 +151,6 @@ def inspect(
         print(json_module.dumps(report.to_json(param), separators=(",", ":")))
     elif html is None and svg is None:
         print(as_text(report, View(rank=rank, pattern=param, layers=layers, full=full)))
-
-
-def _subject(run: Path | None, model: str | None) -> Subject:
-    if run is None:
-        return Subject.of_model(_MODEL if model is None else model)
-    require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
-    return Subject.of_run(RunDir(run))
-
-
-def _wanted(mesh: str | None, subject: Subject) -> WantedMesh:
-    if mesh is None and subject.mesh is not None:
-        return subject.mesh
-    with naming("--mesh"):
-        return WantedMesh.parse(_MESH if mesh is None else mesh)
 
 
 def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
@@ -263,6 +255,10 @@ def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
     return plan(blueprint, wanted)
 
 
+def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
+    return dataclasses.replace(build(), blocks=())
+
+
 def _find(name: str) -> Blueprint:
     from shardwise.insight.planning.models import find_model
 
@@ -281,10 +277,6 @@ def _convnet(name: str) -> Blueprint:
     from shardwise.app.recipes.mnist import blueprint
 
     return dataclasses.replace(blueprint(MnistConfig(nested=True)), name=name)
-
-
-def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
-    return dataclasses.replace(build(), blocks=())
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:

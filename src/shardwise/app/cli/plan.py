@@ -272,8 +272,9 @@ def calibrate(out: Out = None) -> None:
     others = os.getloadavg()[0]
     found = measure_machine(say)
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("", *map(_processes, found.costs)):
-        table.add_column(heading, justify="right" if heading else "left")
+    table.add_column("")
+    for count in found.costs:
+        table.add_column("one process" if count == 1 else f"each of {count}", justify="right")
     for name, values in _shown(found):
         table.add_row(name, *values)
     console.print(table)
@@ -316,10 +317,6 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         expected = "a file that can be written: --out FILE writes to another one"
         raise UserError(f"{path}: found {error.strerror}, expected {expected}") from None
-
-
-def _processes(count: int) -> str:
-    return "one process" if count == 1 else f"each of {count}"
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:

@@ -19,7 +19,7 @@ from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
 from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
-from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
+from shardwise.insight.schema.training import OptimizerConfig
 
 #: Each kind of training by its name, with all its defaults.
 RECIPES: dict[str, RecipeConfig] = {
@@ -186,7 +186,9 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         elif (model := asked("--model")) is not None:
             config = default.for_model(model)
         if (algorithm := asked("--optimizer")) is not None:
-            config = _with_usual(default if config is None else config, algorithm)
+            config = config or default
+            assert isinstance(config.train.optimizer, OptimizerConfig)
+            config = config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
         config = options.read(given, config, in_file)
         if asked("--epochs") is not None and asked("--steps") is None:
             config = config.with_train(steps=None)  # in place of a default number
@@ -202,12 +204,6 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
         run(TrainingJob(config, folder, text), launching)
 
     return with_options(act, [launch, options], help_text, _FILES)
-
-
-def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
-    """Return a configuration with the defaults that go with ``--optimizer``."""
-    assert isinstance(config.train.optimizer, OptimizerConfig)
-    return config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
 
 
 #: Of each training: its options, its help, and the end of that.

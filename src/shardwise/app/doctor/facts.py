@@ -181,15 +181,11 @@ def _tasks() -> int:
     left = list(_tasks_of_groups())
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
-        left.append(most - _tasks_of_user(os.getuid()))
+        every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+        # Where the system does not say it of a process of others, psutil gives None.
+        own = [each for each in every if each["uids"] and each["uids"].real == os.getuid()]
+        left.append(most - sum(each["num_threads"] or 0 for each in own))
     return max(0, min(left)) if left else -1
-
-
-def _tasks_of_user(user: int) -> int:
-    every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
-    # Where the system does not say it of a process of others, psutil gives None.
-    own = [each for each in every if each["uids"] and each["uids"].real == user]
-    return sum(each["num_threads"] or 0 for each in own)
 
 
 def _tasks_of_groups() -> Iterator[int]:

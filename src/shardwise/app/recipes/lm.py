@@ -94,11 +94,13 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         )
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
+    # Where a published model ends an answer, above all.
+    generation = None if config.pretrained is None else model.generation_config
     return Task(
         model_name=config.model,
         model=sharded,
         model_config=config_json(model),
-        generation_config=_generation_json(config, model),
+        generation_config=None if generation is None else str(generation.to_json_string()),
         save_tokenizer=lambda folder: vocabulary.as_transformers().save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
@@ -138,14 +140,6 @@ def _build(settings: dict[str, Any], config: LmConfig, vocabulary: Vocabulary) -
         )
     model.train()
     return model
-
-
-def _generation_json(config: LmConfig, model: PreTrainedModel) -> str | None:
-    """Return how a published model generates: where it ends an answer, above all."""
-    generation = model.generation_config
-    if config.pretrained is None or generation is None:
-        return None
-    return str(generation.to_json_string())
 
 
 def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from shardwise.base.observe import Activity
@@ -271,7 +271,8 @@ class _Replay:
         self._machine = machine
         self._device: Device = machine.device
         self._settings = settings
-        self._apart = _distances(settings)
+        world = settings.world  # how many ranks apart the neighbors in each dimension are:
+        self._apart = {n: math.prod(world.shape[at + 1 :]) for at, n in enumerate(world.names)}
         self._now = 0.0  # the device
         self._host = 0.0
         self._wires: dict[str, float] = defaultdict(float)
@@ -415,12 +416,6 @@ class _Replay:
             bound_by=max(shares, key=lambda name: shares[name]),
             spans=tuple(sorted(self._spans, key=lambda span: (span.begin, span.end))),
         )
-
-
-def _distances(settings: Settings) -> Mapping[str, int]:
-    """Return how many ranks apart the neighbors in each mesh dimension are."""
-    world = settings.world
-    return {name: math.prod(world.shape[at + 1 :]) for at, name in enumerate(world.names)}
 
 
 def _dtype_of_products(log: Log) -> str:

@@ -93,7 +93,7 @@ def leave(mine: Timeline, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     [rank] = mine.ranks
-    replace_file(_part_file(folder, rank.rank), _dumps(mine.to_json()))
+    replace_file(folder / f"rank-{rank.rank:05}.json", _dumps(mine.to_json()))
     with _one_at_a_time(folder):
         write(read_parts(folder), folder)
 
@@ -108,11 +108,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-def _part_file(folder: Path, rank: int) -> Path:
-    """Return where a rank keeps what it recorded, if the ranks cannot put it together."""
-    return folder / f"rank-{rank:05}.json"
 
 
 def _dumps(value: Any) -> bytes:

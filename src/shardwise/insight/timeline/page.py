@@ -264,7 +264,8 @@ def _shown(timeline: Timeline) -> list[RankTimeline]:
 
 
 def _head(timeline: Timeline, steps: Sequence[StepOfAll]) -> Iterator[str]:
-    yield f"<header><h1>Timeline</h1><p>{escape(_sentence(timeline.summary()))}</p>"
+    summary = timeline.summary()
+    yield f"<header><h1>Timeline</h1><p>{escape(f'{summary[:1].upper()}{summary[1:]}.')}</p>"
     yield '<p class="soft">'
     hosts = len({rank.host for rank in timeline.ranks})
     facts = [
@@ -455,7 +456,13 @@ def _data(
         begin = min(mine.step.begin for mine in step.ranks)
         groups = []
         if timeline.prediction is not None:
-            rows = _rows(timeline.prediction.spans, 0.0, 0.0, names, _about_prediction)
+            rows = _rows(
+                timeline.prediction.spans,
+                0.0,
+                0.0,
+                names,
+                lambda s: f"predicted {s.activity.value}",
+            )
             groups.append({"title": "predicted", "rows": rows})
         for rank in ranks:
             mine = next((each for each in step.ranks if each.rank == rank.rank), None)
@@ -518,10 +525,6 @@ def _kind(span: Span) -> str:
     return span.activity.name.lower()
 
 
-def _about_prediction(span: Span) -> str:
-    return f"predicted {span.activity.value}"
-
-
 def _about(span: Span) -> str:
     words = [span.activity.value]
     if span.activity is Activity.PEER:
@@ -535,7 +538,3 @@ def _about(span: Span) -> str:
     if span.end is None:
         words.append("it never ended")
     return ", ".join(words)
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}."

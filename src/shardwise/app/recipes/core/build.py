@@ -79,6 +79,10 @@ def shard(
     checkpoint_blocks(
         units if blocks is None else blocks, config.activation_checkpointing, config.recompute_every
     )
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.offload_parameters is not None:
+        folder = OffloadPlace.parse(config.offload_parameters).folder
+        offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
     store_in(model, DTYPES[config.shard_dtype])
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
@@ -91,19 +95,11 @@ def shard(
         precision=precision,
         placement=placement,
         transport=None if config.transport is TransportName.AUTO else config.transport,
-        offload_policy=_offload_policy(config),
+        offload_policy=offload,
         wire=config.collective_wire.argument,
     )
     assert isinstance(model, FSDPModule)
     return model
-
-
-def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
-    """Return where a configuration has parameters kept."""
-    if config.offload_parameters is None:
-        return OffloadPolicy()
-    folder = OffloadPlace.parse(config.offload_parameters).folder
-    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 BACKEND = "inductor"  # of torch.compile

@@ -172,7 +172,8 @@ class Loop:
         lr = task.schedule(position)
         set_lr(task.optimizer, lr, self.config.optimizer.lr)
         loss = self._accumulate(before)
-        norm = _item(self._clip())
+        total = self._clip()
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         seconds = self._updating + time.perf_counter() - began
         own = (seconds, observe.waited() - waited, self._loading)
         mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
@@ -367,10 +368,6 @@ class Loop:
             f"Stopped by {signal_name(stop)} after {self.span.shown(position)}, which is saved. "
             f"{self.how_to_resume}"
         )
-
-
-def _item(norm: torch.Tensor) -> float:
-    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
 
 
 def read_prediction() -> StepTime | None:

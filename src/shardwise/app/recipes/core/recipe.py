@@ -168,12 +168,6 @@ PLAN_FILE = "SHARDWISE_PLAN_FILE"
 PREDICTION = "prediction.json"
 
 
-def as_the_strategy_says(model: nn.Module, free: int) -> bool:
-    """Keep nothing, as most recipes do."""
-    del model, free
-    return False
-
-
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """The batches and the loss of a training, for a plan.
@@ -189,7 +183,7 @@ class Example:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
-    keeps: Callable[[nn.Module, int], bool] = as_the_strategy_says
+    keeps: Callable[[nn.Module, int], bool] = lambda model, free: False
 
 
 @dataclass(frozen=True, kw_only=True)

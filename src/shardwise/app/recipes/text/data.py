@@ -266,7 +266,9 @@ def _expand(text: str, option: str) -> list[Path]:
     matches = sorted(_glob(str(path))) if glob.has_magic(text) else []
     if not matches:
         raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
-    return [file for match in matches for file in _expand_match(Path(match), option)]
+    # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
+    found = [Path(match) for match in matches]
+    return [_readable(file, option) for file in found if file.is_file() and file.stat().st_size]
 
 
 def _glob(pattern: str) -> list[str]:
@@ -286,12 +288,6 @@ def _glob(pattern: str) -> list[str]:
             seen.add((status.st_dev, status.st_ino))
             found += _glob(os.path.join(glob.escape(parent), tail.lstrip("/") or "*"))
     return found
-
-
-def _expand_match(path: Path, option: str) -> Iterator[Path]:
-    # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
-    if path.is_file() and path.stat().st_size:
-        yield _checked(path, option)
 
 
 def _walk(folder: Path, option: str) -> Iterator[Path]:

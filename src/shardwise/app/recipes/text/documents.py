@@ -127,7 +127,7 @@ def find_documents(
             raise OptionError(option, paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
         return Documents(paths[0], name, configuration or None, (), tokenizer, validation=held)
     files = find_files(paths, option)
-    builders = {_builder(file): file for file in files}
+    builders = {_BUILDERS.get(_kind(file), "text"): file for file in files}
     if len(builders) > 1:
         found = " and ".join(str(file) for file in builders.values())
         raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
@@ -143,10 +143,6 @@ def _kind(file: Path) -> str:
     """Return the suffix of what is in a file, without that of its compression."""
     suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
     return suffixes[-1] if suffixes else ""
-
-
-def _builder(file: Path) -> str:
-    return _BUILDERS.get(_kind(file), "text")
 
 
 class StreamSource:

@@ -201,7 +201,7 @@ def _find(folder: Path, name: str, dimensions: int) -> Path:
 def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
     """Return the sizes and the values of an IDX file."""
     try:
-        with _opened(file) as stream:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             header = stream.read(4 + 4 * dimensions)
             expected = bytes((0, 0, _UINT8, dimensions))
             if header[:4] != expected:
@@ -225,10 +225,6 @@ def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
         shape = " x ".join(map(str, sizes))
         raise OptionError(_OPTION, f"{file} with {found} values than its header says", shape)
     return sizes, values
-
-
-def _opened(file: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
 
 
 def _pieces(stream: BinaryIO | gzip.GzipFile, most: int) -> Iterator[bytes]:
