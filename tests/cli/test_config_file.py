@@ -14,7 +14,7 @@ import pytest
 
 from shardwise.app.cli import main, run, train
 from shardwise.app.cli.config_file import read_options
-from shardwise.app.cli.generate import Options
+from shardwise.app.cli.options import Options
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes import rank

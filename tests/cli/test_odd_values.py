@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from shardwise.app.cli import run as cli_run
-from shardwise.app.cli.generate import Options
 from shardwise.app.cli.hosts import DoctorConfig
 from shardwise.app.cli.main import app
+from shardwise.app.cli.options import Options
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.cli.train import RECIPES

@@ -62,7 +62,7 @@ def test_a_host_alone_needs_no_torch() -> None:
     code = """
 import sys
 import shardwise.app.doctor.diagnose
-from shardwise.app.doctor.group import HostGroup
+from shardwise.app.doctor.diagnose import HostGroup
 from shardwise.elastic.hosts import Nodes
 assert HostGroup(Nodes(1, 0, "127.0.0.1", 0)).all_gather(1, 1.0) == [1]
 sys.exit("torch" in sys.modules)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.doctor import group
+from shardwise.app.doctor import diagnose as group
 from shardwise.app.doctor.checks import (
     Finding,
     Level,
@@ -29,9 +29,8 @@ from shardwise.app.doctor.checks import (
     check_world,
     ok,
 )
-from shardwise.app.doctor.diagnose import diagnose
+from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, check_backend, diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
 from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening

@@ -26,7 +26,7 @@ from rich.table import Table
 from rich.text import Text
 from typer import Argument, Option
 
-from shardwise.app.cli.values import (
+from shardwise.app.cli.options import (
     Json,
     Layers,
     help_if_alone,

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.app.cli.generate import Options, keyword_only, with_options
+from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.cli.run import HostsConfig
 from shardwise.base.units import show
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Nodes, numbers_of_hosts

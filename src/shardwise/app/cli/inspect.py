@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from shardwise.app.cli.values import Html, Integer, Json, Layers, read_name, read_path
+from shardwise.app.cli.options import Html, Integer, Json, Layers, read_name, read_path
 from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.vision.config import MnistConfig

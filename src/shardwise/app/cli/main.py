@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardwise import __version__
-from shardwise.app.cli.values import UsageError, describe, help_if_alone
+from shardwise.app.cli.options import UsageError, describe, help_if_alone
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 
@@ -28,7 +28,7 @@ _FILES = {
     "run": "run",
     "checkpoint": "checkpoint",
     "merge-lora": "checkpoint",
-    "generate": "generation",
+    "generate": "generate",
     "inspect": "inspect",
     "calibrate": "plan",
     "plan": "plan",

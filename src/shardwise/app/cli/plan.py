@@ -20,8 +20,14 @@ from rich.console import Console
 from rich.table import Table
 from typer import Option
 
-from shardwise.app.cli.generate import Options, keyword_only, with_options
-from shardwise.app.cli.values import read_name, read_path, read_size
+from shardwise.app.cli.options import (
+    Options,
+    keyword_only,
+    read_name,
+    read_path,
+    read_size,
+    with_options,
+)
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.errors import NotPossibleError
 from shardwise.base.units import show

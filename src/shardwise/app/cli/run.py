@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.app.cli.generate import Options, keyword_only, with_options
+from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import locked
 from shardwise.app.recipes.rank import command_of

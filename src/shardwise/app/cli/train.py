@@ -10,9 +10,15 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.app.cli.config_file import FileOption, read_options, save, written
-from shardwise.app.cli.generate import Options, keyword_only, parameter_name, with_options
+from shardwise.app.cli.options import (
+    Options,
+    help_if_alone,
+    keyword_only,
+    parameter_name,
+    read_path,
+    with_options,
+)
 from shardwise.app.cli.run import LaunchConfig, run
-from shardwise.app.cli.values import help_if_alone, read_path
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
 from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument
 
-from shardwise.app.cli.values import Html, Integer, Json, read_path
+from shardwise.app.cli.options import Html, Integer, Json, read_path
 from shardwise.app.runs.files import RunFiles
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
