@@ -9,6 +9,7 @@ import math
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,6 +72,7 @@ Target = Annotated[
 ]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 DEFAULT_BUFFER: Any = "32MiB"
+ShardSize = partial(Option, parser=read_size, metavar="SIZE", show_default="50GB")
 _FILE_SIZE: Any = "50GB"
 
 MERGE = """\
@@ -221,13 +223,7 @@ def consolidate(
         ),
     ],
     max_shard_size: Annotated[
-        int | None,
-        Option(
-            parser=read_size,
-            metavar="SIZE",
-            help="Largest size of a file in a folder.",
-            show_default="50GB",
-        ),
+        int | None, ShardSize(help="Largest size of a file in a folder.")
     ] = None,
     everything: Annotated[
         bool, Option("--everything", help="Include the optimizer and the rest, in a torch file.")
@@ -259,15 +255,7 @@ def convert(
     src: Checkpoint,
     dst: Target,
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
-    max_shard_size: Annotated[
-        int | None,
-        Option(
-            parser=read_size,
-            metavar="SIZE",
-            help="Largest size of a file, for hf.",
-            show_default="50GB",
-        ),
-    ] = None,
+    max_shard_size: Annotated[int | None, ShardSize(help="Largest size of a file, for hf.")] = None,
     force: Force = False,
     buffer: Buffer = DEFAULT_BUFFER,
 ) -> None:

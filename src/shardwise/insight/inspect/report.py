@@ -304,7 +304,14 @@ class Report:
             },
             "numel": self.numel,
             "nbytes": self.nbytes,
-            "ranks": [_json_of_totals(each) for each in self.totals],
+            "ranks": [
+                {
+                    **asdict(each),
+                    "estimated_gradients": each.gradients,
+                    "estimated_adam": each.optimizer,
+                }
+                for each in self.totals
+            ],
             "parameters": [_json_of_parameter(p, numbers[p.tiling]) for p in parameters],
             "tilings": [_json_of_tiling(each) for each in tilings],
             "remarks": [
@@ -474,14 +481,6 @@ def _examples(found: list[ParameterReport]) -> str:
 
 
 # -- JSON --------------------------------------------------------------------------------------
-
-
-def _json_of_totals(each: RankTotals) -> dict[str, int]:
-    return {
-        **asdict(each),
-        "estimated_gradients": each.gradients,
-        "estimated_adam": each.optimizer,
-    }
 
 
 def _json_of_parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:

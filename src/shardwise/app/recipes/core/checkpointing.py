@@ -396,14 +396,6 @@ def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: 
         ) from None
 
 
-@dataclass(frozen=True)
-class _SentRefusal:
-    """A ``UserError`` on its way to other ranks."""
-
-    text: str
-    exit_code: int
-
-
 def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
@@ -421,22 +413,18 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
     """
     from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 
-    refused: list[UserError] = []
-
-    def part() -> T | _SentRefusal:
+    def part() -> T | UserError:
         try:
             return act()
         except UserError as error:
-            refused.append(error)
+            return error  # others raise it, too
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            refused.append(UserError(f"{doing}: {where}{error.strerror or error}"))
-            refused[0].__cause__ = error
-        return _SentRefusal(str(refused[0]), refused[0].exit_code)
+            refused = UserError(f"{doing}: {where}{error.strerror or error}")
+            refused.__cause__ = error
+            return refused
 
     found = Ranks(group_for(None)).first(doing, part)
-    if not isinstance(found, _SentRefusal):
-        return found
-    error = refused[0] if refused else UserError(found.text)
-    error.exit_code = found.exit_code
-    raise error
+    if isinstance(found, UserError):
+        raise found
+    return found
