@@ -61,37 +61,32 @@ def without_nan(value: Any) -> Any:
     return value
 
 
+@dataclass
 class Follower:
     """Reads what a file of lines gains, each line once.
 
     A training that resumes cuts off the lines behind its checkpoint. So the last bytes that were
     read are compared each time, and if they have changed, reading begins anew.
 
-    Args:
+    Attributes:
         path: the file, which need not exist yet.
         begin: called before the first line, and again if reading begins anew.
         line: called with each line, without its end, and its number from 1.
         at_once: bytes after which one reading ends; the next one goes on.
-
-    Attributes:
         left: bytes that were not read for that reason.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        begin: Callable[[], object],
-        line: Callable[[bytes, int], object],
-        at_once: int = MOST_BYTES,
-    ) -> None:
-        self._path = path
-        self._at_once = at_once
-        self._begin = begin
-        self._line = line
+    path: Path
+    begin: Callable[[], object]
+    line: Callable[[bytes, int], object]
+    at_once: int = MOST_BYTES
+    left: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._restart()
 
     def _restart(self) -> None:
-        self._begin()
+        self.begin()
         self._end = self.left = 0
         self._number = 0
         self._remembered = b""
@@ -103,24 +98,24 @@ class Follower:
             CheckpointError: the file cannot be read, is not a regular file, or is far larger than
                 what a training writes, in all or in one line.
         """
-        if not os.path.lexists(self._path):
+        if not os.path.lexists(self.path):
             self._restart()
             return
-        handle, size = open_file(self._path)
+        handle, size = open_file(self.path)
         with os.fdopen(handle, "rb") as file:
             if size > MOST_BYTES:  # it may be one hole, which takes minutes to read
-                refuse(str(self._path), f"{size:,} bytes", f"at most {MOST_BYTES:,}")
+                refuse(str(self.path), f"{size:,} bytes", f"at most {MOST_BYTES:,}")
             try:
                 before = self._end - len(self._remembered)
                 file.seek(before)
                 if size < self._end or file.read(len(self._remembered)) != self._remembered:
                     self._restart()
                     file.seek(0)
-                until = self._end + self._at_once
+                until = self._end + self.at_once
                 self._read_lines(file, until)
                 self.left = max(0, size - self._end) if self._end >= until else 0
             except OSError as error:
-                raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from None
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
 
     def _read_lines(self, file: Any, until: int) -> None:
         while self._end < until and (line := file.readline(MAX_LINE + 1)):
@@ -131,7 +126,7 @@ class Follower:
                     return
                 length += len(rest)
                 if length > _LONGEST:
-                    where = f"{self._path}, line {self._number + 1:,}"
+                    where = f"{self.path}, line {self._number + 1:,}"
                     refuse(where, f"more than {_LONGEST:,} bytes", f"at most {MAX_LINE:,}")
                 line = line[:MAX_LINE] + b"x" + rest[-1:]
             self._number += 1
@@ -139,7 +134,7 @@ class Follower:
             self._remembered = (self._remembered + line)[-_REMEMBERED:]
             if length > MAX_LINE:
                 self._remembered = b""  # of such a line only the beginning was kept
-            self._line(line[:-1], self._number)
+            self.line(line[:-1], self._number)
 
 
 MOST_RANKS = 256  # that a line lists, the busiest ones
