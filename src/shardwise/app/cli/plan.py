@@ -334,5 +334,5 @@ def add_to(cli: typer.Typer, *_: str) -> None:
         sys.path.insert(0, "")
         options.read(given).run(given["model"])
 
-    cli.command("plan", epilog=_PLAN)(with_options(plan, [options], _TEXT, (_MODEL,)))
     cli.command("calibrate", epilog=_CALIBRATE)(calibrate)
+    cli.command("plan", epilog=_PLAN)(with_options(plan, [options], _TEXT, (_MODEL,)))
