@@ -33,8 +33,7 @@ from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.calibrate import Calibration, processor
-from shardwise.insight.planning.clock import sent
-from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of
+from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, sent
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase
 from shardwise.insight.planning.models import language_model
 from shardwise.insight.planning.presets import LlamaShape
@@ -130,7 +129,7 @@ def costs_of_ranks(ranks: int) -> dict[str, float]:
     """Return what work costs in n processes at once.
 
     Returns:
-        Seconds by unit; see :mod:`shardwise.insight.planning.costs`. Collectives have units by
+        Seconds by unit; see :mod:`shardwise.insight.planning.clock`. Collectives have units by
         transport: ``"launch.shm"`` for each, and ``"sent.shm"`` for each byte that a rank sends.
         With an accelerator, ``"host"`` is what its host takes for each operation.
 
