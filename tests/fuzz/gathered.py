@@ -503,7 +503,8 @@ def _after(module: nn.Module, args: Any, output: Any) -> Any:
 
 def _outlive(module: nn.Module, output: Any) -> Any:
     """Put a copy in the place of a view of what is freed now: no later gather writes to it."""
-    if isinstance(module, FuzzBlock) and module.spec.beside == "parameter":
+    raised = output is None
+    if not raised and isinstance(module, FuzzBlock) and module.spec.beside == "parameter":
         main, beside = unwrap(output)
         assert beside is not None
         if _group_of(module).between is Between.FREED:

@@ -15,8 +15,8 @@ from shardwise.insight.timeline import recorded as module
 from shardwise.insight.timeline.rank import RankTimeline, Step
 from shardwise.insight.timeline.recorded import (
     SmallTraining,
-    equations,
     costs_on_device,
+    equations,
     measure_machine,
     seconds_of_op,
     solve,
