@@ -224,4 +224,5 @@ _ANSWERS: dict[str, Callable[[list[Content]], list[list[str]]]] = {
     "overhead": _overhead_answers,
     "sanitizer": _race_answers,
     "steps": _peak_answers,
+    "largest": _peak_answers,
 }
