@@ -41,7 +41,6 @@ class Case:
         tokens: on each rank, in each step.
         device: ``"cpu"`` or ``"cuda"``.
         seed: of weights and tokens.
-        optimizer: ``"adamw"``, or ``"sgd"``, which keeps no state.
         compiler: backend of ``torch.compile`` for each block; none if empty.
         recomputes: whether backward recomputes the activations of each block.
         offload: ``"pinned"`` or ``"pageable"`` host memory for shards; none if empty. DDP and the
@@ -55,7 +54,6 @@ class Case:
     tokens: int = 256
     device: str = "cpu"
     seed: int = 0
-    optimizer: str = "adamw"
     compiler: str = ""
     recomputes: bool = False
     offload: str = ""
@@ -75,7 +73,6 @@ class Case:
         ranks = f"{self.ranks} {'rank' if self.ranks == 1 else 'ranks'}"
         parts = [f"{self.params} parameters", ranks, self.dtype, f"ZeRO-{self.zero}"]
         parts.append(f"{self.tokens} tokens a rank")
-        parts += ["SGD"] * (self.optimizer == "sgd")
         parts += ["compiled"] * bool(self.compiler)
         parts += ["activation checkpointing"] * self.recomputes
         parts += [f"offload ({self.offload})"] * bool(self.offload)
@@ -118,16 +115,20 @@ class Contender(ABC):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    def step(self, batch: torch.Tensor) -> torch.Tensor:
+        """Take a whole step, and wait for no device; return the loss."""
+        loss = self.forward(batch)
+        self.backward(loss)
+        self.update()
+        return loss.detach()
 
-def make_optimizer(case: Case, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """Make the optimizer of every contender: torch's fused AdamW, or SGD.
+
+def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Make the optimizer of every contender: torch's fused AdamW.
 
     Fused is the fastest that torch has, on the CPU too, and makes no temporaries: what is left of
-    a step's time and memory is then the contender's own. SGD is one addition a parameter; its
-    fused form takes no ``DTensor``.
+    a step's time and memory is then the contender's own.
     """
-    if case.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=0.01, foreach=True)
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -166,7 +167,7 @@ class ByModule(Contender):
         fully_shard(last, reshard_after_forward=False, **options)
         fully_shard(model, **options)
         self.model = model
-        self.optimizer = make_optimizer(case, model.parameters())
+        self.optimizer = make_optimizer(model.parameters())
 
     def mesh(self, case: Case) -> DeviceMesh:
         """Make the mesh to shard over: all ranks, in one dimension."""
@@ -237,42 +238,10 @@ class OursInBackward(Ours):
         from shardwise.optim import in_backward
 
         super().__init__(case)
-        self.optimizer = in_backward(self.model, lambda params: make_optimizer(case, params))
+        self.optimizer = in_backward(self.model, make_optimizer)
 
     def update(self) -> None:
         """Do nothing: backward has stepped, and dropped the gradients."""
-
-
-class FSDP1(Contender):
-    """``torch.distributed.fsdp.FullyShardedDataParallel``, wrapped by policy in the same groups."""
-
-    name = "fsdp1"
-    title = "torch FSDP1"
-
-    def __init__(self, case: Case) -> None:
-        from torch.distributed.fsdp import (
-            FullyShardedDataParallel,
-            MixedPrecision,
-            ShardingStrategy,
-        )
-        from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-        model = _model(case)
-        precision = None
-        if case.dtype == "bf16":
-            precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        *inner, _ = groups(model)  # the last group stays with the root
-        self.model = FullyShardedDataParallel(
-            model,
-            auto_wrap_policy=ModuleWrapPolicy({type(group[0]) for group in inner}),
-            sharding_strategy=(
-                ShardingStrategy.FULL_SHARD if case.zero == 3 else ShardingStrategy.SHARD_GRAD_OP
-            ),
-            mixed_precision=precision,
-            device_id=torch.device(case.device),
-            use_orig_params=True,
-        )
-        self.optimizer = make_optimizer(case, self.model.parameters())
 
 
 class DistributedDataParallel(Contender):
@@ -295,9 +264,7 @@ class DistributedDataParallel(Contender):
         if self.masters is not None:
             ddp.register_comm_hook(self, _all_reduce_wide)
         self.model = ddp
-        self.optimizer = make_optimizer(
-            case, self.parameters if self.masters is None else self.masters
-        )
+        self.optimizer = make_optimizer(self.parameters if self.masters is None else self.masters)
 
     def update(self) -> None:
         """Step, in bf16 on the masters, and write what they became back into the model."""
@@ -361,7 +328,7 @@ class Floor(Contender):
             for parameter in self.parameters:
                 parameter.data = parameter.data.bfloat16()
         self.shards = [nn.Parameter(rows) for rows in own]
-        self.optimizer = make_optimizer(case, self.shards)
+        self.optimizer = make_optimizer(self.shards)
 
     def update(self) -> None:
         """Step on the shards, which are views of the parameters in fp32 and masters in bf16."""
@@ -446,7 +413,9 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
-        *(Ours, OursAhead, OursInBackward, FSDP2, FSDP1),
+        *(Ours, OursAhead, OursInBackward, FSDP2),
         *(DistributedDataParallel, Floor, Copies),
     )
 }
+#: What tables call them.
+TITLES = {name: contender.title for name, contender in CONTENDERS.items()}

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 
-from _goodput_counts import Fault, Progress, useful
 from _report import ROOT
+
+#: Seconds since the measurement began, and the rank or the replica to which something happens.
+Fault = tuple[float, int]
+#: Seconds, and the tokens that parameters have learned from by then, none of them twice.
+Progress = tuple[float, int]
 
 _POLL = 0.02  # seconds
 _STRETCHED = ROOT / "benchmarks" / "stretched"
@@ -29,14 +34,44 @@ class GoodputError(RuntimeError):
     """A training ended, or made no progress; the message has what it has said."""
 
 
-class Watched(Protocol):
-    """A training, as its files tell."""
+def schedule(per_minute: float, seconds: float, victims: int, seed: str) -> list[Fault]:
+    """Draw as many faults as a rate means, at any time and victim with the same probability.
 
-    def tokens(self) -> int | None:
-        """Return the tokens that it has learned from; None: it has not begun."""
+    These are the faults of a Poisson process, given how many there are.
 
-    def process_of(self, victim: int, processes: Sequence[psutil.Process]) -> psutil.Process | None:
-        """Return the process of a rank or a replica; None: there is none at the moment."""
+    Args:
+        per_minute: faults of all victims together.
+        seconds: that they are spread over.
+        victims: ranks, or replicas.
+        seed: the same one draws the same faults.
+    """
+    draw = random.Random(seed)
+    count = round(per_minute * seconds / 60)
+    return sorted((draw.uniform(0, seconds), draw.randrange(victims)) for _ in range(count))
+
+
+def useful(progress: Sequence[Progress], seconds: float) -> tuple[Progress, Progress] | None:
+    """Return the first and the last progress of a measurement.
+
+    It begins with the first progress, and ends with the first one that comes after so many seconds
+    and is an advance. A training that repeats steps then, or starts again, is waited for.
+
+    Args:
+        progress: in the order in which it was seen. It falls back where steps were lost.
+        seconds: that the measurement lasts at least.
+
+    Returns:
+        Both; None: it has not ended.
+    """
+    for before, now in itertools.pairwise(progress):
+        if now[0] - progress[0][0] >= seconds and now[1] > before[1]:
+            return progress[0], now
+    return None
+
+
+def speed(case: Mapping[str, Any]) -> float:
+    """Return the useful tokens per second of a run."""
+    return float(case["tokens"] / case["seconds"])
 
 
 class StepsWatched:
@@ -81,14 +116,13 @@ class RoundsWatched:
         out: the folder of the run.
 
     Attributes:
-        events: all lines.
         by_round: the tokens of each round.
     """
 
     def __init__(self, out: Path) -> None:
         self._file = out / "quorum.jsonl"
         self._read = 0
-        self.events: list[dict[str, Any]] = []
+        self._pids: dict[int, int] = {}
         self.by_round: dict[int, int] = {}
 
     def tokens(self) -> int | None:
@@ -99,28 +133,10 @@ class RoundsWatched:
     def process_of(self, victim: int, processes: Sequence[psutil.Process]) -> psutil.Process | None:
         """Return the first process of a replica."""
         self._look()
-        pids = [
-            event["pids"][0]
-            for event in self.events
-            if event["event"] == "started" and event["replica"] == victim
-        ]
         for process in processes:
-            if pids and process.pid == pids[-1] and _is_alive(process):
+            if process.pid == self._pids.get(victim) and _is_alive(process):
                 return process
         return None
-
-    def named(self, phases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what processes have told, with their replicas as ranks."""
-        self._look()
-        replicas = {
-            pid: event["replica"]
-            for event in self.events
-            if event["event"] == "started"
-            for pid in event["pids"]
-        }
-        return [
-            {**line, "rank": replicas[line["pid"]]} for line in phases if line["pid"] in replicas
-        ]
 
     def _look(self) -> None:
         """Read what was written since the last time."""
@@ -134,8 +150,9 @@ class RoundsWatched:
         self._read += len(whole)
         for line in whole.splitlines():
             event = json.loads(line)
-            self.events.append(event)
-            if event["event"] == "round":
+            if event["event"] == "started":
+                self._pids[event["replica"]] = event["pids"][0]
+            elif event["event"] == "round":
                 number = event["round"]
                 self.by_round = {r: count for r, count in self.by_round.items() if r < number}
                 self.by_round[number] = sum(event["tokens"])
@@ -148,33 +165,18 @@ def _is_alive(process: psutil.Process) -> bool:
         return False
 
 
-@dataclass
-class Happened:
-    """What was seen of a training.
-
-    Attributes:
-        progress: at the beginning, and whenever it changed.
-        faults: those that hit a process, and when they did, on the monotonic clock.
-        begin: when the measurement began, on the monotonic clock.
-    """
-
-    progress: list[Progress] = field(default_factory=list)
-    faults: list[Fault] = field(default_factory=list)
-    begin: float = 0.0
-
-
 class Training:
     """A command that trains on this machine, with stretched steps.
 
     Args:
         arguments: what follows ``shardwise``.
-        folder: for what it says, and its phases.
+        folder: for what it says.
         step: seconds that forward and backward of a step last.
     """
 
     def __init__(self, arguments: Sequence[str], folder: Path, step: float) -> None:
         folder.mkdir(parents=True)
-        self._said, self._phases = folder / "said", folder / "phases.jsonl"
+        self._said = folder / "said"
         paths = [str(_STRETCHED), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
@@ -188,7 +190,6 @@ class Training:
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": os.pathsep.join(filter(None, paths)),
                     "GOODPUT_STEP": str(step),
-                    "GOODPUT_PHASES": str(self._phases),
                 },
             )
 
@@ -206,10 +207,6 @@ class Training:
     def said(self) -> str:
         """Return what the command has said."""
         return self._said.read_text(errors="replace")
-
-    def phases(self) -> list[dict[str, Any]]:
-        """Return what its processes have told of how far they are."""
-        return [json.loads(line) for line in self._phases.read_text().splitlines()]
 
     def check_runs(self) -> None:
         """Raise unless the command runs.
@@ -239,11 +236,11 @@ class Training:
 
 def disturb(
     training: Training,
-    watched: Watched,
+    watched: StepsWatched | RoundsWatched,
     faults: Sequence[Fault],
     seconds: float,
     warm: int,
-) -> Happened:
+) -> tuple[list[Progress], list[Fault]]:
     """Kill processes of a training, and watch it.
 
     A fault whose victim is between two processes kills the next one, as soon as there is one.
@@ -255,40 +252,36 @@ def disturb(
         seconds: to watch it.
         warm: tokens before the measurement begins.
 
+    Returns:
+        Its progress at the beginning and whenever that changed, and the faults that hit a process.
+
     Raises:
         GoodputError: it ended, or is stuck.
     """
-    happened = Happened()
-    left = list(faults)
-    changed = time.monotonic()
-    for now in _times():
+    progress: list[Progress] = []
+    hit: list[Fault] = []
+    begin = changed = time.monotonic()
+    while useful(progress, seconds) is None:
+        time.sleep(_POLL)
         training.check_runs()
+        now = time.monotonic()
         if now - changed > _LONGEST:
             said = training.said()[-2000:]
             raise GoodputError(f"the training made no progress for {_LONGEST:.0f} s: {said}")
         tokens = watched.tokens()
-        if tokens is None or (not happened.progress and tokens < warm):
+        if tokens is None or (not progress and tokens < warm):
             continue
-        if not happened.progress:
-            happened.begin = now
-        at = now - happened.begin
-        if not happened.progress or tokens != happened.progress[-1].tokens:
-            happened.progress.append(Progress(at, tokens))
+        if not progress:
+            begin = now
+        if not progress or tokens != progress[-1][1]:
+            progress.append((now - begin, tokens))
             changed = now
-            if useful(happened.progress, seconds) is not None:
-                return happened
-        while left and left[0].at <= at:
-            process = watched.process_of(left[0].victim, training.processes())
+        while len(hit) < len(faults) and faults[len(hit)][0] <= now - begin:
+            victim = faults[len(hit)][1]
+            process = watched.process_of(victim, training.processes())
             if process is None:
                 break
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-                happened.faults.append(Fault(at, left.pop(0).victim))
-    raise AssertionError
-
-
-def _times() -> Iterator[float]:
-    """The monotonic clock, every :data:`_POLL` seconds."""
-    while True:
-        yield time.monotonic()
-        time.sleep(_POLL)
+                hit.append((now - begin, victim))
+    return progress, hit

@@ -6,7 +6,6 @@ so. That shows that the programs themselves are sound.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from statistics import median
@@ -14,8 +13,7 @@ from typing import Any
 
 import torch
 
-from _contenders import CONTENDERS, Case
-from _models import batches
+from _contenders import CONTENDERS, Case, Contender
 from _turns import StepWorker
 
 #: Steps before a graph is captured: the optimizer makes its state, libraries their workspaces.
@@ -44,7 +42,7 @@ class LossWorker(StepWorker):
         super().__init__(name, case)
 
 
-class SanitizedWorker:
+class SanitizedWorker(StepWorker):
     """One rank of a contender under CUDA's sanitizer, which looks for races between streams.
 
     It sees what torch launches and the events and streams of torch; collectives of NCCL it sees as
@@ -58,11 +56,7 @@ class SanitizedWorker:
 
             _sanitizer.enable_cuda_sanitizer()
             self._races = (_sanitizer.CUDASanitizerErrors,)
-        self._contender = CONTENDERS[name](case)
-        self._batches = [
-            batch.to(case.device)
-            for batch in batches(case.params, case.tokens, torch.distributed.get_rank(), case.seed)
-        ]
+        super().__init__(name, case)
 
     def train(self, steps: int) -> dict[str, Any]:
         """Take steps until a race is found.
@@ -71,33 +65,28 @@ class SanitizedWorker:
             The losses, and the reports of the sanitizer.
         """
         losses: list[float] = []
+        races: list[str] = []
         try:
-            for step in range(steps):
-                loss = self._contender.forward(self._batches[step % len(self._batches)])
-                self._contender.backward(loss)
-                self._contender.update()
-                losses.append(loss.item())
+            while len(losses) < steps:
+                losses.append(self._contender.step(self._next()).item())
         except self._races as found:
             races = [str(error) for error in found.errors]  # type: ignore[attr-defined]
-            return {"losses": losses, "races": races, "looked": True}
-        return {"losses": losses, "races": [], "looked": bool(self._races)}
+        return {"losses": losses, "races": races, "looked": bool(self._races)}
 
 
-class GraphWorker:
+class GraphWorker(StepWorker):
     """One rank of a contender whose whole step becomes one CUDA graph.
 
     A twin takes the same steps as usual, and its losses are what the graph has to arrive at.
     """
 
     def __init__(self, name: str, case: Case) -> None:
-        self._is_captured = case.device == "cuda"
-        drawn = batches(case.params, case.tokens, torch.distributed.get_rank(), case.seed)
-        self._batches = [batch.to(case.device) for batch in drawn]
+        super().__init__(name, case)
+        self._twin = CONTENDERS[name](case)
         self._static = self._batches[0].clone()
-        self._captured, self._eager = (CONTENDERS[name](dataclasses.replace(case)) for _ in "ab")
-        for contender in (self._captured, self._eager):
+        for contender in (self._contender, self._twin):
             for group in contender.optimizer.param_groups:
-                group["capturable"] = self._is_captured
+                group["capturable"] = self._cuda
 
     def compare(self, steps: int) -> dict[str, Any]:
         """Capture a step, replay it, and compare its losses with those of the twin.
@@ -105,58 +94,48 @@ class GraphWorker:
         Returns:
             The losses of both, and the seconds of a step of both.
         """
-        replay, losses = self._capture()
-        expected = [self._step_of(self._eager, batch) for batch in self._warm_batches()]
-        found = losses[:]
-        for step in range(steps):
-            batch = self._batches[step % len(self._batches)]
+        replay, found = self._capture()
+        expected = self._warm_up(self._twin)
+        for _ in range(steps):
+            batch = self._next()
             self._static.copy_(batch)
             found.append(float(replay()))
-            expected.append(self._step_of(self._eager, batch))
+            expected.append(float(self._twin.step(batch)))
         return {
-            "captured": self._is_captured,
+            "captured": self._cuda,
             "losses": found,
             "expected": expected,
             "seconds": {
                 "replayed": self._time(replay),
-                "as usual": self._time(lambda: self._launch(self._eager, self._static)),
+                "as usual": self._time(lambda: self._twin.step(self._static)),
             },
         }
 
-    def _warm_batches(self) -> list[torch.Tensor]:
-        return [self._batches[0]] * _WARMUP
+    def _warm_up(self, contender: Contender) -> list[float]:
+        return [float(contender.step(self._batches[0])) for _ in range(_WARMUP)]
 
     def _capture(self) -> tuple[Callable[[], torch.Tensor], list[float]]:
         """Return a function that takes a step on the static batch, and the losses of warming up."""
-        if not self._is_captured:
-            losses = [self._step_of(self._captured, batch) for batch in self._warm_batches()]
-            return lambda: self._launch(self._captured, self._static), losses
+        if not self._cuda:
+            losses = self._warm_up(self._contender)
+            return lambda: self._contender.step(self._static), losses
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            losses = [self._step_of(self._captured, batch) for batch in self._warm_batches()]
+            losses = self._warm_up(self._contender)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # On the stream of warming up, which autograd may remember. Threads of NCCL may ask for the
         # state of their events meanwhile.
         with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-            loss = self._launch(self._captured, self._static)
+            loss = self._contender.step(self._static)
 
         def replay() -> torch.Tensor:
             graph.replay()
             return loss
 
         return replay, losses
-
-    def _launch(self, contender: Any, batch: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = contender.forward(batch)
-        contender.backward(loss)
-        contender.update()
-        return loss.detach()
-
-    def _step_of(self, contender: Any, batch: torch.Tensor) -> float:
-        return float(self._launch(contender, batch))
 
     def _time(self, step: Callable[[], torch.Tensor]) -> float:
         """Return the median seconds of a step."""
@@ -168,7 +147,3 @@ class GraphWorker:
             self._synchronize()
             seconds.append(time.perf_counter() - begun)
         return median(seconds)
-
-    def _synchronize(self) -> None:
-        if self._is_captured:
-            torch.cuda.synchronize()

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.metadata
-import importlib.util
+import json
 import os
 import subprocess
 import sys
 import tempfile
+import time
+import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +23,26 @@ import torch
 from _contenders import Case
 from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, LossWorker, ProbeWorker, SanitizedWorker
-from _gpu_journal import Journal, shortened
-from _gpu_steps import GpuTurns, Room, planned_peak
-from _measured import mean_losses
+from _models import PRESETS, build
 from _report import ROOT, machine
-from _turns import Pace, transposed
+from _turns import Pace, mean_losses, play_steps, transposed
 from _worlds import World, WorldError
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.planning.memory import memory
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Checkpointing
 
+#: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
+_BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
+#: Of a process: CUDA's context and its libraries' workspaces; activations and logits.
+_ACTIVATIONS = 4 * 2**30
+#: A median of fewer says too little: such a case counts as failed.
+FEWEST_ROUNDS = 5
+#: Of the text of an error.
+_LONGEST = 4000
+_PACE = Pace(rounds=7, steps=5, warmup=5)
 PEERS = ["ours", "fsdp2", "ddp"]
 TESTS = (
     "tests/gpu/test_memory.py",
@@ -40,8 +55,45 @@ PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "trito
 
 
 @dataclass(frozen=True)
+class Room:
+    """What memory there is.
+
+    Attributes:
+        gpus: the number of GPUs, over which ranks are dealt.
+        memory: bytes of one; 0 on CPUs, where models are small.
+    """
+
+    gpus: int
+    memory: int
+
+    @classmethod
+    def of_gpus(cls) -> Room:
+        """Count the GPUs of this machine."""
+        return cls(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory)
+
+    def holds(self, case: Case, names: list[str]) -> bool:
+        """Whether contenders fit beside each other."""
+        if not self.memory:
+            return True
+        ranks = -(-case.ranks // self.gpus)  # on one GPU
+        shares = {name: 1 if name == "ddp" else case.ranks for name in names}
+        state = sum(_BYTES[name] * PRESETS[case.params].numel / shares[name] for name in names)
+        return ranks * (state + len(names) * _ACTIVATIONS) < 0.8 * self.memory
+
+    def largest(self, ladder: Sequence[str]) -> str:
+        """Return the largest model that a sharded contender can train on one GPU, alone.
+
+        Args:
+            ladder: keys of ``_models.PRESETS``, from small to large.
+        """
+        needs = {name: _BYTES["ours"] * PRESETS[name].numel + _ACTIVATIONS for name in ladder}
+        fit = [name for name in ladder if not self.memory or needs[name] < self.memory]
+        return fit[-1] if fit else ladder[0]
+
+
+@dataclass(frozen=True)
 class Setup:
-    """Where a run measures, and at what size.
+    """Where a run measures, and at what size; by default on the GPUs of this machine.
 
     Attributes:
         device: ``"cuda"``, or ``"cpu"`` for a dry run.
@@ -57,41 +109,24 @@ class Setup:
         long: steps of the training whose losses are compared.
     """
 
-    device: str
     room: Room
-    pace: Pace
-    small: str
-    large: str
-    ladder: tuple[str, ...]
-    tokens: int
-    compiler: str
-    host_memory: str
-    groups: int
-    long: int
-
-    @classmethod
-    def of_gpus(cls) -> Setup:
-        """Measure on the GPUs of this machine."""
-        return cls(
-            device="cuda",
-            room=Room(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory),
-            pace=Pace(rounds=7, steps=5, warmup=5),
-            small="34m",
-            large="400m",
-            ladder=("150m", "400m", "1b", "3b", "6b"),
-            tokens=2048,
-            compiler="inductor",
-            host_memory="pinned",
-            groups=64,
-            long=1000,
-        )
+    device: str = "cuda"
+    pace: Pace = _PACE
+    small: str = "34m"
+    large: str = "400m"
+    ladder: tuple[str, ...] = ("150m", "400m", "1b", "3b", "6b")
+    tokens: int = 2048
+    compiler: str = "inductor"
+    host_memory: str = "pinned"
+    groups: int = 64
+    long: int = 1000
 
     @classmethod
     def dry(cls) -> Setup:
         """Start every part on CPUs, at sizes that say nothing."""
         return cls(
-            device="cpu",
             room=Room(gpus=1, memory=0),
+            device="cpu",
             pace=Pace(rounds=2, steps=1, warmup=1),
             small="tiny",
             large="tiny",
@@ -119,6 +154,53 @@ class Setup:
         return dataclasses.replace(case, **changes)
 
 
+class Cases:
+    """What a part has found so far, a line of a file for each case, written when it ends.
+
+    So a part that is killed leaves what it has measured.
+
+    Args:
+        path: the file.
+        deadline: when to stop measuring, as ``time.monotonic()`` counts.
+    """
+
+    def __init__(self, path: Path, deadline: float) -> None:
+        self.deadline = deadline
+        self._path = path
+        self._found: dict[str, dict[str, Any]] = {}
+
+    def case(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Measure a case, once. An error is a result, too.
+
+        Args:
+            key: the name of the case, unique in its part.
+            measure: returns plain data; an entry ``"error"`` says that the case has failed.
+
+        Returns:
+            What is known of the case.
+        """
+        if key in self._found:
+            return self._found[key]
+        begun = time.monotonic()
+        found: dict[str, Any] = {"key": key, "error": None}
+        if begun > self.deadline:
+            found["error"] = "not begun: the time of this part was over"
+        else:
+            try:
+                found |= measure()
+            except Exception:
+                found["error"] = shortened(traceback.format_exc())
+        self._found[key] = found | {"case_seconds": time.monotonic() - begun}
+        with self._path.open("a") as file:
+            file.write(json.dumps(self._found[key]) + "\n")
+        return self._found[key]
+
+
+def shortened(text: str) -> str:
+    """Return the end of a long text, which says most."""
+    return text if len(text) <= _LONGEST else f"...{text[-_LONGEST:]}"
+
+
 @dataclass(frozen=True)
 class Part:
     """One of the questions of ``gpu.py``.
@@ -133,7 +215,7 @@ class Part:
     name: str
     question: str
     seconds: int
-    measure: Callable[[Setup, Journal], None]
+    measure: Callable[[Setup, Cases], None]
 
 
 # -- environment ----------------------------------------------------------------------------------
@@ -173,9 +255,9 @@ def _line(*command: str) -> str | None:
     return done.stdout.partition("\n")[0].strip() or None
 
 
-def _environment(setup: Setup, journal: Journal) -> None:
-    journal.case("machine", lambda: environment(setup.device))
-    journal.case("one rank", lambda: _probe(setup, ranks=1))
+def _environment(setup: Setup, cases: Cases) -> None:
+    cases.case("machine", lambda: environment(setup.device))
+    cases.case("one rank", lambda: _probe(setup, ranks=1))
 
 
 def _probe(setup: Setup, ranks: int, backend: str | None = None) -> dict[str, Any]:
@@ -195,13 +277,13 @@ def _probe(setup: Setup, ranks: int, backend: str | None = None) -> dict[str, An
 # -- tests ----------------------------------------------------------------------------------------
 
 
-def _tests(setup: Setup, journal: Journal) -> None:
+def _tests(setup: Setup, cases: Cases) -> None:
     if setup.is_dry:
         # One that is skipped without a GPU. `make test` runs the others on CPUs.
-        journal.case("pytest", lambda: _pytest(TESTS[0], "-k", "no_step_synchronizes"))
+        cases.case("pytest", lambda: _pytest(TESTS[0], "-k", "no_step_synchronizes"))
         return
     for path in TESTS:
-        journal.case(path, lambda p=path: _pytest(p))
+        cases.case(path, lambda p=path: _pytest(p))
 
 
 def _pytest(*chosen: str) -> dict[str, Any]:
@@ -249,38 +331,73 @@ def read_report(path: Path) -> dict[str, Any]:
 # -- steps ----------------------------------------------------------------------------------------
 
 
+def planned_peak(case: Case) -> int | None:
+    """Return the bytes at the peak of a step that ``shardwise plan`` expects on a rank of ours.
+
+    ``None`` where plans do not say it: for compiled blocks, and for shards on the host.
+    """
+    if case.compiler or case.offload:
+        return None
+    settings = Settings(
+        mesh=WantedMesh.parse(f"dp={case.ranks}"),
+        strategy=Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP,
+        seq_length=case.tokens,
+        param_dtype=None if case.dtype == "fp32" else "bf16",
+        clip_grad=0.0,
+        activation_checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
+        device_type=case.device,
+    )
+    return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak
+
+
 def _turns(
     setup: Setup,
-    journal: Journal,
+    cases: Cases,
     case: Case,
     names: list[str] | None = None,
     backend: str | None = None,
 ) -> None:
-    turns = GpuTurns(case, names or PEERS, setup.pace, setup.room, backend, journal.deadline)
-    journal.case(case.label(), lambda: {**turns.play(), "planned_peak": planned_peak(case)})
+    names = names or PEERS
+
+    def play() -> dict[str, Any]:
+        found = play_steps(
+            *(case, names, setup.pace),
+            is_resident=setup.room.holds(case, names),
+            backend=backend,
+            timeout=120,
+            deadline=cases.deadline,
+        )
+        rounds = len(next(iter(found["contenders"].values())))
+        error = found["errors"].get("ours")
+        if error is None and rounds < min(FEWEST_ROUNDS, setup.pace.rounds):
+            error = f"only {rounds} rounds: the time of this part was over"
+        moved_by = backend or ("nccl" if case.device == "cuda" else "gloo")
+        return {**found, "backend": moved_by, "error": error, "planned_peak": planned_peak(case)}
+
+    cases.case(case.label(), play)
 
 
-def _steps(setup: Setup, journal: Journal) -> None:
+def _steps(setup: Setup, cases: Cases) -> None:
     compiled = {"compiler": setup.compiler}
-    _turns(setup, journal, setup.case())
-    _turns(setup, journal, setup.case(zero=2))
-    _turns(setup, journal, setup.case(**compiled, recomputes=True))
+    _turns(setup, cases, setup.case())
+    _turns(setup, cases, setup.case(zero=2))
+    _turns(setup, cases, setup.case(**compiled, recomputes=True))
     if not setup.is_dry:
-        _turns(setup, journal, setup.case(params=setup.large))
-        _turns(setup, journal, setup.case(**compiled))
-        _turns(setup, journal, setup.case(recomputes=True))
-        _turns(setup, journal, setup.case(params=setup.large, **compiled))
-        _turns(setup, journal, setup.case(params=setup.large, recomputes=True))
+        _turns(setup, cases, setup.case(params=setup.large))
+        _turns(setup, cases, setup.case(**compiled))
+        _turns(setup, cases, setup.case(recomputes=True))
+        _turns(setup, cases, setup.case(params=setup.large, **compiled))
+        _turns(setup, cases, setup.case(params=setup.large, recomputes=True))
 
 
-def _largest(setup: Setup, journal: Journal) -> None:
+def _largest(setup: Setup, cases: Cases) -> None:
     # Every turn starts its processes anew, so there are few steps in one.
     pace = dataclasses.replace(setup.pace, rounds=min(setup.pace.rounds, 5), warmup=2)
     case = setup.case(params=setup.room.largest(setup.ladder), recomputes=True)
-    _turns(dataclasses.replace(setup, pace=pace), journal, case)
+    _turns(dataclasses.replace(setup, pace=pace), cases, case)
 
 
-def _overhead(setup: Setup, journal: Journal) -> None:
+def _overhead(setup: Setup, cases: Cases) -> None:
     from overhead import play
 
     options = argparse.Namespace(
@@ -290,12 +407,12 @@ def _overhead(setup: Setup, journal: Journal) -> None:
         rounds=setup.pace.rounds,
         steps=4 * setup.pace.steps,
     )
-    journal.case("1 rank", lambda: play(1, options, setup.device))
+    cases.case("1 rank", lambda: play(1, options, setup.device))
     if setup.gpus > 1:
-        journal.case(f"{setup.gpus} ranks", lambda: play(setup.gpus, options, setup.device))
+        cases.case(f"{setup.gpus} ranks", lambda: play(setup.gpus, options, setup.device))
 
 
-def _losses(setup: Setup, journal: Journal) -> None:
+def _losses(setup: Setup, cases: Cases) -> None:
     short = min(setup.tokens, 256)
     for ranks, params, tokens, steps in (
         (1, "tiny", short, setup.long),
@@ -304,38 +421,52 @@ def _losses(setup: Setup, journal: Journal) -> None:
         (4, "tiny", short, setup.long),
     ):
         case = setup.case(ranks=ranks, params=params, tokens=tokens)
-        backend = _backend(setup, journal, ranks)
-        journal.case(case.label(), lambda c=case, n=steps, b=backend: _trained(c, n, b))
+        backend = _backend(setup, cases, ranks)
+        cases.case(case.label(), lambda c=case, n=steps, b=backend: _trained(c, n, b))
 
 
 def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
     """Train a while, one contender after the other; return the losses of every step."""
-    found = {}
-    for name in ("ours", "fsdp2"):
-        with World(
-            *(name, case.ranks, LossWorker, name, case),
-            device=case.device,
-            backend=backend,
-            env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},
-        ) as world:
-            found[name] = mean_losses(transposed(world.call("steps", steps)))
-    return {"losses": found}
+    env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    return {
+        "losses": {
+            name: mean_losses(
+                transposed(_asked(name, case, LossWorker, "steps", steps, backend, env))
+            )
+            for name in ("ours", "fsdp2")
+        }
+    }
 
 
-def _ranks(setup: Setup, journal: Journal) -> None:
+def _asked(
+    name: str,
+    case: Case,
+    worker: type,
+    method: str,
+    steps: int,
+    backend: str | None = None,
+    env: dict[str, str] | None = None,
+) -> list[Any]:
+    """Start a contender, and return what a method of its ranks returns."""
+    ranks = {"device": case.device, "backend": backend, "env": env}
+    with World(name, case.ranks, worker, name, case, **ranks) as world:  # type: ignore[arg-type]
+        return world.call(method, steps)
+
+
+def _ranks(setup: Setup, cases: Cases) -> None:
     for ranks, zero in ((2, 3), (2, 2), (4, 3)):
         case = setup.case(ranks=ranks, zero=zero)
-        _turns(setup, journal, case, backend=_backend(setup, journal, ranks))
+        _turns(setup, cases, case, backend=_backend(setup, cases, ranks))
         if setup.is_dry:
             break
 
 
-def _backend(setup: Setup, journal: Journal, ranks: int) -> str | None:
+def _backend(setup: Setup, cases: Cases, ranks: int) -> str | None:
     """Return the backend: gloo where the ranks share a GPU and NCCL refuses that."""
     if ranks <= setup.gpus or setup.is_dry:
         return None
     key = "NCCL with several ranks on a GPU"
-    tried = journal.case(key, lambda: _share(setup, setup.gpus + 1))
+    tried = cases.case(key, lambda: _share(setup, setup.gpus + 1))
     return "gloo" if "refused" in tried else None
 
 
@@ -347,40 +478,37 @@ def _share(setup: Setup, ranks: int) -> dict[str, Any]:
         return {"refused": shortened(str(error)), **_probe(setup, ranks, "gloo")}
 
 
-def _offload(setup: Setup, journal: Journal) -> None:
+def _offload(setup: Setup, cases: Cases) -> None:
     case = setup.case(offload=setup.host_memory)
-    _turns(setup, journal, case, ["ours", "fsdp2"])
+    _turns(setup, cases, case, ["ours", "fsdp2"])
 
 
 # -- checks ---------------------------------------------------------------------------------------
 
 
-def _sanitizer(setup: Setup, journal: Journal) -> None:
+def _sanitizer(setup: Setup, cases: Cases) -> None:
     offload = {"offload": setup.host_memory}
     for name in ("ours", "fsdp2"):
         for changes in ({}, {"zero": 2}, offload):
             case = setup.case(params="tiny", tokens=64, **changes)
             if name == "fsdp2" and (changes or setup.is_dry):
                 continue  # one, to know what the sanitizer says of a mature runtime
-            journal.case(f"{name}: {case.label()}", lambda n=name, c=case: _sanitized(n, c))
+            cases.case(
+                f"{name}: {case.label()}",
+                lambda n=name, c=case: _by_rank(n, c, SanitizedWorker, "train"),
+            )
 
 
-def _sanitized(name: str, case: Case) -> dict[str, Any]:
-    with World(name, case.ranks, SanitizedWorker, name, case, device=case.device) as world:
-        by_rank = world.call("train", 4)
-    return {"ranks": by_rank, "contender": name}
+def _by_rank(name: str, case: Case, worker: type, method: str) -> dict[str, Any]:
+    return {"ranks": _asked(name, case, worker, method, steps=4), "contender": name}
 
 
-def _graph(setup: Setup, journal: Journal) -> None:
+def _graph(setup: Setup, cases: Cases) -> None:
     for name in ("ours", "fsdp2"):
         case = setup.case(zero=2, tokens=min(setup.tokens, 512))
-        journal.case(f"{name}: {case.label()}", lambda n=name, c=case: _captured(n, c))
-
-
-def _captured(name: str, case: Case) -> dict[str, Any]:
-    with World(name, case.ranks, GraphWorker, name, case, device=case.device) as world:
-        by_rank = world.call("compare", 4)
-    return {"ranks": by_rank, "contender": name}
+        cases.case(
+            f"{name}: {case.label()}", lambda n=name, c=case: _by_rank(n, c, GraphWorker, "compare")
+        )
 
 
 PARTS = {

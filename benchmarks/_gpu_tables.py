@@ -6,23 +6,11 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from _contenders import CONTENDERS, Case
-from _measured import beside, losses, overheads, quartiles, step_seconds
-from _report import Table
-from _tables import overhead_tables, verdict
-
-STEP_COLUMNS = [
-    "contender",
-    "step ms",
-    "quartiles ms",
-    "x FSDP2",
-    "x DDP",
-    "host ms",
-    "peak MiB",
-    "reserved MiB",
-    "at rest MiB",
-    "last loss",
-]
+from _contenders import TITLES, Case
+from _report import Table, compared, mib
+from _turns import losses, slowest, step_seconds, verdict
+from overhead import overheads
+from overhead import tables as overhead_tables
 
 Content = dict[str, Any]
 
@@ -55,12 +43,11 @@ def _overview(content: Content) -> Table:
             for case in cases
             if case["error"] is not None
         ]
-    revisions = sorted({str(p["environment"].get("revision")) for p in content["parts"]})
     if facts.get("device") == "cuda":
         table.notes.append(
             f"{facts['gpus']} x {facts['gpu']}, {facts['gpu_memory_gib']} GiB; CUDA "
             f"{facts['cuda']}, NCCL {facts['nccl']}, driver {facts['driver']}; revision "
-            f"{', '.join(revisions)}"
+            f"{facts['revision']}"
         )
         table.notes.append(f"ranks that share a GPU: by {facts['sharing']}")
     elif facts.get("device") == "cpu":
@@ -70,7 +57,7 @@ def _overview(content: Content) -> Table:
 
 def _first_answers(content: Content) -> Table:
     """Put what decides whether to trust the runtime into one table, beside FSDP2's figures."""
-    columns = ["question", CONTENDERS["ours"].title, CONTENDERS["fsdp2"].title]
+    columns = ["question", TITLES["ours"], TITLES["fsdp2"]]
     table = Table("What a skeptic asks first", columns)
     for part in content["parts"]:
         answers = _ANSWERS.get(part["part"])
@@ -116,7 +103,7 @@ def _peak_answers(cases: list[Content]) -> list[list[str]]:
         planned = case.get("planned_peak")
         if planned is not None and ours:
             what = f"peak MiB, {Case.stored(case).label()}"
-            rows.append([what, f"{ours}, planned {planned / 2**20:,.0f}", theirs])
+            rows.append([what, f"{ours}, planned {mib(planned, 0)}", theirs])
     return rows
 
 
@@ -139,45 +126,41 @@ def _step_tables(cases: list[Content]) -> list[Table]:
 
 
 def _of_steps(case: Content) -> Table:
-    names = list(case["contenders"])
-    rounds = len(case["contenders"][names[0]])
-    notes = [
-        verdict(case),
-        f"{rounds} rounds; {case['worlds']} processes; {case['backend']}",
-    ]
-    notes += [f"{CONTENDERS[n].title}: {last_line(text)}" for n, text in case["errors"].items()]
-    return Table(
-        title=f"{Case.stored(case).label()} ({case['numel'] / 1e6:.0f} M)",
-        columns=STEP_COLUMNS,
-        rows=[_step_row(case, name) for name in names],
-        notes=notes,
+    turns = case["contenders"]
+
+    def host(name: str) -> str:
+        steps = [step for turn in turns[name] for step in turn["steps"]]
+        return f"{1e3 * median(slowest(step, 'host') for step in steps):.1f}"
+
+    def most(what: str) -> Callable[[str], str]:
+        return lambda name: _mebibytes(turns[name], what)
+
+    return compared(
+        f"{Case.stored(case).label()} ({case['numel'] / 1e6:.0f} M)",
+        ("contender", "step ms", 1),
+        {name: [1e3 * seconds for seconds in step_seconds(case, name)] for name in turns},
+        TITLES,
+        peers={"x FSDP2": "fsdp2", "x DDP": "ddp"},
+        beside={
+            "host ms": host,
+            "peak MiB": most(_PEAK),
+            "reserved MiB": most("peak_reserved"),
+            "at rest MiB": most("at_rest"),
+            "last loss": lambda name: f"{losses(case, name)[-1]:.4f}",
+        },
+        notes=[
+            verdict(case),
+            f"{len(next(iter(turns.values())))} rounds; {case['worlds']} processes; "
+            f"{case['backend']}",
+            *(f"{TITLES[name]}: {last_line(text)}" for name, text in case["errors"].items()),
+        ],
     )
-
-
-def _step_row(case: Content, name: str) -> list[str]:
-    milliseconds = [1e3 * seconds for seconds in step_seconds(case, name)]
-    turns = case["contenders"][name]
-    host = median(max(rank["host"] for rank in step) for turn in turns for step in turn["steps"])
-    return [
-        CONTENDERS[name].title,
-        f"{median(milliseconds):.1f}",
-        quartiles(milliseconds, 1),
-        beside(case, name, "fsdp2", step_seconds),
-        beside(case, name, "ddp", step_seconds),
-        f"{1e3 * host:.1f}",
-        *(_mebibytes(turns, what) for what in (_PEAK, "peak_reserved", "at_rest")),
-        f"{losses(case, name)[-1]:.4f}",
-    ]
 
 
 def _mebibytes(turns: list[Content], what: str) -> str:
     """The most of any rank and turn."""
     found = [rank[what] for turn in turns for rank in turn["memory"] if what in rank]
-    return f"{max(found) / 2**20:,.0f}" if found else ""
-
-
-def _overhead_tables(cases: list[Content]) -> list[Table]:
-    return overhead_tables({"cases": cases}) if cases else []
+    return mib(max(found, default=None), 0)
 
 
 def _rank_tables(cases: list[Content]) -> list[Table]:
@@ -228,7 +211,7 @@ TABLES: dict[str, Callable[[list[Content]], list[Table]]] = {
     "tests": _test_tables,
     "losses": _no_tables,
     "steps": _step_tables,
-    "overhead": _overhead_tables,
+    "overhead": overhead_tables,
     "graph": _graph_tables,
     "sanitizer": _sanitizer_tables,
     "ranks": _rank_tables,

@@ -3,8 +3,6 @@
 - **RSS** is what the kernel counts, and it keeps the peak itself (``VmHWM``), so that no sample is
   missed. It includes pages that an allocator keeps after a free, hence :data:`PROMPT_MALLOC`.
 - **PSS** is sampled from outside; a page that k processes share counts 1/k in each.
-- :class:`Trace` counts the bytes of live tensors exactly, from one operator to the next, in a
-  process that computes on one thread.
 """
 
 from __future__ import annotations
@@ -14,18 +12,14 @@ import gc
 import itertools
 import math
 import threading
-import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 PROMPT_MALLOC = {
     "MALLOC_ARENA_MAX": "1",
@@ -40,117 +34,40 @@ STATES = 2  # AdamW keeps two tensors for each parameter
 STORED = 4  # bytes of an element of parameters, gradients and states at rest: fp32
 
 
-@dataclass(frozen=True)
-class Formula:
-    """What a rank should hold at its peak: shards, at most two groups unsharded, activations.
-
-    All in bytes.
-
-    Attributes:
-        shards: of parameters, gradients and optimizer state.
-        unsharded: full parameters, in the dtype that computes: of the largest two consecutive
-            groups (one computes while its neighbor is gathered), or of all groups where they are
-            kept from forward to backward.
-        gradients: full gradients of the largest two consecutive groups (one is computed while its
-            neighbor's are reduced), in the dtype that computes.
-        activations: the most that forward and backward hold beside parameters and their
-            gradients, measured on the unsharded model.
-    """
-
-    shards: int
-    unsharded: int
-    gradients: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """The peak."""
-        return self.shards + self.unsharded + self.gradients + self.activations
-
-
 def formula(
     groups: Sequence[Sequence[torch.Size]],
     ranks: int,
     zero: int,
     compute_dtype: torch.dtype,
     activations: int,
-) -> Formula:
-    """Predict the peak of one rank.
+) -> dict[str, int]:
+    """Predict what a rank should hold at its peak: shards, two groups unsharded, activations.
 
     Args:
         groups: the shapes of the parameters of each group, in the order of forward.
         ranks: over which ``Shard(0)`` deals the rows, the first rank getting no fewer than others.
         zero: 3 frees parameters after forward, 2 keeps them until backward.
         compute_dtype: of full parameters and their gradients.
-        activations: in bytes.
+        activations: the most that forward and backward hold beside parameters and their
+            gradients, rehearsed with the unsharded model.
+
+    Returns:
+        The bytes of shards of parameters, gradients and optimizer state; of full parameters of the
+        largest two consecutive groups (one computes while its neighbor is gathered), or of all
+        groups where they are kept; of full gradients of two such groups (one is computed while its
+        neighbor's are reduced); and of activations.
     """
     shard = sum(
         math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for group in groups for shape in group
     )
     full = [sum(shape.numel() for shape in group) * compute_dtype.itemsize for group in groups]
     two = max((a + b for a, b in pairwise(full)), default=sum(full))
-    return Formula(
-        shards=shard * STORED * (2 + STATES),
-        unsharded=two if zero == 3 else sum(full),
-        gradients=two,
-        activations=activations,
-    )
-
-
-@dataclass
-class Block:
-    """A piece of memory: its bytes, and the numbers of the operators that made and freed it."""
-
-    size: int
-    start: int
-    end: float = math.inf
-
-
-class Trace(TorchDispatchMode):
-    """Every tensor that operators of this thread allocate while the context is open.
-
-    Open it before there are any tensors. What an operator allocates for itself does not count.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.blocks: list[Block] = []
-        self._live: dict[int, Block] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and take note of the storages that it returns."""
-        found = func(*args, **(kwargs or {}))
-        self.now += 1
-        for tensor in tree_leaves(found):
-            if isinstance(tensor, torch.Tensor) and id(tensor.untyped_storage()) not in self._live:
-                storage = tensor.untyped_storage()
-                block = self._live[id(storage)] = Block(storage.nbytes(), self.now)
-                self.blocks.append(block)
-                weakref.finalize(storage, self._free, id(storage))
-        return found
-
-    def at(self, tensors: Iterable[torch.Tensor]) -> list[Block]:
-        """Find the blocks of some tensors."""
-        return [self._live[id(each.untyped_storage())] for each in tensors]
-
-    def peak(self, since: int, without: Sequence[Block] = ()) -> int:
-        """Return the most bytes that were live at one moment.
-
-        Args:
-            since: the number of the operator behind which moments count.
-            without: blocks to leave out.
-        """
-        left_out = set(map(id, without))
-        changes: list[tuple[float, int]] = []
-        for block in self.blocks:
-            if block.end > since and id(block) not in left_out:
-                changes += [(max(block.start, since), block.size), (block.end, -block.size)]
-        changes.sort()
-        return max(itertools.accumulate(change for _, change in changes), default=0)
-
-    def _free(self, key: int) -> None:
-        self._live.pop(key).end = self.now + 0.5  # after the last operator, before the next one
+    return {
+        "shards": shard * STORED * (2 + STATES),
+        "unsharded": two if zero == 3 else sum(full),
+        "gradients": two,
+        "activations": activations,
+    }
 
 
 def malloc_promptly() -> None:

@@ -3,56 +3,55 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from _contenders import CONTENDERS, Case
 from _models import PRESETS
-from _report import announce, command, document, save
+from _report import Table, command, document, machine, machine_line, save, wide_console
 from _worlds import stop_server
 
 Content = dict[str, Any]
 
 
-def one_of(*choices: str) -> Callable[[str], list[str]]:
-    """Make a parser of comma-separated lists of some words."""
+def listed(word: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Make a parser of comma-separated lists of what another one parses."""
 
-    def parse(text: str) -> list[str]:
-        words = [word.strip() for word in text.split(",")]
-        for word in words:
-            if word not in choices:
-                raise argparse.ArgumentTypeError(
-                    f"{word!r} is not one of {', '.join(choices)} (or a list of them: a,b)"
-                )
-        return list(dict.fromkeys(words))
+    def parse(text: str) -> list[Any]:
+        return list(dict.fromkeys(word(each.strip()) for each in text.split(",")))
 
     return parse
 
 
-def positive_ints(text: str) -> list[int]:
-    """Parse a comma-separated list of positive integers."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of positive integers (2 or 2,4)")
-    return [int(word) for word in dict.fromkeys(words)]
+def one_of(*choices: str) -> Callable[[str], list[str]]:
+    """Make a parser of comma-separated lists of some words."""
+
+    def parse(word: str) -> str:
+        if word not in choices:
+            raise argparse.ArgumentTypeError(
+                f"{word!r} is not one of {', '.join(choices)} (or a list of them: a,b)"
+            )
+        return word
+
+    return listed(parse)
 
 
-def positive_int(text: str) -> int:
-    """Parse one positive integer."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
+def whole(least: int) -> Callable[[str], int]:
+    """Make a parser of integers that are no less than some."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least {least}")
+        return int(text)
+
+    return parse
 
 
-def natural(text: str) -> int:
-    """Parse an integer that is not negative."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
-    return int(text)
+positive_int = whole(1)
 
 
 def number(low: float, high: float, what: str) -> Callable[[str], float]:
@@ -70,19 +69,10 @@ def number(low: float, high: float, what: str) -> Callable[[str], float]:
     return parse
 
 
-def files(text: str) -> list[Path]:
-    """Parse a comma-separated list of files that exist."""
-    paths = [Path(word) for word in text.split(",")]
-    for path in paths:
-        if not path.is_file():
-            raise argparse.ArgumentTypeError(f"there is no file {str(path)!r}")
-    return paths
-
-
-_OUTPUTS = ("json", "picture", "stored")
+_OUTPUTS = ("json", "picture")
 TRANSPORTS = ("auto", "c10d", "collectives", "shm")
 _SHARED: dict[str, Content] = {
-    "ranks": {"type": positive_ints, "help": "world sizes, e.g. 2 or 2,4"},
+    "ranks": {"type": listed(positive_int), "help": "world sizes, e.g. 2 or 2,4"},
     "params": {"type": one_of(*PRESETS), "help": f"models: {', '.join(PRESETS)}"},
     "zero": {"type": one_of("2", "3"), "help": "2, 3 or both"},
     "tokens": {"type": positive_int, "help": "of a rank and step"},
@@ -96,7 +86,6 @@ _SHARED: dict[str, Content] = {
         "anew; auto: resident where memory allows",
     },
     "transport": {"choices": TRANSPORTS, "help": "of ours"},
-    "device": {"choices": ("cpu", "cuda"), "help": "cuda: one GPU a rank"},
     "folder": {"type": Path, "help": "on the disk to be measured, not that of temporary files"},
     "seed": {"type": int, "help": "of weights and tokens"},
 }
@@ -116,9 +105,6 @@ def parser(doc: str | None, **defaults: Any) -> argparse.ArgumentParser:
         made.add_argument(f"--{name}", default=default, **{**shared, "help": shown})
     made.add_argument("--json", type=Path, metavar="FILE", help="write raw numbers here")
     made.add_argument("--picture", type=Path, metavar="FILE", help="draw here, as SVG or PNG")
-    made.add_argument(
-        "--stored", type=files, metavar="FILES", help="measure nothing: show these (a.json,b.json)"
-    )
     return made
 
 
@@ -126,6 +112,7 @@ def run(
     script: str,
     options: argparse.Namespace,
     cases: Callable[[Callable[[str], None]], Iterable[Content]],
+    tables: Callable[[list[Content]], list[Table]],
     wrong: Callable[[Content], object] = lambda case: None,
 ) -> int:
     """Measure the cases of a script, store all so far after each, and show tables and a picture.
@@ -134,35 +121,34 @@ def run(
         script: its name.
         options: of the command line.
         cases: measures them, one after the other; gets what tells people how far it is.
+        tables: makes the tables of all cases.
         wrong: whether something is the matter with a case.
 
     Returns:
         The exit code: 1 if a case is wrong.
     """
-    from _charts import PICTURES
-    from report import SHOWN
-
-    console = announce()
+    console = wide_console()
+    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
 
     def say(text: str) -> None:
         if console.is_terminal:
             console.print(f"  {text}", end="\r", soft_wrap=True)
 
     measured: list[Content] = []
-    if options.stored:
-        stored = [json.loads(path.read_text()) for path in options.stored]
-        measured = [case for each in stored for case in each["cases"]]
-        content = {**stored[0], "cases": measured}
-    else:
-        content = document(script, measured)
-        for case in cases(say):
-            measured.append(case)
-            if options.json:
-                save(options.json, content)
-    for table in SHOWN[script](content):
+    content = document(script, measured)
+    shown: list[Table] = []
+    for case in cases(say):
+        measured.append(case)
+        shown = tables(measured)
+        content["tables"] = [asdict(table) for table in shown]
+        if options.json:
+            save(options.json, content)
+    for table in shown:
         table.show(console)
     if options.picture:
-        PICTURES[script](content, options.picture)
+        from _charts import PICTURES
+
+        PICTURES[script]([content], options.picture)
     console.print(command(), highlight=False, soft_wrap=True)
     return 1 if any(map(wrong, measured)) else 0
 
@@ -183,7 +169,7 @@ def end(main: Callable[[], int]) -> None:
 def step_cases(options: argparse.Namespace) -> list[Case]:
     """List the cases that the options ask for: every combination."""
     return [
-        Case(ranks, params, dtype, int(zero), options.tokens, options.device, options.seed)
+        Case(ranks, params, dtype, int(zero), options.tokens, seed=options.seed)
         for params, ranks, dtype, zero in product(
             options.params, options.ranks, options.dtype, options.zero
         )

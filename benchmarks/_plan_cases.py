@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -10,12 +11,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _models import PRESETS, build
-from shardwise.frontends.blocks import shard_blocks
+from shardwise import materialize
+from shardwise.frontends.blocks import checkpoint_module, keep_products, shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.settings import Settings
 from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.optim.norms import clip_grad_norm_
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,20 @@ class Case:
         """The link between hosts, by name."""
         return f"ethernet-{self.gbit:g}" if self.gbit else None
 
+    def __str__(self) -> str:
+        words = [
+            self.model,
+            f"{self.size} {'tokens' if self.is_text else 'images'}",
+            self.dtype,
+            self.strategy,
+            f"two hosts, {self.gbit:g} Gbit/s" if self.gbit else self.transport,
+        ]
+        if self.checkpointing != "none":
+            words.append(f"{self.checkpointing} checkpointing")
+        if self.accumulate > 1:
+            words.append(f"{self.accumulate} microbatches")
+        return ", ".join(words)
+
     def blueprint(self) -> Blueprint:
         """Return the model, on the meta device, and how it is sharded."""
         return of_module(build(self.model, 0, "meta")) if self.is_text else find_model(self.model)
@@ -90,3 +107,38 @@ class Case:
             placement=blueprint.placement,
             transport=self.transport,
         )
+
+
+class Training:
+    """A training on this rank."""
+
+    def __init__(self, case: Case) -> None:
+        settings, blueprint = case.settings, case.blueprint()
+        if settings.activation_checkpointing is not Checkpointing.NONE:
+            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
+            for block in blueprint.blocks:
+                checkpoint_module(block, context_fn=keep_products if selective else None)
+        case.shard(blueprint.model, blueprint)
+        self._model: Any = materialize(blueprint.model.train())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
+        self._batches = [self._batch(case) for _ in range(case.accumulate)]
+
+    def step(self) -> None:
+        """Take an optimizer step."""
+        for micro, batch in enumerate(self._batches):
+            if len(self._batches) > 1:
+                self._model.set_requires_gradient_sync(micro == len(self._batches) - 1)
+            loss = self._model(**batch).loss
+            (loss / len(self._batches)).backward()
+            del loss
+        clip_grad_norm_(list(self._model.parameters()), 1.0)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _batch(self, case: Case) -> dict[str, torch.Tensor]:
+        config = self._model.config
+        if case.is_text:
+            tokens = torch.randint(config.vocab_size, (1, case.size))
+            return {"input_ids": tokens, "labels": tokens}
+        pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (case.size,))}

@@ -1,11 +1,11 @@
-"""What a benchmark leaves behind: a JSON document, and tables of it for terminal and Markdown.
+"""What a benchmark leaves behind: a JSON document with its tables and its raw numbers.
 
 The document of any script:
 
     {"schema": 1, "script": "step_time", "command": "python benchmarks/step_time.py ...",
-     "date": "2026-11-21", "machine": {...}, "cases": [...]}
+     "date": "2026-11-21", "machine": {...}, "tables": [...], "cases": [...]}
 
-Tables are made from the document alone, so that a stored document can be shown again.
+Tables are stored as they were shown: pages show them again, whatever a script measures by then.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median, quantiles
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ROOT = Path(__file__).resolve().parent.parent
+MIB = 2**20
 
 
 @dataclass
@@ -59,6 +62,58 @@ class Table:
         if self.notes:
             lines += ["", *(f"- {note}" for note in self.notes)]
         return "\n".join(lines)
+
+
+def compared(
+    title: str,
+    columns: tuple[str, str, int],
+    values: Mapping[str, Sequence[float]],
+    titles: Mapping[str, str],
+    *,
+    peers: Mapping[str, str | Callable[[str], str]],
+    beside: Mapping[str, Callable[[str], str]],
+    notes: Sequence[str] = (),
+) -> Table:
+    """Make a table of contenders that took turns: medians, quartiles and ratios of rounds.
+
+    Args:
+        title: of the table.
+        columns: what rows are, what values are, and with how many decimals these are shown.
+        values: of each contender, one for each round.
+        titles: what contenders are called.
+        peers: by the title of a column, of which contender it has the multiples; or of which
+            contender for each one. A ratio is the median of those within rounds.
+        beside: by the title of a column, what it has for each contender.
+        notes: below the table.
+    """
+    head, unit, digits = columns
+    table = Table(title, [head, unit, "quartiles", *peers, *beside], notes=list(notes))
+    for name, rounds in values.items():
+        cells = [titles[name], f"{median(rounds):.{digits}f}", quartiles(rounds, digits)]
+        for peer in peers.values():
+            other = values.get(peer if isinstance(peer, str) else peer(name))
+            cells.append(ratio(rounds, other) if other else "")
+        table.rows.append([*cells, *(cell(name) for cell in beside.values())])
+    return table
+
+
+def quartiles(values: Sequence[float], digits: int) -> str:
+    """Show what half of the rounds lie between."""
+    ends = [*values] * 2 if len(values) == 1 else quantiles(values, method="inclusive")[::2]
+    return " to ".join(f"{round(each, digits) + 0:.{digits}f}" for each in ends)  # no "-0"
+
+
+def ratio(mine: Sequence[float], theirs: Sequence[float]) -> str:
+    """Show the median over rounds of one value over another's of the same round.
+
+    So noise of the machine hits both sides alike.
+    """
+    return f"{median(m / t for m, t in zip(mine, theirs, strict=True)):.2f}"
+
+
+def mib(size: float | None, digits: int = 1) -> str:
+    """Show bytes in MiB."""
+    return "" if size is None else f"{size / MIB:,.{digits}f}"
 
 
 def wide_console() -> Console:
@@ -119,6 +174,7 @@ def document(script: str, cases: list[dict[str, Any]]) -> dict[str, Any]:
         "command": command(),
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
+        "tables": [],
         "cases": cases,
     }
 
@@ -129,10 +185,3 @@ def save(path: Path, content: dict[str, Any]) -> None:
     draft = path.with_name(f"{path.name}.{os.getpid()}.part")
     draft.write_text(json.dumps(content, indent=1) + "\n")
     draft.replace(path)
-
-
-def announce() -> Console:
-    """Return a wide console on which the machine is the first line."""
-    console = wide_console()
-    console.print(f"[bold]{machine_line(machine())}[/bold]", highlight=False, soft_wrap=True)
-    return console

@@ -1,4 +1,4 @@
-"""Contenders that take turns: in every round, each of them takes a few steps while others sleep.
+"""Contenders that take turns: in every round, each of them does its work while others sleep.
 
 Each contender has processes of its own. Those that fit beside each other stay in memory; others
 start anew for each of their turns. The order changes from round to round.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -21,36 +23,101 @@ from _contenders import CONTENDERS, Case, Contender
 from _models import BATCHES, PRESETS, batches
 from _worlds import TICKS, World, WorldError
 
+Content = dict[str, Any]
+#: What a contender does in a round, with its world, and whether that has just begun.
+Turn = Callable[[str, World, bool], Any]
 
-def in_turns(names: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
+
+def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
     """Yield who is next, with the number of the round; who begins changes from round to round."""
+    names = list(names)
     for index in range(rounds):
         shift = index % len(names)
         for name in (*names[shift:], *names[:shift]):
             yield index, name
 
 
-@dataclass(frozen=True)
-class Step:
-    """One step of one rank.
+class Turns:
+    """The worlds of all contenders, in rounds, while the context is open.
+
+    Args:
+        names: of the contenders.
+        start: makes the processes of a contender.
+        is_resident: whether all stay in memory.
+        deadline: no round but the first begins after it, as ``time.monotonic()`` counts.
+        failed: where contenders are noted that fail, which take no other turn; by default, the
+            first error is raised.
+        say: tells people whose turn it is.
 
     Attributes:
-        seconds: from a barrier until the optimizer is done.
-        forward: seconds of it in forward.
-        backward: seconds of it in backward.
-        optimizer: seconds of it in the optimizer.
-        cpu: processor seconds of this process, with the threads of its process group.
-        host: seconds until the host had launched the whole step; on a CPU, that is the step.
-        loss: of this rank's batch, before the step.
+        worlds: those that are in memory, by contender.
     """
 
-    seconds: float
-    forward: float
-    backward: float
-    optimizer: float
-    cpu: float
-    host: float
-    loss: float
+    def __init__(
+        self,
+        names: Iterable[str],
+        start: Callable[[str], World],
+        *,
+        is_resident: bool = True,
+        deadline: float = math.inf,
+        failed: dict[str, str] | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._names, self._start, self._say = list(names), start, say
+        self._is_resident, self._deadline, self._failed = is_resident, deadline, failed
+        self._open = ExitStack()
+        self.worlds: dict[str, World] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.__exit__(kind, error, trace)
+
+    def play(self, rounds: int, turn: Turn) -> dict[str, list[Any]]:
+        """Let all contenders take turns.
+
+        Args:
+            rounds: how many.
+            turn: what each contender does in one.
+
+        Returns:
+            What the turns of each contender returned, of rounds in which each has had its own.
+
+        Raises:
+            WorldError: a contender failed and is not to be noted, or all of them failed.
+        """
+        found: dict[str, list[Any]] = {name: [] for name in self._names}
+        for index, name in in_turns(self._names, rounds):
+            if index and time.monotonic() > self._deadline:
+                break
+            if name in found:
+                self._say(f"round {index + 1} of {rounds}: {name}")
+                try:
+                    found[name].append(self._take(name, turn))
+                except WorldError as error:
+                    if self._failed is None:
+                        raise
+                    self._failed[name] = str(error)
+                    del found[name]
+        if not found:
+            raise WorldError("\n".join((self._failed or {}).values()))
+        least = min(map(len, found.values()))
+        return {name: turns[:least] for name, turns in found.items()}
+
+    def _take(self, name: str, turn: Turn) -> Any:
+        if name in self.worlds:
+            return turn(name, self.worlds[name], False)
+        if not self._is_resident:
+            with self._start(name) as world:
+                return turn(name, world, True)
+        self.worlds[name] = self._open.enter_context(self._start(name))
+        return turn(name, self.worlds[name], True)
 
 
 class StepWorker:
@@ -65,8 +132,14 @@ class StepWorker:
         self._cuda = case.device == "cuda"
         self._taken = 0
 
-    def steps(self, count: int) -> list[Step]:
-        """Take some steps."""
+    def steps(self, count: int) -> list[dict[str, float]]:
+        """Take some steps.
+
+        Returns:
+            Of each, the seconds from a barrier until the optimizer is done, what of them each part
+            takes, those until the host has launched all of it, processor seconds of this process
+            with the threads of its process group, and the loss of its batch.
+        """
         return [self._step() for _ in range(count)]
 
     def memory(self) -> dict[str, int]:
@@ -85,9 +158,12 @@ class StepWorker:
         torch.cuda.reset_peak_memory_stats()
         return found
 
-    def _step(self) -> Step:
-        batch = self._batches[self._taken % BATCHES]
+    def _next(self) -> torch.Tensor:
         self._taken += 1
+        return self._batches[(self._taken - 1) % BATCHES]
+
+    def _step(self) -> dict[str, float]:
+        batch = self._next()
         dist.barrier()
         self._synchronize()
         cpu, start = time.process_time(), time.perf_counter()
@@ -99,24 +175,24 @@ class StepWorker:
         host = time.perf_counter()
         self._synchronize()
         end = time.perf_counter()
-        return Step(
-            seconds=end - start,
-            forward=forward - start,
-            backward=backward - forward,
-            optimizer=end - backward,
-            cpu=time.process_time() - cpu,
-            host=host - start,
-            loss=loss.item(),
-        )
+        return {
+            "seconds": end - start,
+            "forward": forward - start,
+            "backward": backward - forward,
+            "optimizer": end - backward,
+            "cpu": time.process_time() - cpu,
+            "host": host - start,
+            "loss": loss.item(),
+        }
 
     def _synchronize(self) -> None:
         if self._cuda:
             torch.cuda.synchronize()
 
 
-def transposed(by_rank: list[list[Step]]) -> list[list[dict[str, float]]]:
-    """Turn steps of ranks into ranks of steps, as plain data."""
-    return [[asdict(step) for step in ranks] for ranks in zip(*by_rank, strict=True)]
+def transposed(by_rank: Iterable[Iterable[Any]]) -> list[list[Any]]:
+    """Turn steps of ranks into ranks of steps."""
+    return [list(step) for step in zip(*by_rank, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -134,8 +210,19 @@ class Pace:
     warmup: int
 
 
-class Turns:
-    """All contenders of one case, taking turns.
+def play_steps(
+    case: Case,
+    names: Sequence[str],
+    pace: Pace,
+    *,
+    is_resident: bool,
+    env: Callable[[str], dict[str, str]] = lambda name: {},
+    backend: str | None = None,
+    timeout: float = 600,
+    deadline: float = math.inf,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Let contenders take steps of a training in turn.
 
     Args:
         case: what they train.
@@ -145,78 +232,29 @@ class Turns:
         env: of a contender's processes, by its name.
         backend: of the process group; by default gloo on CPUs, NCCL on GPUs.
         timeout: seconds that ranks have to answer.
-        deadline: no turn begins after it, as ``time.monotonic()`` counts.
+        deadline: no round but the first begins after it, as ``time.monotonic()`` counts.
         say: tells people whose turn it is.
+
+    Returns:
+        The raw numbers of the case. Contenders that failed are in its ``errors``.
     """
+    idle_cpu = 0.0
+    errors: dict[str, str] = {}
 
-    def __init__(
-        self,
-        case: Case,
-        names: list[str],
-        pace: Pace,
-        *,
-        is_resident: bool,
-        env: Callable[[str], dict[str, str]] = lambda name: {},
-        backend: str | None = None,
-        timeout: float = 600,
-        deadline: float = math.inf,
-        say: Callable[[str], None] = lambda text: None,
-    ) -> None:
-        self.case, self.names, self.pace, self._say = case, names, pace, say
-        self._is_resident, self._env, self._deadline = is_resident, env, deadline
-        self.backend, self._timeout = backend, timeout
-        self.worlds: dict[str, World] = {}
-        self._idle_cpu = 0.0
+    def start(name: str) -> World:
+        where = {"device": case.device, "backend": backend, "timeout": timeout}
+        return World(name, case.ranks, StepWorker, name, case, env=env(name), **where)  # type: ignore[arg-type]
 
-    def play(self) -> dict[str, Any]:
-        """Run all rounds and return the raw numbers of the case."""
-        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in self.names}
-        with ExitStack() as open_worlds:
-            for index, name in in_turns(self.names, self.pace.rounds):
-                if index and time.monotonic() > self._deadline:
-                    break
-                if name in turns:
-                    self._say(f"round {index + 1} of {self.pace.rounds}: {name}")
-                    try:
-                        turns[name].append(self._try(name, open_worlds))
-                    except WorldError as error:
-                        self.fail(name, error)
-                        del turns[name]
-            self.end()
-        # A round counts if every contender has taken its turn.
-        rounds = min(map(len, turns.values()), default=0)
-        return {
-            **asdict(self.case),
-            "numel": PRESETS[self.case.params].numel,
-            "worlds": "resident" if self._is_resident else "fresh",
-            "idle_cpu_seconds": self._idle_cpu,
-            "contenders": {name: found[:rounds] for name, found in turns.items()},
-        }
-
-    def start(self, name: str) -> World:
-        """Start the processes of a contender."""
-        return World(
-            *(name, self.case.ranks, StepWorker, name, self.case),
-            device=self.case.device,
-            env=self._env(name),
-            backend=self.backend,
-            timeout=self._timeout,
-        )
-
-    def fail(self, name: str, error: WorldError) -> None:
-        """Take note of a contender that failed, or raise its error."""
-        raise error
-
-    def turn(self, name: str, world: World, warmup: int) -> dict[str, Any]:
-        """Let one contender take its steps of a round."""
-        warm = world.call("steps", warmup)
+    def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
+        nonlocal idle_cpu
+        warm = world.call("steps", pace.warmup if is_new else 0)
         world.call("memory")  # forget the peak of warming up
-        others = [each for each in self.worlds.values() if each is not world]
+        others = [each for each in turns.worlds.values() if each is not world]
         idle = sum(each.cpu_seconds() for each in others)
         busy, own = _machine_busy(), world.cpu_seconds()
-        steps = world.call("steps", self.pace.steps)
+        steps = world.call("steps", pace.steps)
         busy, own = _machine_busy() - busy, world.cpu_seconds() - own
-        self._idle_cpu += sum(each.cpu_seconds() for each in others) - idle
+        idle_cpu += sum(each.cpu_seconds() for each in others) - idle
         return {
             "warmup": transposed(warm),
             "steps": transposed(steps),
@@ -224,23 +262,83 @@ class Turns:
             "foreign_cpu_seconds": max(busy - own, 0.0),
         }
 
-    def end(self) -> None:
-        """Measure what is left, once all rounds are over."""
-
-    def _try(self, name: str, open_worlds: ExitStack) -> dict[str, Any]:
-        world = self.worlds.get(name)
-        warmup = 0 if world is not None else self.pace.warmup
-        if world is None:
-            world = open_worlds.enter_context(self.start(name))
-            if self._is_resident:
-                self.worlds[name] = world
-        found = self.turn(name, world, warmup)
-        if not self._is_resident:
-            world.close()
-        return found
+    with Turns(
+        *(names, start), is_resident=is_resident, deadline=deadline, failed=errors, say=say
+    ) as turns:
+        found = turns.play(pace.rounds, turn)
+    return {
+        **asdict(case),
+        "numel": PRESETS[case.params].numel,
+        "worlds": "resident" if is_resident else "fresh",
+        "idle_cpu_seconds": idle_cpu,
+        "contenders": found,
+        "errors": errors,
+    }
 
 
 def _machine_busy() -> float:
     """Return the processor seconds that everybody on this machine has taken."""
     user, nice, system = Path("/proc/stat").read_text().split()[1:4]
     return (int(user) + int(nice) + int(system)) / TICKS
+
+
+def slowest(ranks: Sequence[Mapping[str, float]], what: str) -> float:
+    """Return the most of any rank."""
+    return max(rank[what] for rank in ranks)
+
+
+def losses(case: Content, name: str) -> list[float]:
+    """List a contender's losses, the mean over ranks, of all its steps from its first."""
+    turns = case["contenders"][name]
+    return mean_losses([step for turn in turns for step in turn["warmup"] + turn["steps"]])
+
+
+def mean_losses(steps: list[list[dict[str, float]]]) -> list[float]:
+    """Return the mean loss over the ranks of each step."""
+    return [fmean(rank["loss"] for rank in step) for step in steps]
+
+
+def disagreement(
+    case: Content, contenders: Mapping[str, type[Contender]] = CONTENDERS
+) -> str | None:
+    """Compare the losses of the contenders.
+
+    Those that exchange gradients must agree to four decimals at every step, or as closely as they
+    say themselves. The floor exchanges none, so that only its very first loss is comparable.
+
+    Args:
+        case: of a document.
+        contenders: what its names stand for.
+
+    Returns:
+        What differs, for people, or ``None``.
+    """
+    names = list(case["contenders"])
+    reference = min(names, key=lambda name: (not contenders[name].exchanges, name != "fsdp2"))
+    expected = losses(case, reference)
+    found = []
+    for name in names:
+        own = losses(case, name)
+        comparable = len(own) if contenders[name].exchanges else 1
+        for step, (mine, theirs) in enumerate(zip(own[:comparable], expected, strict=False)):
+            if not abs(mine - theirs) < contenders[name].tolerance:  # NaN differs
+                found.append(
+                    f"{name} differs from {reference} first at step {step}: {mine:.6f}, not "
+                    f"{theirs:.6f}"
+                )
+                break
+    return "; ".join(found) or None
+
+
+def step_seconds(case: Content, name: str) -> list[float]:
+    """Return a contender's step time in each round: the median step, by its slowest rank."""
+    return [
+        median(slowest(step, "seconds") for step in turn["steps"])
+        for turn in case["contenders"][name]
+    ]
+
+
+def verdict(case: Content, contenders: Mapping[str, type[Contender]] = CONTENDERS) -> str:
+    """Tell whether the losses of contenders agree."""
+    wrong = disagreement(case, contenders)
+    return f"losses: {'DIFFERENT: ' + wrong if wrong else 'OK, equal to four decimals'}"

@@ -18,7 +18,6 @@ import os
 import signal
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -115,12 +114,12 @@ class World:
                 ours, theirs = context.Pipe()
                 host = hosts[rank * len(hosts) // ranks] if hosts else None
                 address = hosts[0].address if hosts else "127.0.0.1"
-                place = _Place(
-                    *(rank, ranks, address, port, device, backend, timeout, variables, host)
-                )
+                serves = host is not None and rank == 0
+                meeting = (host, address, port, serves)
+                group = (backend, rank, ranks, timeout)
                 process = context.Process(  # type: ignore[attr-defined]  # of every context
                     target=_serve,
-                    args=(theirs, place, factory, args),
+                    args=(theirs, meeting, group, device, variables, factory, args),
                     name=f"{name}-{rank}",
                     daemon=True,
                 )
@@ -248,41 +247,33 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-@dataclass(frozen=True)
-class _Place:
-    """What a process needs to know to become a rank."""
-
-    rank: int
-    ranks: int
-    address: str
-    port: int
-    device: str
-    backend: str
-    timeout: float
-    variables: Mapping[str, str]
-    host: Host | None
-
-
 def _serve(
-    pipe: Connection, place: _Place, factory: Callable[..., object], args: tuple[object, ...]
+    pipe: Connection,
+    meeting: tuple[Host | None, str, int, bool],
+    group: tuple[str, int, int, float],
+    device: str,
+    variables: Mapping[str, str],
+    factory: Callable[..., object],
+    args: tuple[object, ...],
 ) -> None:
     """Be one rank: make the worker, then answer calls until the parent says stop or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    os.environ.update(place.variables)  # a fork has those of its server
+    os.environ.update(variables)  # a fork has those of its server
     torch.set_num_threads(1)
+    host, address, port, serves = meeting
+    backend, rank, ranks, timeout = group
     try:
-        if place.host is not None:
-            place.host.enter()
-        serves = place.host is not None and place.rank == 0
-        store = TCPStore(place.address, place.port, is_master=serves, wait_for_workers=False)
-        if place.device == "cuda":
-            take_gpu(place.rank, place.ranks)
+        if host is not None:
+            host.enter()
+        store = TCPStore(address, port, is_master=serves, wait_for_workers=False)
+        if device == "cuda":
+            take_gpu(rank, ranks)
         dist.init_process_group(
-            place.backend,
+            backend,
             store=store,
-            rank=place.rank,
-            world_size=place.ranks,
-            timeout=timedelta(seconds=place.timeout),
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
         )
         worker = factory(*args)
         pipe.send((True, None))

@@ -19,9 +19,9 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -34,11 +34,11 @@ import shardwise.checkpoint
 from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
 from _options import end, parser, run
-from _tables import CHECKPOINT_TITLES
-from _turns import in_turns
+from _report import Table, compared, mib, ratio
+from _turns import Turns
 from _worlds import World
 
-_CONTENDERS = tuple(CHECKPOINT_TITLES)
+TITLES = {"ours": "shardwise", "dcp": "torch DCP", "floor": "plain files"}
 
 
 class CheckpointWorker:
@@ -152,25 +152,25 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
     Raises:
         ValueError: a contender did not load what it had saved.
     """
-    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _CONTENDERS}
-    with (
-        tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root,
-        ExitStack() as stack,
-    ):
-        worlds: dict[str, World] = {}
-        for name in _CONTENDERS:
-            world = World(name, ranks, CheckpointWorker, name, params, options.seed)
-            worlds[name] = stack.enter_context(world)
-            _turn(world, Path(root, name), options.cold)  # to warm up
-        for _, name in in_turns(_CONTENDERS, options.rounds):
-            turns[name].append(_turn(worlds[name], Path(root, name), options.cold))
-        nbytes = sum(worlds["ours"].call("nbytes"))
+    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
+
+        def start(name: str) -> World:
+            return World(name, ranks, CheckpointWorker, name, params, options.seed)
+
+        def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
+            if is_new:  # to warm up
+                _turn(world, Path(root, name), options.cold)
+            return _turn(world, Path(root, name), options.cold)
+
+        with Turns(TITLES, start) as turns:
+            found = turns.play(options.rounds, turn)
+            nbytes = sum(turns.worlds["ours"].call("nbytes"))
     return {
         "ranks": ranks,
         "params": params,
         "nbytes": nbytes,
         "cold": options.cold,
-        "turns": turns,
+        "turns": found,
     }
 
 
@@ -185,15 +185,44 @@ def _turn(world: World, folder: Path, cold: bool) -> dict[str, Any]:
         raise ValueError(f"{world.name} did not load what it had saved")
     world.call("load", folder, False)  # since the digest spoils it
     shutil.rmtree(folder)
-    return {
-        "size": size,
-        **{f"{what}_s": [s for s, _ in by_rank] for what, by_rank in _both(saved, loaded)},
-        **{f"{what}_extra": [m for _, m in by_rank] for what, by_rank in _both(saved, loaded)},
-    }
+    found: dict[str, Any] = {"size": size}
+    for what, by_rank in (("save", saved), ("load", loaded)):
+        found[f"{what}_s"], found[f"{what}_extra"] = map(list, zip(*by_rank, strict=True))
+    return found
 
 
-def _both(saved: list[Any], loaded: list[Any]) -> list[tuple[str, list[Any]]]:
-    return [("save", saved), ("load", loaded)]
+def table(case: dict[str, Any]) -> Table:
+    """Show a case."""
+    rows = [f"{name} {what}" for what in ("save", "load") for name in TITLES]
+
+    def figures(row: str, what: str) -> list[float]:
+        name, action = row.split()
+        return [max(turn[f"{action}_{what}"]) for turn in case["turns"][name]]
+
+    seconds = {row: figures(row, "s") for row in rows}
+
+    def faster(peer: str) -> Callable[[str], str]:
+        return lambda row: ratio(seconds[f"{peer} {row.split()[1]}"], seconds[row])
+
+    return compared(
+        f"{case['params']} parameters with AdamW, {case['ranks']} ranks, "
+        f"{case['nbytes'] / 1e9:.2f} GB",
+        ("contender", "s", 2),
+        seconds,
+        {row: f"{TITLES[row.split()[0]]}, {row.split()[1]}" for row in rows},
+        peers={},
+        beside={
+            "GB/s": lambda row: f"{case['nbytes'] / median(seconds[row]) / 1e9:.2f}",
+            "x DCP": faster("dcp"),
+            "x plain": faster("floor"),
+            "extra MiB a rank": lambda row: mib(max(figures(row, "extra")), 0),
+        },
+        notes=[
+            f"{len(case['turns']['ours'])} rounds, the slowest rank of each; files "
+            f"{'dropped from' if case['cold'] else 'in'} the page cache when they are loaded; "
+            "ratios are of throughput, medians of those within each round"
+        ],
+    )
 
 
 def main() -> int:
@@ -202,7 +231,8 @@ def main() -> int:
     made.add_argument("--cold", action="store_true", help=cold)
     options = made.parse_args()
     each = product(options.params, options.ranks)
-    return run("checkpoint", options, lambda say: (play(r, p, options) for p, r in each))
+    cases = (play(r, p, options) for p, r in each)
+    return run("checkpoint", options, lambda say: cases, lambda cases: [*map(table, cases)])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch.distributed as dist
@@ -25,27 +26,31 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
-from _contenders import Case, Ours
+from _contenders import Case
 from _memory import peak_rss, reset_peak_rss
-from _models import PRESETS, batches
+from _models import PRESETS
 from _options import end, parser, run
-from _tables import STALL_TITLES
-from _turns import in_turns
+from _report import Table, compared, mib, quartiles
+from _turns import StepWorker, in_turns, slowest
 from _worlds import World
 
-WAYS = tuple(STALL_TITLES)
+TITLES = {
+    "steps": "steps alone",
+    "sync": "shardwise, save",
+    "async": "shardwise, async_save",
+    "dcp": "torch DCP, async_save",
+}
 Wait = Callable[[], object]
 
 
-class StallWorker:
+class StallWorker(StepWorker):
     """One rank of a training that saves."""
 
-    def __init__(self, params: str, tokens: int, seed: int) -> None:
-        self._trained = Ours(Case(dist.get_world_size(), params, seed=seed))
-        self._model, self._optimizer = self._trained.model, self._trained.optimizer
-        self._batches = batches(params, tokens, dist.get_rank(), seed)
+    def __init__(self, case: Case) -> None:
+        super().__init__("ours", case)
+        self._model, self._optimizer = self._contender.model, self._contender.optimizer
         self._others = dist.new_group(backend="gloo")  # DCP's thread must not use training's
-        self._step(0)
+        self._contender.step(self._next())
 
     def turn(self, way: str, steps: int, folder: Path) -> dict[str, float]:
         """Train, and save once meanwhile.
@@ -63,21 +68,16 @@ class StallWorker:
         reset_peak_rss()
         dist.barrier()
         start = time.perf_counter()
-        self._step(0)
+        self._contender.step(self._next())
         before = time.perf_counter()
         wait = begin[way](folder)
         stall = time.perf_counter() - before
-        for index in range(1, steps):
-            self._step(index)
+        for _ in range(1, steps):
+            self._contender.step(self._next())
         wait()
         seconds = time.perf_counter() - start
         dist.barrier()
         return {"stall": stall, "seconds": seconds, "peak": peak_rss()}
-
-    def _step(self, index: int) -> None:
-        loss = self._trained.forward(self._batches[index % len(self._batches)])
-        self._trained.backward(loss)
-        self._trained.update()
 
     def _save(self, folder: Path) -> Wait:
         shardwise.checkpoint.save(folder, self._model, self._optimizer)
@@ -93,16 +93,17 @@ class StallWorker:
 
 
 def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Let all ways take turns; return the raw numbers."""
-    turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in WAYS}
+    """Let all ways take turns in one world; return the raw numbers."""
+    case = Case(ranks, params, tokens=options.tokens, seed=options.seed)
+    turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in TITLES}
     with (
         tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root,
-        World("shardwise", ranks, StallWorker, params, options.tokens, options.seed) as world,
+        World("shardwise", ranks, StallWorker, case) as world,
     ):
-        for way in WAYS:  # to warm up
-            _turn(world, way, options.steps, Path(root, way))
-        for _, way in in_turns(WAYS, options.rounds):
-            turns[way].append(_turn(world, way, options.steps, Path(root, way)))
+        for at, way in in_turns(TITLES, 1 + options.rounds):
+            found = _turn(world, way, options.steps, Path(root, way))
+            if at:  # the first round is to warm up
+                turns[way].append(found)
     return {
         "ranks": ranks,
         "params": params,
@@ -127,6 +128,41 @@ def _turn(world: World, way: str, steps: int, folder: Path) -> list[dict[str, fl
     return by_rank
 
 
+def table(case: dict[str, Any]) -> Table:
+    """Show a case."""
+
+    def figures(way: str, what: str) -> list[float]:
+        return [slowest(turn, what) for turn in case["turns"][way]]
+
+    def costs(way: str) -> list[float]:
+        pairs = zip(figures(way, "seconds"), figures("steps", "seconds"), strict=True)
+        return [mine - alone for mine, alone in pairs]
+
+    def held(way: str) -> str:
+        most, alone = (median(figures(each, "peak")) for each in (way, "steps"))
+        return mib(max(0.0, most - alone), 0)
+
+    return compared(
+        f"{case['params']} parameters with AdamW, {case['ranks']} ranks, "
+        f"{12 * case['numel'] / 1e9:.2f} GB saved in {case['steps']} steps",
+        ("way", "stall s", 2),
+        {way: figures(way, "stall") for way in TITLES if way != "steps"},
+        TITLES,
+        peers={"x save": "sync"},
+        beside={
+            "in all s": lambda way: f"{median(costs(way)):.2f}",
+            "quartiles of all": lambda way: quartiles(costs(way), 2),
+            "extra MiB a rank": held,
+        },
+        notes=[
+            f"{len(case['turns']['steps'])} rounds, the slowest rank of each; {case['steps']} "
+            f"steps of {case['tokens']} tokens a rank take "
+            f"{median(figures('steps', 'seconds')):.2f} s alone; ratios are medians of those "
+            "within each round"
+        ],
+    )
+
+
 def main() -> int:
     made = parser(
         *(__doc__,),
@@ -140,7 +176,8 @@ def main() -> int:
     )
     options = made.parse_args()
     each = product(options.params, options.ranks)
-    return run("checkpoint_stall", options, lambda say: (play(r, p, options) for p, r in each))
+    cases = (play(r, p, options) for p, r in each)
+    return run("checkpoint_stall", options, lambda say: cases, lambda cases: [*map(table, cases)])
 
 
 if __name__ == "__main__":

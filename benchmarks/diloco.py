@@ -15,17 +15,18 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from _goodput_judge import summed_loss
-from _measured import bytes_ratio, loss_ratio
-from _options import end, natural, parser, plain, positive_int, run
-from _wire import metered
+from _options import Content, end, parser, plain, positive_int, run, whole
+from _report import Table
 from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
 from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
@@ -63,6 +64,56 @@ LEAST_RATIOS = {
     "ternary": 16 * 45,
 }
 JUDGED = 512  # sequences
+
+
+class Meter:
+    """Bytes that have left this rank.
+
+    Attributes:
+        sent: bytes so far.
+    """
+
+    def __init__(self) -> None:
+        self.sent = 0
+
+
+@contextmanager
+def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
+    """Count what this rank sends over a group while the block runs.
+
+    A message counts as it is. A gloo all-reduce is a ring: each rank sends ``2 (R - 1) / R`` of the
+    tensor. Other collectives over the group are refused, so that nothing passes uncounted.
+    """
+    meter = Meter()
+    size = group.size()
+    send, all_reduce = dist.ProcessGroup.send, dist.all_reduce
+
+    def counting_send(self: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        if self is group or self.group_name == group.group_name:
+            meter.sent += sum(tensor.nbytes for tensor in tensors)
+        return send(self, tensors, *rest)
+
+    def counting_all_reduce(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        if named.get("group") is group:
+            meter.sent += round(2 * (size - 1) * tensor.nbytes / size)
+        return all_reduce(tensor, *rest, **named)
+
+    def refusing(function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
+        if named.get("group") is group:
+            raise RuntimeError(f"{function.__name__} over the metered group is not counted")
+        return function(*rest, **named)
+
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dist.ProcessGroup, "send", counting_send))
+        stack.enter_context(mock.patch.object(dist, "all_reduce", counting_all_reduce))
+        for function in (
+            dist.all_gather_into_tensor,
+            dist.reduce_scatter_tensor,
+            dist.all_to_all_single,
+        ):
+            refused = partial(refusing, function)
+            stack.enter_context(mock.patch.object(dist, function.__name__, refused))
+        yield meter
 
 
 class DilocoWorker:
@@ -161,6 +212,27 @@ class DilocoWorker:
         return total.item() / JUDGED
 
 
+@torch.no_grad()
+def summed_loss(model: Any, text: Any, length: int, chosen: Sequence[int], count: int) -> float:
+    """Return the sum of a model's losses on sequences that are spread evenly over a text.
+
+    Args:
+        model: evaluated from here on.
+        text: that was held back.
+        length: tokens of a sequence.
+        chosen: the numbers of the sequences.
+        count: how many there are.
+    """
+    model.eval()
+    room, total = len(text) - length - 1, 0.0
+    for first in range(0, len(chosen), 16):
+        starts = [room * number // (count - 1) for number in chosen[first : first + 16]]
+        rows = [text.read(start, length + 1) for start in starts]
+        batch = torch.stack([torch.from_numpy(row) for row in rows])
+        total += next_token_loss(model, batch).item() * len(rows)
+    return total
+
+
 def make_start(settings: argparse.Namespace, path: Path) -> Path | None:
     """Train synchronously what all contenders go on from, if they are to go on from anything."""
     if not settings.start:
@@ -184,6 +256,56 @@ def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[st
         "judged": by_rank[0]["judged"],
         "last_losses": sum(map(sum, steps[-tenth:])) / (tenth * settings.ranks),
     }
+
+
+def loss_ratio(case: Content, name: str) -> float:
+    """A contender's loss on text that was held out, beside that of synchronous training."""
+    found = case["contenders"]
+    return float(found[name]["judged"] / found[SYNCHRONOUS]["judged"])
+
+
+def crossed(case: Content, name: str) -> int:
+    """Return the bytes that have crossed between replicas, the flush at the end included."""
+    found = case["contenders"][name]
+    return int(found["sent"] + found["sent_at_end"])
+
+
+def bytes_ratio(case: Content, name: str) -> float:
+    """How many times fewer bytes have crossed than in synchronous training."""
+    return crossed(case, SYNCHRONOUS) / crossed(case, name)
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    settings = case["settings"]
+    tokens = settings["steps"] * settings["ranks"] * settings["batch"] * settings["length"]
+    warmup, start = settings["outer_warmup"], settings["start"]
+    risen = f", momentum rises over {warmup} rounds" if warmup else ""
+    shown = Table(
+        f"{settings['model']}, {settings['replicas']} replicas on {settings['ranks']} ranks, "
+        f"{settings['steps']} steps, {tokens / 1e6:.2f} M tokens; outer rate "
+        f"{settings['outer_lr']}{risen}",
+        ["contender", "loss", "x synchronous", "MB between replicas", "fewer bytes"],
+    )
+    for name, found in case["contenders"].items():
+        kind, _, momentum = name.partition(":")
+        title = f"DiLoCo, H = {settings['every']}, {kind}, momentum {momentum or 0.9}"
+        shown.rows.append(
+            [
+                name if name == SYNCHRONOUS else title,
+                f"{found['judged']:.4f}",
+                f"{loss_ratio(case, name):.4f}",
+                f"{crossed(case, name) / 1e6:.2f}",
+                f"{bytes_ratio(case, name):.1f} x",
+            ]
+        )
+    shown.notes.append(
+        "loss: nats per token on 512 sequences that were held out, of the outer parameters; bytes: "
+        "payload of all ranks"
+    )
+    if start:
+        shown.notes.append(f"all start from one model, trained synchronously for {start} steps")
+    return shown
 
 
 def keeps_promises(case: dict[str, Any]) -> bool:
@@ -230,7 +352,7 @@ def main() -> int:
     add("--model", choices=tuple(PRESETS), default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=2, help="processes (2)")
     add("--replicas", type=positive_int, default=2, help="that meet (2)")
-    add("--start", type=natural, default=1500, help="synchronous steps before (1500; 0: none)")
+    add("--start", type=whole(0), default=1500, help="synchronous steps before (1500; 0: none)")
     add("--steps", type=positive_int, default=1500, help="of each replica (1500)")
     add("--every", type=positive_int, default=50, help="inner steps of a round (50)")
     add("--batch", type=positive_int, default=2, help="sequences of a rank and step (2)")
@@ -238,13 +360,14 @@ def main() -> int:
     add("--optimizer", choices=("adamw", "muon"), default="adamw", help="inner one (adamw)")
     add("--lr", type=float, default=2e-3, help="its peak learning rate (2e-3)")
     add("--outer-lr", type=float, default=OuterSGD.lr, help="of the outer steps (0.7)")
-    add("--outer-warmup", type=natural, default=0, help="rounds in which momentum rises (0)")
+    add("--outer-warmup", type=whole(0), default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
     add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
     options = made.parse_args()
     return run(
         *("diloco", options, lambda say: measure(options, say)),
+        lambda cases: [*map(table, cases)],
         lambda case: not keeps_promises(case),
     )
 

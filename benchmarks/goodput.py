@@ -27,18 +27,40 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
 
-from _goodput_counts import restarts, schedule, speed, useful
-from _goodput_judge import judge, rounds_of
-from _goodput_run import GoodputError, RoundsWatched, StepsWatched, Training, disturb
-from _goodput_tables import DILOCO, SYNCHRONOUS, is_diloco, keeps_promise
-from _options import end, number, parser, plain, positive_int, run
+from _goodput_run import (
+    GoodputError,
+    RoundsWatched,
+    StepsWatched,
+    Training,
+    disturb,
+    schedule,
+    speed,
+    useful,
+)
+from _options import end, listed, number, parser, plain, positive_int, run
+from _report import Table
+from _worlds import World
+from diloco import summed_loss
+from shardwise import checkpoint, fully_shard
+from shardwise.app.recipes.core.build import make_adamw
+from shardwise.app.recipes.core.model import build, initialize
+from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
+from shardwise.checkpoint.disk.manifest import read_manifest
+from shardwise.diloco import DiLoCo
+from shardwise.insight.planning.presets import LLAMAS
+from shardwise.insight.schema.training import OptimizerConfig
 
 _RESTARTS = "1000000"
 _STEPS = 1_000_000  # more than any measurement makes
+#: DiLoCo keeps so much of its speed at the rates that leave a synchronous training less than that.
+KEPT, LOST = 0.88, 0.40
+SYNCHRONOUS, DILOCO = "sync", "diloco"
+JUDGED = 1024  # sequences
 _POINTS = 8  # checkpoints of a curve of losses
 
 
@@ -85,27 +107,20 @@ class Run:
         warm = 2 * self.every * per_step if rounds else 4 * per_step
         psutil.cpu_percent()  # from here on
         with Training(self._arguments(), self.folder / "told", settings.step) as training:
-            seen = disturb(training, watched, faults, settings.seconds, warm)
+            progress, hit = disturb(training, watched, faults, settings.seconds, warm)
             busy = psutil.cpu_percent() / 100
             training.stop()
-            phases = training.phases()
-        measured = useful(seen.progress, settings.seconds)
+        measured = useful(progress, settings.seconds)
         assert measured is not None
         first, last = measured
-        killed = [seen.begin + fault.at for fault in seen.faults]
-        everyone = range(settings.ranks)
-        affected = [[fault.victim] if rounds else everyone for fault in seen.faults]
-        told = rounds.named(phases) if rounds else phases
         return {
             "contender": self.contender,
             "per_minute": self.per_minute,
-            "tokens": last.tokens - first.tokens,
-            "seconds": last.at - first.at,
+            "tokens": last[1] - first[1],
+            "seconds": last[0] - first[0],
             "busy": busy,
-            "faults": [[fault.at, fault.victim] for fault in seen.faults],
-            "progress": [[each.at, each.tokens] for each in seen.progress],
-            "restarts": restarts(killed, affected, told),
-            "rounds": rounds.events if rounds else [],
+            "faults": hit,
+            "progress": progress,
         }
 
     def checkpoints(self) -> list[tuple[int, Path]]:
@@ -156,6 +171,55 @@ class Run:
         return ["train", "lm", *words, "--async-checkpoint"]
 
 
+class Judge:
+    """One process that evaluates models of one shape.
+
+    Args:
+        model: a preset of the recipes.
+        length: tokens of a sequence.
+    """
+
+    def __init__(self, model: str, length: int) -> None:
+        self._model: Any = build(LLAMAS[model].settings(), VOCAB_SIZE, SEPARATOR)
+        fully_shard(self._model)
+        initialize(self._model, 0)
+        self._length = length
+        self._text = load_text((), length).validation
+
+    def loss(self, path: Path, replicas: bool) -> float:
+        """Return the loss of a checkpoint, in nats per token.
+
+        Args:
+            path: of the checkpoint.
+            replicas: whether it is that of a replica, of which the outer parameters count.
+        """
+        if not replicas:
+            checkpoint.load(path, self._model)
+            return self._evaluated()
+        inner = make_adamw(self._model, OptimizerConfig(lr=0.0))
+        diloco = DiLoCo(self._model, inner, every=1, group=None)
+        checkpoint.load(path, self._model, diloco)
+        with diloco.outer_parameters():
+            return self._evaluated()
+
+    def _evaluated(self) -> float:
+        each = range(JUDGED)
+        return summed_loss(self._model, self._text, self._length, each, JUDGED) / JUDGED
+
+
+def rounds_of(path: Path) -> int:
+    """Return the outer steps behind the outer parameters of a replica's checkpoint."""
+    where = ("optimizer", "diloco", "rounds")
+    found = (value.value for value in read_manifest(path).values if value.path == where)
+    return int(next(found)[0])
+
+
+def judge(model: str, length: int, checkpoints: list[tuple[Path, bool]]) -> list[float]:
+    """Return the loss of each checkpoint; see :meth:`Judge.loss`."""
+    with World("judge", 1, Judge, model, length) as world:
+        return [world.call("loss", *each)[0] for each in checkpoints]
+
+
 def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
     """Return all runs so that few of those that follow each other start many processes."""
     return [
@@ -204,14 +268,89 @@ def _contenders(text: str) -> list[str]:
     return names
 
 
-def _rates(text: str) -> list[float]:
-    try:
-        rates = [float(word) for word in text.split(",")]
-    except ValueError:
-        rates = [-1.0]
-    if min(rates) < 0 or max(rates) > 1000:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of rates (0,0.5,1)")
-    return sorted({0.0, *rates})
+def title(contender: str) -> str:
+    """Name a contender, such as ``sync:20``."""
+    kind, _, number = contender.partition(":")
+    return f"DiLoCo, H = {number}" if kind == DILOCO else f"synchronous, saves every {number}"
+
+
+def is_diloco(contender: str) -> bool:
+    """Whether a contender trains with DiLoCo."""
+    return contender.partition(":")[0] == DILOCO
+
+
+def runs_of(case: dict[str, Any], contender: str) -> dict[float, dict[str, Any]]:
+    """Return a contender's runs that came to their end, by the rate of faults."""
+    return {
+        one["per_minute"]: one
+        for one in sorted(case["runs"], key=lambda one: float(one["per_minute"]))
+        if one["contender"] == contender and "ended" not in one
+    }
+
+
+def goodputs(case: dict[str, Any], contender: str) -> dict[float, float]:
+    """Return a contender's speed at each rate, divided by its speed without faults."""
+    runs = runs_of(case, contender)
+    return {rate: speed(one) / speed(runs[0]) for rate, one in runs.items() if 0 in runs}
+
+
+def keeps_promise(case: dict[str, Any]) -> bool:
+    """Whether DiLoCo loses little wherever a synchronous training loses most."""
+    if any("ended" in one for one in case["runs"]):
+        return False
+    kept = {name: goodputs(case, name) for name in case["settings"]["contenders"]}
+    ours = [found for name, found in kept.items() if is_diloco(name)]
+    theirs = [found for name, found in kept.items() if not is_diloco(name)]
+    lost = {rate for found in theirs for rate, share in found.items() if share < LOST}
+    return all(found.get(rate, 1.0) >= KEPT for found in ours for rate in lost)
+
+
+def table(case: dict[str, Any]) -> Table:
+    """Show a case."""
+    settings = case["settings"]
+    shown = Table(
+        f"Useful tokens per second; kills at random; {settings['model']}, "
+        f"{settings['ranks']} processes, steps of {settings['step']:g} s",
+        ["contender", "a minute", "seen", "tokens/s", "goodput", "tokens", "loss", "as many, calm"],
+        notes=[
+            "goodput: tokens per second, divided by those of the same contender without faults",
+            "loss: nats per token on 1,024 sequences that were held out, of the last checkpoint, "
+            "and the tokens that it has learned from; as many, calm: the loss of the same "
+            "contender without faults after as many tokens, interpolated",
+        ],
+    )
+    for name in settings["contenders"]:
+        runs, kept = runs_of(case, name), goodputs(case, name)
+        calm = runs[0]["losses"] if 0 in runs else []
+        for rate, one in runs.items():
+            cells = [title(name), f"{rate:g}", str(len(one["faults"])), f"{speed(one):,.0f}"]
+            cells.append(f"{100 * kept[rate]:.1f} %" if kept else "-")
+            if one["losses"]:
+                tokens, loss = one["losses"][-1]
+                beside = interpolated(calm, tokens) if rate else ""
+                shown.rows.append([*cells, f"{tokens:,}", f"{loss:.4f}", beside])
+            else:
+                shown.rows.append([*cells, "-", "-", "-" if rate else ""])
+    busy = [one["busy"] for one in case["runs"] if "ended" not in one]
+    if busy:
+        shown.notes.append(
+            f"{settings['seconds']:g} s and more each, {settings['at_once']} trainings at once; "
+            f"processors were busy for {100 * median(busy):.0f} % of the time (median), "
+            f"{100 * max(busy):.0f} % at most"
+        )
+    for one in (one for one in case["runs"] if "ended" in one):
+        where = f"{title(one['contender'])}, {one['per_minute']:g} a minute"
+        shown.notes.append(f"{where}: {one['ended'].splitlines()[0]}")
+    return shown
+
+
+def interpolated(points: list[tuple[int, float]], tokens: int) -> str:
+    """Show the loss after so many tokens, between two checkpoints."""
+    for (before, high), (after, low) in itertools.pairwise(points):
+        if before <= tokens <= after:
+            share = (tokens - before) / (after - before)
+            return f"{high + share * (low - high):.4f}"
+    return "-"
 
 
 def main() -> int:
@@ -222,7 +361,8 @@ def main() -> int:
     seconds = number(1e-3, 86400, "a number of seconds")
     add("--contenders", type=_contenders, default=contenders, help=names)
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]
-    add("--rates", type=_rates, default=rates, help="kills a minute (0,0.5,1,2,3)")
+    rate = number(0, 1000, "a number of kills")
+    add("--rates", type=listed(rate), default=rates, help="kills a minute (0,0.5,1,2,3)")
     add("--model", default="llama-tiny", help="of the recipes (llama-tiny)")
     add("--ranks", type=positive_int, default=4, help="processes of a training (4)")
     add("--batch", type=positive_int, default=2, help="sequences of a process and step (2)")
@@ -233,11 +373,13 @@ def main() -> int:
     add("--at-once", type=positive_int, default=2, help="trainings at the same time (2)")
     add("--seed", type=int, default=0, help="of the faults (0)")
     options = made.parse_args()
+    options.rates = sorted({0.0, *options.rates})
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         return run(
             "goodput",
             options,
             lambda say: [measure(options, Path(folder))],
+            lambda cases: [*map(table, cases)],
             lambda case: not keeps_promise(case),
         )
 

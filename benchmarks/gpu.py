@@ -4,156 +4,105 @@
     python benchmarks/gpu.py --only tests,steps
     python benchmarks/gpu.py --dry            # every part on CPUs, at sizes that say nothing
 
-Every part is a process of its own with a time limit, and writes a JSON file of its name into the
-folder ``--out`` as it goes. A part that fails, hangs or dies says so in its file, and the next part
-begins. The same command again measures what is missing: parts that are done are left alone, and of
-the others only the cases that failed or are missing run again. ``report.json`` in the same folder
-has all parts, in the form that ``report.py`` puts into the documentation.
+Every part is a process of its own with a time limit. It writes ``PART.log`` into the folder
+``--out`` and, when a case ends, a line of ``PART.jsonl``. A part that fails, hangs or dies leaves
+these, and the next part begins. ``report.json`` in the same folder has all parts, in the form that
+``report.py`` puts into the documentation.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from _gpu_journal import Journal, end_badly, read
-from _gpu_parts import PARTS, Part, Setup, environment
+from _gpu_parts import PARTS, Cases, Part, Room, Setup, environment, shortened
 from _gpu_tables import gpu_tables, last_line
 from _options import one_of, positive_int
-from _report import ROOT, document, save, wide_console
+from _report import ROOT, Table, document, save, wide_console
 from _worlds import stop_server
 
 #: A part writes its results before its limit kills it, if it can.
 MARGIN_S = 15
 #: No part begins with less time than that left.
 SHORTEST_S = 20
-#: What must not differ between the parts of a folder.
-SAME = ("device", "gpu", "torch")
 
 
-def run_part(part: Part, setup: Setup, out: Path, seconds: float) -> int:
-    """Measure one part in this process; return the exit code."""
-    journal = Journal(
-        *(_file(out, part.name), part.name, environment(setup.device)),
-        deadline=time.monotonic() + seconds - MARGIN_S,
-    )
-    part.measure(setup, journal)
-    return 0 if journal.end() else 1
-
-
-def watch(command: list[str], seconds: float, path: Path, part: str) -> None:
-    """Run a part as a process, end it after its time, and note how it ended.
+def watch(command: list[str], part: str, seconds: float, out: Path) -> dict[str, Any]:
+    """Run a part as a process, and end it after its time; return its results.
 
     Args:
         command: the process.
-        seconds: after which it is killed, with all processes that it has started.
-        path: the JSON file of the part.
         part: the name of the part.
+        seconds: after which it is killed, with all processes that it has started.
+        out: the folder of its files, which are made anew.
     """
-    log = path.with_suffix(".log")
+    path, log = out / f"{part}.jsonl", out / f"{part}.log"
+    path.write_text("")
+    begun = time.monotonic()
+    status, error = "timed out", f"not over after {seconds:.0f} s"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
         try:
             code = process.wait(seconds)
+            said = log.read_text(errors="replace")
+            status, error = "died", shortened(f"it ended with exit code {code}:\n{said}")
+            if code == 0:
+                status, error = "done", ""
         except subprocess.TimeoutExpired:
-            end_badly(path, part, "timed out", f"not over after {seconds:.0f} s")
-            return
+            pass
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    found = read(path)
-    if found is None or found["status"] == "running":
-        said = log.read_text(errors="replace")
-        end_badly(path, part, "died", f"it ended with exit code {code}:\n{said}")
+    whole = path.read_text().split("\n")[:-1]  # what is behind the last line was cut off
+    cases = [json.loads(line) for line in whole]
+    failed = [case["key"] for case in cases if case["error"] is not None]
+    if status == "done" and failed:
+        status, error = "failed", f"cases failed: {', '.join(failed)}"
+    took = time.monotonic() - begun
+    return {"part": part, "status": status, "seconds": took, "error": error or None, "cases": cases}
 
 
 def run_all(
     parts: list[Part],
-    out: Path,
     budget: float,
-    command: Callable[[Part, float], list[str]],
+    watched: Callable[[Part, float], dict[str, Any]],
     say: Callable[[str], None],
-) -> bool:
-    """Run the parts that are not done, one after the other.
+) -> Iterator[dict[str, Any]]:
+    """Run parts, one after the other; yield their results.
 
     Args:
         parts: in this order.
-        out: the folder of their results.
         budget: seconds for all of them.
-        command: the process of a part that may take some seconds.
+        watched: runs a part that may take some seconds.
         say: tells people how each part ended.
-
-    Returns:
-        Whether all parts are done.
     """
     begun = time.monotonic()
-    complete = True
     for part in parts:
-        path = _file(out, part.name)
-        if _status(path) == "done":
-            say(f"{part.name:12} done before")
-            continue
         seconds = min(part.seconds, budget - (time.monotonic() - begun))
         if seconds < min(SHORTEST_S, part.seconds):
-            say(f"{part.name:12} not begun: the time is over; the same command goes on from here")
-            complete = False
-            continue
-        watch(command(part, seconds), seconds, path, part.name)
-        status = _status(path)
-        content = read(path) or {}
-        complete &= status == "done"
-        took = content.get("seconds", 0.0)
-        said = "" if status == "done" else f": {last_line(content.get('error'))}"
-        say(f"{part.name:12} {status}, {took:.0f} s{said}")
-    return complete
-
-
-def collect(out: Path) -> dict[str, Any]:
-    """Return the results of all parts as one document."""
-    found = [content for name in PARTS if (content := read(_file(out, name))) is not None]
-    content = document("gpu", [])
-    facts: dict[str, Any] = next((p["environment"] for p in found if p["environment"]), {})
-    return {**content, "machine": {**content["machine"], **facts}, "parts": found}
-
-
-def check_folder(out: Path, facts: dict[str, Any]) -> None:
-    """Check that a folder holds results of this machine only.
-
-    Raises:
-        ValueError: it holds others.
-    """
-    for name in PARTS:
-        content = read(_file(out, name)) or {}
-        environment_before = content.get("environment") or facts
-        for what in SAME:
-            before, now = environment_before.get(what), facts.get(what)
-            if before != now:
-                raise ValueError(
-                    f"{out} holds results of another {what}: found {before}, expected {now}; "
-                    "choose another folder with --out"
-                )
-
-
-def _file(out: Path, name: str) -> Path:
-    return out / f"{name}.json"
-
-
-def _status(path: Path) -> str:
-    content = read(path)
-    return "missing" if content is None else str(content["status"])
+            over = "the time of all parts was over"
+            found = {"part": part.name, "status": "not begun", "seconds": 0.0, "error": over}
+            found["cases"] = []
+        else:
+            found = watched(part, seconds)
+        said = "" if found["status"] == "done" else f": {last_line(found['error'])}"
+        say(f"{part.name:12} {found['status']}, {found['seconds']:.0f} s{said}")
+        yield found
 
 
 def _options() -> argparse.Namespace:
@@ -166,7 +115,6 @@ def _options() -> argparse.Namespace:
     add("--out", type=Path, help="folder of the results (runs/gpu; dry: runs/gpu-dry)")
     add("--dry", action="store_true", help="on CPUs: show that every part starts")
     add("--budget", type=positive_int, default=600, help="seconds for all parts (600)")
-    add("--again", action="store_true", help="measure parts again that are done")
     add("--part", choices=PARTS, help="measure one part in this process")
     add("--seconds", type=float, default=600, help="with --part: how long it may take")
     return made.parse_args()
@@ -182,48 +130,46 @@ def main() -> int:
         )
         return 2
     out: Path = options.out or ROOT / "runs" / ("gpu-dry" if options.dry else "gpu")
-    setup = Setup.dry() if options.dry else Setup.of_gpus()
-    if options.part:
-        return run_part(PARTS[options.part], setup, out, options.seconds)
     out.mkdir(parents=True, exist_ok=True)
-    facts = environment(setup.device)
-    try:
-        check_folder(out, facts)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
-    chosen = [PARTS[name] for name in options.only]
-    if options.again:
-        for part in chosen:
-            _file(out, part.name).unlink(missing_ok=True)
+    if options.part:
+        setup = Setup.dry() if options.dry else Setup(Room.of_gpus())
+        deadline = time.monotonic() + options.seconds - MARGIN_S
+        PARTS[options.part].measure(setup, Cases(out / f"{options.part}.jsonl", deadline))
+        return 0
 
-    def command(part: Part, seconds: float) -> list[str]:
+    def watched(part: Part, seconds: float) -> dict[str, Any]:
         made = [sys.executable, str(Path(__file__).resolve()), "--part", part.name]
-        made += ["--out", str(out), "--seconds", str(seconds)]
-        return [*made, "--dry"] if options.dry else made
+        made += ["--out", str(out), "--seconds", str(seconds), *(["--dry"] if options.dry else [])]
+        return watch(made, part.name, seconds, out)
 
+    facts = environment("cpu" if options.dry else "cuda")
     missing = [name for name, version in facts["packages"].items() if version is None]
     print(f"{facts['gpu'] or 'CPUs'}, torch {facts['torch']}; results in {out}", flush=True)
     if not options.dry:
         print(f"NCCL {facts['nccl']}; ranks share a GPU by {facts['sharing']}", flush=True)
     if missing:
         print(f"not installed: {', '.join(missing)}", flush=True)
-    complete = run_all(chosen, out, options.budget, command, lambda text: print(text, flush=True))
-    content = collect(out)
-    save(out / "report.json", content)
-    show(content)
-    return 0 if complete else 1
-
-
-def show(content: dict[str, Any]) -> None:
-    """Print the tables: drawn where rich is installed, as Markdown elsewhere."""
+    content = document("gpu", [])
+    content = {**content, "machine": {**content["machine"], **facts}, "parts": []}
+    chosen = [PARTS[name] for name in PARTS if name in options.only]
+    for found in run_all(chosen, options.budget, watched, lambda text: print(text, flush=True)):
+        content["parts"].append(found)
+        save(out / "report.json", content)  # whatever comes next
     tables = gpu_tables(content)
+    content["tables"] = [dataclasses.asdict(table) for table in tables]
+    save(out / "report.json", content)
+    for table in tables:
+        show(table)
+    return 0 if all(part["status"] == "done" for part in content["parts"]) else 1
+
+
+def show(table: Table) -> None:
+    """Print a table: drawn where rich is installed, as Markdown elsewhere."""
     try:
         console = wide_console()
     except ImportError:
-        print("\n\n".join(table.markdown() for table in tables))
-        return
-    for table in tables:
+        print(f"{table.markdown()}\n")
+    else:
         table.show(console)
 
 

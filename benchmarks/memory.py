@@ -4,14 +4,14 @@
 
 The formula is the design's promise: shards + at most two groups unsharded + activations (see
 ``_memory.formula``). Each contender runs alone. What counts is the highest resident memory (RSS)
-of a rank that the kernel saw in a step, less what the process held before it had a model; on CUDA
-what torch's allocator gave out. The exit code is 1 where ours takes over 5 % more than the formula
-or FSDP2.
+of a rank that the kernel saw in a step, less what the process held before it had a model. The
+exit code is 1 where ours takes over 5 % more than the formula or FSDP2.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from _contenders import CONTENDERS, Case, narrow
-from _measured import too_high
+from _contenders import TITLES, Case
 from _memory import (
     PROMPT_MALLOC,
-    Formula,
     PssSampler,
-    Trace,
     formula,
     give_back,
     peak_rss,
@@ -33,22 +30,31 @@ from _memory import (
     reset_peak_rss,
     rss,
 )
-from _models import batches, build, groups
-from _options import contender_env, end, one_of, parser, run, step_cases
+from _models import build, groups
+from _options import Content, contender_env, end, one_of, parser, run, step_cases
+from _report import Table, mib
+from _turns import StepWorker
 from _worlds import World
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.planning.events import Change, Memory
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import PrecisionName
 
 WARMUP = 2  # steps: the first makes the optimizer's state
+#: Ours may take this much of the formula's peak, and of FSDP2's.
+ALLOWED = 1.05
+FORMULA = "formula"
 PHASES = ("forward", "backward", "optimizer", "rest")
 
 
-class Training:
+class Training(StepWorker):
     """A contender and its batch, one phase of a step at a time."""
 
     def __init__(self, name: str, case: Case) -> None:
-        self._contender = CONTENDERS[name](case)
-        self._batch = batches(case.params, case.tokens, dist.get_rank(), case.seed)[0].to(
-            case.device
-        )
+        super().__init__(name, case)
+        self._batch = self._next()
         self._loss: torch.Tensor | None = None
 
     def run(self, phase: str) -> None:
@@ -103,72 +109,37 @@ class ResidentWorker:
         return self._pss
 
 
-class CudaWorker:
-    """One rank of a contender on a GPU, whose allocator keeps its own record."""
-
-    def __init__(self, name: str, case: Case) -> None:
-        self._training = Training(name, case)
-        for _ in range(WARMUP):
-            self._training.step()
-
-    def measure(self) -> dict[str, int]:
-        """Return the bytes that were allocated at the peak of each phase."""
-        peaks = {}
-        for phase in PHASES:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            self._training.run(phase)
-            torch.cuda.synchronize()
-            peaks[phase] = torch.cuda.max_memory_allocated()
-        return peaks
-
-
-class ActivationsWorker:
-    """The unsharded model on one process: what forward and backward hold beside parameters."""
-
-    def __init__(self, case: Case) -> None:
-        self._case = case
-
-    def measure(self) -> tuple[int, list[list[torch.Size]]]:
-        """Return the peak of activations in bytes, and the shapes of each group's parameters."""
-        with Trace() as trace:
-            model = build(self._case.params, self._case.seed, self._case.device)
-            parameters = list(model.parameters())
-            if self._case.dtype == "bf16":
-                narrow(parameters)
-            batch = batches(self._case.params, self._case.tokens, 0, self._case.seed)[0]
-            batch = batch.to(self._case.device)
-            begin = trace.now
-            model(input_ids=batch, labels=batch).loss.backward()
-            gradients = trace.at(p.grad for p in parameters if p.grad is not None)
-        before = sum(block.size for block in trace.blocks if block.start <= begin < block.end)
-        activations = trace.peak(begin, without=gradients) - before
-        shapes = [
-            [p.shape for module in group for p in module.parameters()] for group in groups(model)
-        ]
-        return activations, shapes
-
-
-def predict(case: Case) -> Formula:
-    """Apply the formula to a case, its activations measured."""
-    with World("unsharded", 1, ActivationsWorker, case, device=case.device) as world:
-        activations, shapes = world.call("measure")[0]
+def predict(case: Case) -> dict[str, int]:
+    """Apply the formula to a case, its activations rehearsed with the unsharded model."""
+    model = build(case.params, case.seed, "meta")
+    settings = Settings(
+        mesh=WantedMesh.parse("dp=1"),
+        strategy=Strategy.NO_SHARD,
+        seq_length=case.tokens,
+        param_dtype=None if case.dtype == "fp32" else PrecisionName.BF16,
+        clip_grad=0.0,
+    )
+    changes = (
+        event.nbytes
+        for event in rehearse(of_module(model), settings).events
+        if isinstance(event, Change) and event.kind in (Memory.ACTIVATIONS, Memory.OTHER)
+    )
+    shapes = [[p.shape for part in group for p in part.parameters()] for group in groups(model)]
+    activations = max(itertools.accumulate(changes))
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
 
 
 def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a contender alone; every figure is the highest of all ranks, in bytes."""
     env = contender_env(name, options.transport)
-    if case.device == "cuda":
-        with _world(name, case, CudaWorker, name, case, env=env) as world:
-            return {"peak": _highest(world.call("measure"))}
     if options.malloc == "prompt":
         env |= PROMPT_MALLOC
-    with _world(name, case, ResidentWorker, name, case, env=env) as world:
-        peak = _highest(world.call("measure"))
+    with World(*(name, case.ranks, ResidentWorker, name, case), env=env, exec_each=True) as world:
+        by_rank = world.call("measure")
         base = world.call("base_pss")
         with PssSampler(world.pids) as sampler:
             world.call("step")
+    peak = {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
     pss = max(highest - start for highest, start in zip(sampler.peaks, base, strict=True))
     return {"peak": peak, "pss": pss}
 
@@ -179,17 +150,58 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
         **asdict(case),
         "transport": options.transport,
         "malloc": options.malloc,
-        "formula": asdict(predict(case)),
+        "formula": predict(case),
         "contenders": {name: measure(case, name, options) for name in options.contenders},
     }
 
 
-def _world(name: str, case: Case, worker: type, *args: object, env: dict[str, str]) -> World:
-    return World(name, case.ranks, worker, *args, device=case.device, env=env, exec_each=True)
+def peak(case: Content, name: str) -> int | None:
+    """Return the peak of a contender over the phases of a step, or of the formula, in bytes."""
+    if name == FORMULA:
+        return sum(case["formula"].values())
+    measured = case["contenders"].get(name)
+    return max(measured["peak"].values()) if measured else None
 
 
-def _highest(by_rank: list[dict[str, int]]) -> dict[str, int]:
-    return {phase: max(rank[phase] for rank in by_rank) for phase in PHASES}
+def too_high(case: Content) -> str | None:
+    """Tell where ours takes more than the formula or FSDP2 allow, or return ``None``."""
+    mine = peak(case, "ours")
+    if mine is None:
+        return None
+    limits = {"the formula": peak(case, FORMULA), "FSDP2": peak(case, "fsdp2")}
+    found = [
+        f"{mine / limit:.2f} x {name}"
+        for name, limit in limits.items()
+        if limit and mine > ALLOWED * limit
+    ]
+    return ", ".join(found) or None
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    found, parts, wrong = case["contenders"], case["formula"], too_high(case)
+    columns = ["MiB a rank", "peak", "x formula", "x FSDP2", "forward", "backward", "optimizer"]
+    shown = Table(Case.stored(case).label(), [*columns, "at rest", "peak PSS", "x FSDP2"])
+    for name in (FORMULA, *found):
+        phases = [mib(found[name]["peak"][phase]) if name in found else "" for phase in PHASES]
+        highest, pss = peak(case, name), found.get(name, {}).get("pss")
+        over = [_over(highest, peak(case, peer)) for peer in (FORMULA, "fsdp2")]
+        pss_over = _over(pss, found.get("fsdp2", {}).get("pss"))
+        cells = [TITLES.get(name, name), mib(highest), *over, *phases, mib(pss), pss_over]
+        shown.rows.append(cells)
+    if "ours" in found:
+        judged = f"TOO HIGH: {wrong}" if wrong else "OK, no higher than the formula and FSDP2 + 5 %"
+        shown.notes.append(f"ours: {judged}")
+    shown.notes += [
+        f"formula: shards {mib(parts['shards'])} + unsharded {mib(parts['unsharded'])} + full "
+        f"gradients {mib(parts['gradients'])} + activations {mib(parts['activations'])}",
+        f"transport of ours: {case['transport']}; malloc: {case['malloc']}",
+    ]
+    return shown
+
+
+def _over(mine: float | None, theirs: float | None) -> str:
+    return f"{mine / theirs:.2f}" if mine and theirs else ""
 
 
 def main() -> int:
@@ -202,7 +214,6 @@ def main() -> int:
         seed=0,
         contenders="ours,fsdp2",
         transport="auto",
-        device="cpu",
     )
     add = made.add_argument
     add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
@@ -214,10 +225,12 @@ def main() -> int:
         "default: as it is without settings",
     )
     options = made.parse_args()
-    if options.device == "cpu" and not Path("/proc/self/clear_refs").exists():
-        made.error("on the CPU this needs Linux, whose kernel keeps the peak of resident memory")
+    if not Path("/proc/self/clear_refs").exists():
+        made.error("this needs Linux, whose kernel keeps the peak of resident memory")
     found = (measure_all(case, options) for case in step_cases(options))
-    return run("memory", options, lambda say: found, too_high)
+    return run(
+        *("memory", options, lambda say: found), lambda cases: [*map(table, cases)], too_high
+    )
 
 
 if __name__ == "__main__":

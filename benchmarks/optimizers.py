@@ -4,7 +4,7 @@
     python benchmarks/optimizers.py --only loss --params 5m
 
 Every contender has a model that is sharded over all ranks, by ours or by FSDP2, and the settings
-that ``shardwise train`` takes by default. ``_optimizer_contenders.py`` lists them; those whose
+that ``shardwise train`` takes by default. ``TITLES`` lists them; those whose
 packages are missing (torchao, muon-fsdp2, lion-pytorch) are left out.
 
 **Steps.** The optimizers take turns, each in processes of its own, on gradients that are drawn anew
@@ -19,32 +19,127 @@ than on FSDP2, with two ranks.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import importlib.util
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from _contenders import CONTENDERS, Case
-from _measured import optimizer_differences as differences
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
 from _models import PRESETS
-from _optimizer_contenders import installed, make, settings_of
-from _options import end, one_of, parser, positive_int, run
-from _tables import OPTIMIZER_TITLES as TITLES
-from _turns import in_turns
+from _options import Content, end, one_of, parser, positive_int, run
+from _report import Table, compared, mib
+from _turns import Turns
 from _worlds import World
-from shardwise.app.recipes.core.build import learning_rate
+from shardwise.app.recipes.core.build import learning_rate, make_optimizer
+from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
+from shardwise.optim import muon_groups
 
 PARTS = ("steps", "loss")
+ADAMW = "fsdp2-adamw"
+LAST = 50  # steps whose mean loss counts
 WARMUP = 2  # steps: the first makes states, and may compile
 GRADIENT = 1e-2  # root of the mean square of an element
 LENGTH = 256  # tokens of a sequence
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pools of processes beside the ranks
+Params = list[dict[str, Any]]
+TITLES = {
+    "ours-adamw": "torch AdamW, fused",
+    "fsdp2-adamw": "torch AdamW, fused",
+    "ours-adamw8bit": "shardwise AdamW8bit",
+    "fsdp2-adamw8bit": "torchao AdamW8bit",
+    "ours-muon": "shardwise Muon",
+    "fsdp2-muon": "muon-fsdp2",
+    "ours-lion": "shardwise Lion",
+    "fsdp2-lion": "lion-pytorch",
+    "ours-adafactor": "shardwise Adafactor",
+    "ours-sgd": "torch SGD, momentum",
+    "fsdp2-sgd": "torch SGD, momentum",
+}
+"""Contenders, by what shards the model and what ``shardwise train`` calls the optimizer."""
+
+
+def settings_of(name: str, lr: float) -> OptimizerConfig:
+    """Return the settings of a contender.
+
+    Args:
+        name: the contender.
+        lr: the learning rate of AdamW; that of others follows from it.
+    """
+    kind = OptimizerName(name.partition("-")[2])
+    return replace(OptimizerConfig(lr=lr).usual_for(kind), algorithm=kind)
+
+
+def make(name: str, model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    """Make the optimizer of a contender."""
+    return _PEERS.get(name, make_optimizer)(model, settings)
+
+
+def installed() -> list[str]:
+    """Return the contenders whose packages are there."""
+    return [
+        name
+        for name in TITLES
+        if name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
+    ]
+
+
+def _torchao(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    from torchao.optim import AdamW8bit  # type: ignore[import-not-found, unused-ignore]
+
+    groups = _decaying(model, settings)
+    made: torch.optim.Optimizer = AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
+    return made
+
+
+def _lion_pytorch(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
+
+    groups = _decaying(model, settings)
+    made: torch.optim.Optimizer = Lion(groups, lr=settings.lr, betas=settings.betas)
+    return made
+
+
+def _muon_fsdp2(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    from muon_fsdp2 import Muon  # type: ignore[import-not-found, unused-ignore]
+
+    groups = []
+    for found in muon_groups(model):
+        group = {"params": [param for _, param in found["params"]], "lr": settings.lr}
+        group["weight_decay"] = found.get("weight_decay", settings.weight_decay)
+        if found["algorithm"] == "muon":
+            group |= {"use_muon": True, "momentum": 0.95, "rms_scale": True}
+        else:
+            group |= {"use_muon": False, "betas": settings.betas, "eps": 1e-8}
+        groups.append(group)
+    made: torch.optim.Optimizer = Muon(groups)
+    return made
+
+
+def _decaying(model: nn.Module, settings: OptimizerConfig) -> Params:
+    """Return the parameter groups that AdamW has, with their weight decay."""
+    adamw = make_optimizer(model, replace(settings, algorithm=OptimizerName.ADAMW))
+    return [{key: each[key] for key in ("params", "weight_decay")} for each in adamw.param_groups]
+
+
+_PEERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
+    "fsdp2-adamw8bit": _torchao,
+    "fsdp2-muon": _muon_fsdp2,
+    "fsdp2-lion": _lion_pytorch,
+}
+_PACKAGES = {
+    "fsdp2-adamw8bit": "torchao",
+    "fsdp2-muon": "muon_fsdp2",
+    "fsdp2-lion": "lion_pytorch",
+}
 
 
 def text() -> torch.Tensor:
@@ -140,25 +235,24 @@ def play_steps(preset: str, options: argparse.Namespace) -> dict[str, Any]:
     """Let contenders take turns; return the seconds of their steps, and bytes."""
     names, ranks = options.contenders, options.ranks
     settings = (preset, ranks, options.lr, 0)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    with contextlib.ExitStack() as stack:
-        worlds = {
-            name: stack.enter_context(World(name, ranks, Worker, name, *settings, env=ENV))
-            for name in names
-        }
-        for index, name in in_turns(names, WARMUP + options.rounds):
-            took = max(worlds[name].call("step"))
-            if index >= WARMUP:
-                seconds[name].append(took)
-        held = {name: world.call("state_bytes") for name, world in worlds.items()}
-        own = {name: world.call("shard_numel") for name, world in worlds.items()}
-        taken = {name: world.call("step_bytes") for name, world in worlds.items()}
+
+    def start(name: str) -> World:
+        return World(name, ranks, Worker, name, *settings, env=ENV)
+
+    with Turns(names, start) as turns:
+        seconds = turns.play(
+            WARMUP + options.rounds, lambda name, world, _: max(world.call("step"))
+        )
+        held, own, taken = (
+            {name: turns.worlds[name].call(what) for name in names}
+            for what in ("state_bytes", "shard_numel", "step_bytes")
+        )
     return {
         "part": "steps",
         "ranks": ranks,
         "params": preset,
         "numel": PRESETS[preset].numel,
-        "seconds": seconds,
+        "seconds": {name: took[WARMUP:] for name, took in seconds.items()},
         "state_bytes": held,
         "shard_numel": own,
         "step_bytes": taken,
@@ -188,6 +282,92 @@ def play_loss(preset: str, seed: int, options: argparse.Namespace) -> dict[str, 
     }
 
 
+def differences(case: Content) -> list[str]:
+    """Name the kinds of optimizers of torch whose losses depend on what shards the model.
+
+    Both runtimes reduce gradients of two ranks alike, and run the same optimizer.
+    """
+    if case["part"] != "loss" or case["ranks"] != 2:
+        return []
+    losses = case["losses"]
+    both = [kind for kind in ("adamw", "sgd") if {f"ours-{kind}", f"fsdp2-{kind}"} <= set(losses)]
+    return [kind for kind in both if losses[f"ours-{kind}"] != losses[f"fsdp2-{kind}"]]
+
+
+def tables(cases: list[Content]) -> list[Table]:
+    """Make a table of each case of steps, and one of the losses of each model."""
+    models: dict[str, list[Content]] = {}
+    for case in cases:
+        if case["part"] == "loss":
+            models.setdefault(case["params"], []).append(case)
+    steps = (step_table(case) for case in cases if case["part"] == "steps")
+    return [*steps, *map(loss_table, models.values())]
+
+
+def step_table(case: Content) -> Table:
+    """Show a case of steps."""
+
+    def peer(name: str) -> str:
+        found = f"fsdp2-{name.partition('-')[2]}"
+        return found if found != name else ""
+
+    def state(name: str) -> str:
+        pairs = zip(case["state_bytes"][name], case["shard_numel"][name], strict=True)
+        return f"{max(held / own for held, own in pairs):.2f}"
+
+    seconds = case["seconds"]
+    return compared(
+        f"A step of the optimizer: {case['numel'] / 1e6:.1f} M parameters, {case['ranks']} ranks, "
+        "fp32, ZeRO-3",
+        ("optimizer", "ms", 1),
+        {name: [1e3 * each for each in took] for name, took in seconds.items()},
+        TITLES,
+        peers={"x AdamW": ADAMW, "x peer": peer},
+        beside={
+            "sharded by": _shards,
+            "bytes of states": state,
+            "MiB of a step": lambda name: mib(max(case["step_bytes"][name])),
+        },
+        notes=[
+            f"Medians of {len(next(iter(seconds.values())))} steps, of the slowest rank; "
+            "contenders take turns. AdamW is torch's, fused, on FSDP2; a peer has the same kind of "
+            "optimizer, on FSDP2.",
+            "Bytes of states are those of a parameter's element. The last column is the memory of "
+            "a rank that a step takes for as long as it runs, beside parameters, gradients and "
+            "states.",
+        ],
+    )
+
+
+def loss_table(cases: list[Content]) -> Table:
+    """Show the losses of a model, whose cases have several seeds."""
+    first = cases[0]
+    shown = Table(
+        f"Loss after {first['steps']} steps: {first['numel'] / 1e6:.1f} M parameters, "
+        f"{first['ranks']} ranks, ZeRO-3, {first['tokens']} tokens a step",
+        ["optimizer", "sharded by", "lr", "loss", "against AdamW"],
+    )
+
+    def last(name: str) -> list[float]:
+        return [fmean(case["losses"][name][-LAST:]) for case in cases if name in case["losses"]]
+
+    for name in first["losses"]:
+        pairs = zip(last(name), last(ADAMW), strict=False)  # none, where AdamW was not asked for
+        apart = ", ".join(f"{mine / theirs - 1:+.1%}" for mine, theirs in pairs)
+        loss = ", ".join(f"{each:.3f}" for each in last(name))
+        cells = [TITLES[name], _shards(name), f"{first['rates'][name]:g}", loss]
+        shown.rows.append([*cells, "" if name == ADAMW else apart])
+    several = " Several figures in a cell are of several seeds." if len(cases) > 1 else ""
+    shown.notes.append(f"Means of the last {min(LAST, first['steps'])} steps.{several}")
+    for kind in sorted({kind for case in cases for kind in differences(case)}):
+        shown.notes.append(f"Losses of torch's {kind} DIFFER between runtimes.")
+    return shown
+
+
+def _shards(name: str) -> str:
+    return {"ours": "shardwise", "fsdp2": "torch FSDP2"}[name.partition("-")[0]]
+
+
 def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for preset in options.params:
         if options.only != "loss":
@@ -210,7 +390,7 @@ def main() -> int:
     if options.tokens % (LENGTH * options.ranks):
         made.error(f"--tokens: expected a multiple of {LENGTH * options.ranks}, {LENGTH} a rank")
     options.contenders = options.contenders or installed()
-    return run("optimizers", options, lambda say: _cases(options), differences)
+    return run("optimizers", options, lambda say: _cases(options), tables, differences)
 
 
 if __name__ == "__main__":

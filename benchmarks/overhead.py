@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
-from contextlib import ExitStack
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,10 +22,12 @@ import torch.distributed as dist
 from torch import nn
 
 from _options import contender_env, end, parser, positive_int, run
-from _turns import in_turns
+from _report import Table, compared
+from _turns import Turns, transposed
 from _worlds import World
 
-CONTENDERS = ("ours", "fsdp2", "floor")
+TITLES = {"ours": "shardwise", "fsdp2": "torch FSDP2"}
+CONTENDERS = (*TITLES, "floor")
 WIDTH = 8
 
 
@@ -83,27 +85,67 @@ def _nothing_to_wait_for() -> None:
 
 def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:
     """Let all contenders of one world size take turns; return the raw numbers."""
-    turns: dict[str, list[list[float]]] = {name: [] for name in CONTENDERS}
-    builds: dict[str, list[float]] = {name: [] for name in CONTENDERS[:2]}
-    with ExitStack() as stack:
-        worlds: dict[str, World] = {}
-        for name in CONTENDERS:
-            env = contender_env(name, options.transport)
-            arguments = (name, ranks, OverheadWorker, name, options.groups, device)
-            worlds[name] = stack.enter_context(World(*arguments, device=device, env=env))
-            worlds[name].call("steps", 5)
-        for _, name in in_turns(CONTENDERS, options.rounds):
-            by_rank = worlds[name].call("steps", options.steps)
-            turns[name].append([max(step) for step in zip(*by_rank, strict=True)])
+    builds: dict[str, list[float]] = {name: [] for name in TITLES}
+
+    def start(name: str) -> World:
+        arguments = (name, ranks, OverheadWorker, name, options.groups, device)
+        return World(*arguments, device=device, env=contender_env(name, options.transport))
+
+    def turn(name: str, world: World, is_new: bool) -> list[float]:
+        if is_new:
+            world.call("steps", 5)
+        return [max(step) for step in transposed(world.call("steps", options.steps))]
+
+    with Turns(CONTENDERS, start) as turns:
+        seconds = turns.play(options.rounds, turn)
         for _ in range(options.rounds):  # last, since what they leave slows steps down
             for name in builds:
-                builds[name].append(max(worlds[name].call("build", options.build)))
+                builds[name].append(max(turns.worlds[name].call("build", options.build)))
     return {
         "ranks": ranks,
         "groups": options.groups,
-        "seconds": turns,
+        "seconds": seconds,
         "build": {"groups": options.build, "seconds": builds},
     }
+
+
+def overheads(case: dict[str, Any], name: str) -> list[float]:
+    """Return the microseconds per group beyond the floor, for each round."""
+    return [
+        1e6 * (median(turn) - median(floor)) / case["groups"]
+        for turn, floor in zip(case["seconds"][name], case["seconds"]["floor"], strict=True)
+    ]
+
+
+def tables(cases: list[dict[str, Any]]) -> list[Table]:
+    """Make a table of steps and one of building, with rows for each world size and contender."""
+    if not cases:
+        return []
+    steps, builds = {}, {}
+    for case in cases:
+        for name in TITLES:
+            row = f"{name} {case['ranks']}"
+            steps[row] = overheads(case, name)
+            builds[row] = case["build"]["seconds"][name]
+    shown = (
+        (
+            f"Overhead of a group and step, {cases[0]['groups']} tiny groups (µs, over the "
+            "unsharded step)",
+            *("µs a group", 0, steps),
+        ),
+        (f"fully_shard of {cases[0]['build']['groups']} tiny groups (s)", "s", 2, builds),
+    )
+    return [
+        compared(
+            title,
+            ("contender", unit, digits),
+            values,
+            {row: TITLES[row.split()[0]] for row in values},
+            peers={"x FSDP2": lambda row: f"fsdp2 {row.split()[1]}"},
+            beside={"ranks": lambda row: row.split()[1]},
+        )
+        for title, unit, digits, values in shown
+    ]
 
 
 def main() -> int:
@@ -112,7 +154,8 @@ def main() -> int:
     add("--groups", type=positive_int, default=64, help="tiny groups in the model (64)")
     add("--build", type=positive_int, default=1000, help="groups of the model to shard (1000)")
     options = made.parse_args()
-    return run("overhead", options, lambda say: (play(ranks, options) for ranks in options.ranks))
+    cases = (play(ranks, options) for ranks in options.ranks)
+    return run("overhead", options, lambda say: cases, tables)
 
 
 if __name__ == "__main__":

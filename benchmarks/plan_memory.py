@@ -10,40 +10,30 @@ at the moment is taken all the same, and counts 1/k, too. Each case is trained t
 the heap of the same training differs from run to run, and the median of a rank counts.
 
 What a rank takes above what it held before it had the model, after steps of a tiny one, is held
-against its planned tensors: how many times as much in the median is the factor of plans (see
-``_measured.py``). The plan is made in a process of its own.
+against its planned tensors: how many times as much in the median is the factor of plans.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import itertools
-import mmap
-import multiprocessing
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from _memory import PssSampler, pss, pss_shared
-from _options import end, parser, positive_int, positive_ints, run
-from _plan_cases import Case
+from _memory import PssSampler, give_back, pss, pss_shared
+from _options import end, listed, parser, positive_int, run
+from _plan_cases import Case, Training
+from _report import Table, mib
 from _worlds import World
-from shardwise import materialize
 from shardwise.base.devices import keep_freed_memory
-from shardwise.frontends.blocks import checkpoint_module, keep_products
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.schema.sharding import Checkpointing
-from shardwise.optim.norms import clip_grad_norm_
 
-_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 WARMUP = 4  # steps: shared memory may settle only after so many
 STEPS = 3  # that are sampled
 RUNS = 3  # of each case
@@ -68,41 +58,6 @@ CASES = (
 )
 
 
-class Training:
-    """A training on this rank."""
-
-    def __init__(self, case: Case) -> None:
-        settings, blueprint = case.settings, case.blueprint()
-        if settings.activation_checkpointing is not Checkpointing.NONE:
-            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-            for block in blueprint.blocks:
-                checkpoint_module(block, context_fn=keep_products if selective else None)
-        case.shard(blueprint.model, blueprint)
-        self._model: Any = materialize(blueprint.model.train())
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
-        self._batches = [self._batch(case) for _ in range(case.accumulate)]
-
-    def step(self) -> None:
-        """Take an optimizer step."""
-        for micro, batch in enumerate(self._batches):
-            if len(self._batches) > 1:
-                self._model.set_requires_gradient_sync(micro == len(self._batches) - 1)
-            loss = self._model(**batch).loss
-            (loss / len(self._batches)).backward()
-            del loss
-        clip_grad_norm_(list(self._model.parameters()), 1.0)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-    def _batch(self, case: Case) -> dict[str, torch.Tensor]:
-        config = self._model.config
-        if case.is_text:
-            tokens = torch.randint(config.vocab_size, (1, case.size))
-            return {"input_ids": tokens, "labels": tokens}
-        pixels = torch.rand(case.size, config.num_channels, config.image_size, config.image_size)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (case.size,))}
-
-
 class Worker:
     """One rank."""
 
@@ -114,10 +69,7 @@ class Worker:
         for _ in range(2):
             small.step()
         del small
-        gc.collect()
-        unshare()
-        with suppress(OSError, AttributeError):  # glibc only
-            ctypes.CDLL(None).malloc_trim(0)
+        give_back()
         dist.barrier()
         self._base = pss()
         dist.barrier()
@@ -134,38 +86,9 @@ class Worker:
             self._training.step()
 
 
-def unshare() -> None:
-    """Make copies of the pages that this process shares with the one that it was forked from.
-
-    Otherwise they would count a part of a page now, and all of it once it is written to.
-    """
-    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    with Path("/proc/self/pagemap").open("rb") as pagemap:
-        for line in Path("/proc/self/maps").read_text().splitlines():
-            where, permissions = line.split()[:2]
-            if permissions != "rw-p":
-                continue
-            first, last = (int(each, 16) // page for each in where.split("-"))
-            pagemap.seek(8 * first)
-            for at in _runs(pagemap.read(8 * (last - first))):
-                libc.madvise((first + at.start) * page, len(at) * page, _POPULATE_WRITE)
-
-
-def _runs(entries: bytes) -> Iterator[range]:
-    """Find the ranges of pages that are present, by their entries in a page map."""
-    present = [entry >> 7 for entry in entries[7::8]]  # the highest bit of 64
-    begin = 0
-    for is_present, pages in itertools.groupby(present):
-        end = begin + len(list(pages))
-        if is_present:
-            yield range(begin, end)
-        begin = end
-
-
 def measure(case: Case) -> list[dict[str, int]]:
     """Train; return each rank's bytes: PSS before it has a model, at the peak, and unmapped."""
-    with World(str(case), case.settings.mesh.size, Worker, case) as world:
+    with World(str(case), case.settings.mesh.size, Worker, case, exec_each=True) as world:
         base = world.call("base")
         with PssSampler(world.pids) as sampler:
             world.call("steps", STEPS)
@@ -197,17 +120,59 @@ def predict(case: Case) -> dict[str, Any]:
 
 def compared(cases: Sequence[Case], runs: int = RUNS) -> Iterator[dict[str, Any]]:
     """Plan the cases, and measure each of them some times."""
-    context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(1, context) as planner:
-        for case, planned in [(case, planner.submit(predict, case)) for case in cases]:
-            measured = [measure(case) for _ in range(runs)]
-            yield {"case": asdict(case), "predicted": planned.result(), "runs": measured}
+    for case in cases:
+        measured = [measure(case) for _ in range(runs)]
+        yield {"case": asdict(case), "predicted": predict(case), "runs": measured}
+
+
+def of_ranks(case: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return each rank's PSS before it has a model and at its peak, medians over runs, in bytes."""
+    return [
+        (
+            median(each["base"] for each in runs),
+            median(each["peak"] + each["unmapped"] for each in runs),
+        )
+        for runs in zip(*case["runs"], strict=True)
+    ]
+
+
+def tables(cases: Sequence[dict[str, Any]]) -> list[Table]:
+    """Make a table with a row for each case: that of the rank that is furthest from its plan."""
+    times = median(
+        (measured - bare) / case["predicted"]["peak"]
+        for case in cases
+        for bare, measured in of_ranks(case)
+    )
+    columns = ["configuration", "mesh", "bare", "tensors", "predicted", "measured", "ratio"]
+    shown = Table("PSS of a rank at its peak, MiB", columns)
+    off = []
+    for case in cases:
+        tensors = case["predicted"]["peak"]
+        bare, measured = max(
+            of_ranks(case), key=lambda rank: abs((rank[0] + times * tensors) / rank[1] - 1)
+        )
+        total = bare + times * tensors
+        off.append(abs(total / measured - 1))
+        trained = Case(**case["case"])
+        sizes = [mib(each, 0) for each in (bare, tensors, total, measured)]
+        shown.rows.append([str(trained), trained.mesh, *sizes, f"{total / measured:.3f}"])
+    shown.notes += [
+        f"A rank takes {times:.2f} x its tensors in the median.",
+        f"With that, {sum(each <= 0.05 for each in off)} of {len(off)} are within 5 %, "
+        f"{100 * median(off):.1f} % off in the median, {100 * max(off):.1f} % at most.",
+    ]
+    return [shown]
 
 
 def main() -> int:
     made = parser(__doc__)
     add = made.add_argument
-    add("--cases", type=positive_ints, default=[], help="numbers of cases from 1, with commas; all")
+    add(
+        "--cases",
+        type=listed(positive_int),
+        default=[],
+        help="numbers of cases from 1, with commas; all",
+    )
     add("--model", help="a case of your own: a preset")
     add("--size", type=positive_int, default=256, help="its tokens, or images")
     add("--mesh", default="dp=2", help="its ranks")
@@ -219,7 +184,7 @@ def main() -> int:
     cases = [CASES[at - 1] for at in options.cases] or list(CASES)
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
-    return run("plan_memory", options, lambda say: compared(cases, options.runs))
+    return run("plan_memory", options, lambda say: compared(cases, options.runs), tables)
 
 
 if __name__ == "__main__":

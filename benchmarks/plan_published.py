@@ -20,7 +20,7 @@ from typing import Any
 
 from _report import Table, wide_console
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.clock import StepTime, step_time
+from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.machine import Machine
 from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
@@ -117,31 +117,6 @@ ROWS = (
 )
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """What a plan says about a row.
-
-    Attributes:
-        step: its time.
-        speed: tokens a second of a GPU.
-        gib: what the allocator reserves, in GiB.
-    """
-
-    step: StepTime
-    speed: float
-    gib: float
-
-
-def predict(row: Row) -> Prediction:
-    """Rehearse a row, and time it."""
-    log, settings = _rehearsed(
-        row.model, row.ranks, row.batch, row.length, row.recomputed, row.every
-    )
-    settings = replace(settings, compile=row.compiled, products=row.products)
-    step = step_time(log, row.machine, settings)
-    return Prediction(step, step.tokens_per_second / row.ranks, reserved(log) / 2**30)
-
-
 @functools.cache
 def _rehearsed(
     model: str, ranks: int, batch: int, length: int, recomputed: Checkpointing, every: int
@@ -165,17 +140,23 @@ def _error(found: float, measured: float) -> str:
 
 
 def _cells(row: Row) -> list[str]:
-    found = predict(row)
-    speed = f"{found.speed:,.0f}", _error(found.speed, row.speed)
-    gib = ("", "", "")
+    """Rehearse a row, and time it; show what the allocator reserves and how fast a GPU is."""
+    log, settings = _rehearsed(
+        row.model, row.ranks, row.batch, row.length, row.recomputed, row.every
+    )
+    settings = replace(settings, compile=row.compiled, products=row.products)
+    speed = step_time(log, row.machine, settings).tokens_per_second / row.ranks
+    error = _error(speed, row.speed)
+    gib = ["", "", ""]
     if row.gib is not None:
-        gib = f"{row.gib:.1f}", f"{found.gib:.1f}", _error(found.gib, row.gib)
+        planned = reserved(log) / 2**30
+        gib = [f"{row.gib:.1f}", f"{planned:.1f}", _error(planned, row.gib)]
     return [
         f"{row.ranks} x {row.machine.device.name}",
         str(row),
         f"{row.speed:,.0f}",
-        speed[0],
-        f"fitted ({speed[1]})" if row.fitted else speed[1],
+        f"{speed:,.0f}",
+        f"fitted ({error})" if row.fitted else error,
         *gib,
     ]
 

@@ -1,4 +1,4 @@
-"""Put the tables and the summary of stored results into the documentation.
+"""Put the tables and the summary of stored results into the documentation, and draw its pictures.
 
     python benchmarks/report.py            # rewrite those in benchmarks/measurements.md and others
     python benchmarks/report.py --check    # exit code 1 if they do not show the stored results
@@ -9,8 +9,9 @@ The tables of a document go between two markers that name it under ``benchmarks/
     ... replaced: command, machine, tables ...
     <!-- end of results -->
 
-The summary of all documents goes between ``<!-- summary -->`` and ``<!-- end of summary -->``. Its
-picture is ``docs/images/benchmarks.svg``.
+The summary of all documents goes between ``<!-- summary -->`` and ``<!-- end of summary -->``: one
+row for each measurement, beside torch's implementation. It takes its figures from the tables of
+stored documents.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ import json
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from _goodput_tables import goodput_tables
+from _charts import OURS, PICTURES, draw_bars
 from _gpu_tables import gpu_tables
-from _report import ROOT, machine_line
-from _summary import draw_summary, table
-from _tables import TABLES
+from _report import ROOT, Table, machine_line
 
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [
@@ -35,14 +35,148 @@ DOCUMENTS = [
     ROOT / "benchmarks" / "gpu.md",
     ROOT / "benchmarks" / "measurements.md",
 ]
-PICTURE = ROOT / "docs" / "images" / "benchmarks.svg"
-SHOWN = TABLES | {"goodput": goodput_tables, "gpu": gpu_tables}
+IMAGES = ROOT / "docs" / "images"
+#: What the pictures show of which script's documents, beside that of the summary.
+DRAWN = {
+    "strategies": [f"2026-11-22-strategies-{gbit}-gbit.json" for gbit in ("10", "1", "0.1")],
+    "goodput": ["2026-11-23-goodput.json"],
+}
 _BETWEEN = re.compile(
     r"(?P<begin><!-- results: (?P<name>\S+) -->\n).*?(?P<end><!-- end of results -->)", re.DOTALL
 )
 _SUMMARY = re.compile(
     r"(?P<begin><!-- summary -->\n).*?(?P<end><!-- end of summary -->)", re.DOTALL
 )
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a stored document."""
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def tables_of(content: dict[str, Any]) -> list[Table]:
+    """Return the tables of a document."""
+    if "parts" in content and not content.get("tables"):  # the first GPU's, or cut short
+        return gpu_tables(content)
+    return [Table(**table) for table in content["tables"]]
+
+
+# -- the summary -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A row of the summary, from one table of a document.
+
+    Attributes:
+        what: was measured, and where.
+        result: the stored document.
+        column: of the figures.
+        ratio: the column of their ratio.
+        unit: of the figures.
+        decimals: to show.
+        rows: ours and torch's.
+        title: words that only the title of the table has.
+        power: -1 where the ratio is of throughput, 1 elsewhere.
+    """
+
+    what: str
+    result: str
+    column: str
+    ratio: str
+    unit: str = "s"
+    decimals: int = 2
+    rows: tuple[str, str] = ("shardwise", "torch FSDP2")
+    title: str = ""
+    power: int = 1
+
+    def measured(self, results: Path) -> tuple[float, float, float]:
+        """Read both figures and their ratio from a folder of documents.
+
+        Raises:
+            FileNotFoundError: the document is not there.
+            StopIteration: no table of the document has the title.
+        """
+        found = tables_of(read(results / self.result))
+        table = next(table for table in found if self.title in table.title)
+        by_row: dict[str, list[str]] = {}
+        for row in table.rows:
+            by_row.setdefault(row[0], row)
+        mine, theirs = (by_row[row] for row in self.rows)
+        column, over = table.columns.index(self.column), table.columns.index(self.ratio)
+        return float(mine[column]), float(theirs[column]), float(mine[over]) ** self.power
+
+
+COPIES, COLD = "2026-11-22-copies-34m.json", "2026-11-21-checkpoint-cold.json"
+MEASUREMENTS = (
+    Measurement(*("Step, ZeRO-3: one host, 2 ranks", COPIES, "step s", "x FSDP2"), title="ZeRO-3"),
+    Measurement(*("Step, ZeRO-2: one host, 2 ranks", COPIES, "step s", "x FSDP2"), title="ZeRO-2"),
+    Measurement(
+        "Step, ZeRO-3: one host, 2 ranks, over gloo",
+        *("2026-11-21-gloo-step-time-34m.json", "step s", "x FSDP2"),
+        title="2 ranks, fp32, ZeRO-3",
+    ),
+    Measurement(
+        "Step, ZeRO-3: two hosts, 4 ranks, 1 Gbit/s",
+        *("2026-11-22-own-loop-1-gbit.json", "step s", "x FSDP2 full"),
+        rows=("FULL_SHARD, own loop", "torch FSDP2, full"),
+    ),
+    Measurement(
+        "Step, hybrid: two hosts, 4 ranks, 1 Gbit/s",
+        *("2026-11-22-strategies-1-gbit.json", "step s", "x FSDP2 hybrid"),
+        rows=("HYBRID_SHARD", "torch FSDP2, hybrid"),
+    ),
+    Measurement(
+        "Overhead per group, nothing to move: 1 rank",
+        *("2026-11-22-overhead.json", "µs a group", "x FSDP2", "µs", 0),
+    ),
+    Measurement(
+        "Peak memory per rank, ZeRO-3: 2 ranks, over gloo",
+        *("2026-11-21-gloo-memory-34m.json", "peak", "x FSDP2", "MiB", 0),
+        title="fp32, ZeRO-3",
+    ),
+    Measurement(
+        *("Save a checkpoint, 1.78 GB: 2 ranks", COLD, "s", "x DCP"),
+        rows=("shardwise, save", "torch DCP, save"),
+        power=-1,
+    ),
+    Measurement(
+        *("Load it from disk: 2 ranks", COLD, "s", "x DCP"),
+        rows=("shardwise, load", "torch DCP, load"),
+        power=-1,
+    ),
+)
+
+
+def summary(results: Path) -> str:
+    """Return the summary as a Markdown table.
+
+    Args:
+        results: folder of the documents.
+
+    Raises:
+        FileNotFoundError: a document is not there.
+    """
+    rows = ["| | Shardwise | torch | ratio |", "| --- | ---: | ---: | ---: |"]
+    for each in MEASUREMENTS:
+        *both, ratio = each.measured(results)
+        mine, theirs = (f"{value:.{each.decimals}f} {each.unit}" for value in both)
+        link = f"[{each.what}](../benchmarks/results/{each.result})"
+        rows.append(f"| {link} | {mine} | {theirs} | {ratio:.2f} |")
+    return "\n".join(rows)
+
+
+def draw_all(results: Path) -> None:
+    """Draw the pictures of the documentation."""
+    bars = {each.what: (each.measured(results)[2], OURS) for each in MEASUREMENTS}
+    name = "Shardwise, as a fraction of torch (dashed)"
+    draw_bars(IMAGES / "benchmarks.svg", name, [("", bars, 1.0)])
+    for script, names in DRAWN.items():
+        PICTURES[script]([read(results / name) for name in names], IMAGES / f"{script}.svg")
+
+
+# -- pages -----------------------------------------------------------------------------------------
 
 
 def markdown(content: dict[str, Any], raw: str) -> str:
@@ -54,8 +188,7 @@ def markdown(content: dict[str, Any], raw: str) -> str:
         "",
         f"{content['date']}, {machine_line(content['machine'])} ([raw numbers]({raw}))",
     ]
-    tables = SHOWN[content["script"]](content)
-    return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables)])
+    return "\n\n".join(["\n".join(head), *(table.markdown() for table in tables_of(content))])
 
 
 def filled(page: Path, results: Path) -> str:
@@ -64,11 +197,11 @@ def filled(page: Path, results: Path) -> str:
 
     def between(match: re.Match[str]) -> str:
         name = match["name"]
-        content = json.loads((results / name).read_text())
-        return f"{match['begin']}\n{markdown(content, f'{folder}/{name}')}\n\n{match['end']}"
+        shown = markdown(read(results / name), f"{folder}/{name}")
+        return f"{match['begin']}\n{shown}\n\n{match['end']}"
 
     text = _BETWEEN.sub(between, page.read_text())
-    return _SUMMARY.sub(lambda m: f"{m['begin']}\n{table(results)}\n\n{m['end']}", text)
+    return _SUMMARY.sub(lambda m: f"{m['begin']}\n{summary(results)}\n\n{m['end']}", text)
 
 
 def main() -> int:
@@ -82,7 +215,7 @@ def main() -> int:
     except FileNotFoundError as error:
         parser.error(f"{error.filename} does not exist")
     if options.document == DOCUMENTS and not options.check:
-        draw_summary(options.results, PICTURE)
+        draw_all(options.results)
     for path in stale if options.check else []:
         print(f"{path} does not show the stored results: run benchmarks/report.py")
     return 1 if options.check and stale else 0

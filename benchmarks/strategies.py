@@ -1,7 +1,6 @@
 """Every strategy over two hosts and a link of a chosen speed, with torch's FSDP2 beside them.
 
     python benchmarks/strategies.py --gbit 1 --json 1.json
-    python benchmarks/strategies.py --stored 10.json,1.json,0.1.json --picture strategies.svg
 
 The hosts are namespaces of this machine, the link is shaped with ``tc tbf`` (see ``_hosts.py``; it
 needs root). All contenders train the same model on the same tokens in one run and take turns, as
@@ -13,25 +12,156 @@ are timed each for itself; its step is an inner step and ``1/H`` of an exchange.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from statistics import median
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from _contenders import ByModule, Case, Contender
+from _contenders import FSDP2, ByModule, Case, Contender, Floor, Ours, OursAhead
 from _hosts import Host, HostsError, two_hosts
-from _measured import disagreement
 from _memory import PssSampler
 from _models import BATCHES, PRESETS
-from _options import end, number, one_of, parser, positive_int, run
-from _strategy_contenders import ACCUMULATED, STRATEGIES, Apart
-from _turns import Pace, StepWorker, Turns, transposed
+from _options import Content, end, number, one_of, parser, positive_int, run
+from _report import Table, compared
+from _turns import StepWorker, Turns, disagreement, step_seconds, transposed, verdict
 from _worlds import World
+from shardwise import Wire
 from shardwise.base.devices import keep_freed_memory
+from shardwise.diloco import DiLoCo, WireFormat
+from shardwise.frontends.strategies import REPLICATE, SHARD, ShardingPlan, Strategy, resolve
 
 _FIRST_PORT = 29500
+HOSTS = 2
+#: Whose steps are also measured with accumulation.
+ACCUMULATED = ("hybrid", "fsdp2-hybrid")
+#: By how much losses may differ in the first steps if values are encoded.
+NEAR = 0.05
+
+
+class Spread(OursAhead):
+    """As ``shardwise train`` shards by a strategy, a replica on each host if there are several.
+
+    Attributes:
+        strategy: how models are sharded.
+        wire: of the link between hosts.
+        kept_on_host: whether parameters stay cut over the ranks of a host between forward and
+            backward.
+    """
+
+    strategy: ClassVar[Strategy]
+    wire: ClassVar[Wire] = Wire()
+    kept_on_host: ClassVar[bool] = False
+
+    def __init__(self, case: Case) -> None:
+        self._plan: ShardingPlan = resolve(self.strategy, case.ranks, hosts=HOSTS)
+        zero = 3 if self._plan.reshard_after_forward else 2
+        super().__init__(dataclasses.replace(case, zero=zero))
+
+    def mesh(self, case: Case) -> DeviceMesh:
+        """Make the strategy's mesh."""
+        self.whole = self._plan.make_mesh(case.device)
+        return self._plan.sharding_mesh(self.whole)
+
+    def options(self) -> dict[str, Any]:
+        """Return the wire."""
+        return {} if self.wire.is_plain else {"wire": self.wire}
+
+    def reshard(self, case: Case) -> bool | int:
+        """Keep parameters on the host, or free them as the strategy says."""
+        return case.ranks // HOSTS if self.kept_on_host else super().reshard(case)
+
+
+class Apart(Spread):
+    """DiLoCo: each host a replica that trains by itself."""
+
+    strategy = Strategy.DILOCO
+    exchanges = False
+    exchange: ClassVar[WireFormat]
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        # Rounds end when they are asked to: what an exchange takes is measured by itself.
+        self.diloco = self.optimizer = DiLoCo(
+            self.model,
+            self.optimizer,
+            every=2**31,
+            group=self.whole.get_group(REPLICATE),
+            wire=self.exchange,
+        )
+
+    def meet(self) -> None:
+        """End the round: exchange pseudo-gradients and take the outer step."""
+        self.diloco.flush()
+
+
+class OwnLoop(Ours):
+    """``shardwise.fully_shard`` in a user's own loop, which gathers nothing ahead in forward."""
+
+    name = "full-own-loop"
+    title = "FULL_SHARD, own loop"
+
+
+class FSDP2Hybrid(FSDP2):
+    """Torch's, on a mesh of two dimensions."""
+
+    name = "fsdp2-hybrid"
+    title = "torch FSDP2, hybrid"
+
+    def mesh(self, case: Case) -> DeviceMesh:
+        """Replicate over hosts, shard inside."""
+        shape = (HOSTS, case.ranks // HOSTS)
+        return init_device_mesh(case.device, shape, mesh_dim_names=(REPLICATE, SHARD))
+
+
+class FSDP2Full(FSDP2):
+    """Torch's, over all ranks."""
+
+    name = "fsdp2-full"
+    title = "torch FSDP2, full"
+
+
+def _spread(name: str, title: str, by: Strategy, **settings: Any) -> type[Contender]:
+    """Make a contender that shards by a strategy."""
+    return type(title, (Spread,), {"name": name, "title": title, "strategy": by, **settings})
+
+
+def _apart(name: str, title: str, kind: WireFormat) -> type[Contender]:
+    """Make a contender whose exchanges are in a format."""
+    return type(title, (Apart,), {"name": name, "title": title, "exchange": kind})
+
+
+#: What losses are with a wire is shown over many steps elsewhere: here they must be near others.
+_BF16: dict[str, Any] = {"wire": Wire(gather="bf16", reduce="bf16"), "tolerance": NEAR}
+_INT8: dict[str, Any] = {
+    "wire": Wire(gather="int8", reduce="int8", error_feedback=True),
+    "tolerance": NEAR,
+}
+_KEPT = {"kept_on_host": True}
+FULL, HYBRID = Strategy.FULL_SHARD, Strategy.HYBRID_SHARD
+STRATEGIES: dict[str, type[Contender]] = {
+    contender.name: contender
+    for contender in (
+        _spread("no-shard", "NO_SHARD", Strategy.NO_SHARD),
+        _spread("grad-op", "SHARD_GRAD_OP", Strategy.SHARD_GRAD_OP),
+        _spread("full", "FULL_SHARD", FULL),
+        _spread("hybrid", "HYBRID_SHARD", HYBRID),
+        _spread("hybrid-zero2", "_HYBRID_SHARD_ZERO2", Strategy.HYBRID_SHARD_ZERO2),
+        _spread("full-kept", "FULL_SHARD, kept on host", FULL, **_KEPT),
+        _spread("full-int8", "FULL_SHARD, int8, kept", FULL, **_INT8, **_KEPT),
+        _spread("hybrid-bf16", "HYBRID_SHARD, bf16", HYBRID, **_BF16),
+        _spread("hybrid-int8", "HYBRID_SHARD, int8", HYBRID, **_INT8),
+        _apart("diloco", "DiLoCo, fp32", WireFormat.FP32),
+        _apart("diloco-int8", "DiLoCo, int8", WireFormat.INT8),
+        OwnLoop,
+        FSDP2Full,
+        FSDP2Hybrid,
+        Floor,
+    )
+}
 
 
 class StrategyWorker(StepWorker):
@@ -69,75 +199,133 @@ class StrategyWorker(StepWorker):
         return time.perf_counter() - start
 
 
-class Tournament(Turns):
-    """All contenders over one link, taking turns."""
+def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
+    """Let all contenders take turns over one link."""
+    with two_hosts(options.gbit) as hosts:
+        yield play(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
 
-    def __init__(
-        self, hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
-    ) -> None:
-        case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
-        pace = Pace(options.rounds, options.steps, options.warmup)
-        super().__init__(case, options.contenders, pace, is_resident=True, say=say)
-        self._hosts, self._microbatches = hosts, options.microbatches
-        self.beside: dict[str, dict[str, Any]] = {}
 
-    def start(self, name: str) -> World:
-        """Start the processes of a contender on both hosts."""
+def play(
+    hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Measure over the link between two hosts; return the raw numbers."""
+    case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
+    beside: dict[str, dict[str, Any]] = {name: {} for name in options.contenders}
+
+    def start(name: str) -> World:
         return World(
-            *(name, self.case.ranks, StrategyWorker, name, self.case),
-            hosts=self._hosts,
-            port=_FIRST_PORT + self.names.index(name),
+            *(name, case.ranks, StrategyWorker, name, case),
+            hosts=hosts,
+            port=_FIRST_PORT + options.contenders.index(name),
             env={"GLOO_SOCKET_IFNAME": "eth0"},
         )
 
-    def turn(self, name: str, world: World, warmup: int) -> dict[str, Any]:
-        """Let one contender take its steps of a round; watch memory in the first ones."""
+    def counted(world: World, method: str, *arguments: Any) -> tuple[Any, list[float]]:
+        """Call a method; return what it did and the bytes that each host has sent meanwhile."""
+        before = [host.sent() for host in hosts]
+        found = world.call(method, *arguments)
+        return found, [host.sent() - b for host, b in zip(hosts, before, strict=True)]
+
+    def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
         meets = issubclass(STRATEGIES[name], Apart)
         warm: list[list[dict[str, float]]] = []
-        if warmup:
+        if is_new:
             with PssSampler(world.pids, every=0.02) as sampler:
-                warm = transposed(world.call("steps", warmup))
+                warm = transposed(world.call("steps", options.warmup))
                 if meets:
                     world.call("meet")
-            self.beside[name] = {"memory": sampler.peaks}
-        with self._counted(self.pace.steps) as sent:
-            steps = transposed(world.call("steps", self.pace.steps))
+            beside[name]["memory"] = sampler.peaks
+        steps, sent = counted(world, "steps", options.steps)
         if meets:
-            with self._counted(1) as met:
-                seconds = max(world.call("meet"))
-            meeting = {"seconds": seconds, "sent": met}
-            self.beside[name].setdefault("meetings", []).append(meeting)
-        return {"warmup": warm, "steps": steps, "sent": sent}
+            seconds, met = counted(world, "meet")
+            meeting = {"seconds": max(seconds), "sent": met}
+            beside[name].setdefault("meetings", []).append(meeting)
+        each = [nbytes / options.steps for nbytes in sent]
+        return {"warmup": warm, "steps": transposed(steps), "sent": each}
 
-    def end(self) -> None:
-        """Show what crosses in a step of one microbatch and in a step of several."""
-        for name in (name for name in self.names if name in ACCUMULATED):
-            found = self.beside[name]["accumulated"] = []
-            for microbatches in (1, self._microbatches):
-                with self._counted(1) as sent:
-                    seconds = max(self.worlds[name].call("accumulate", microbatches))
-                found.append({"microbatches": microbatches, "seconds": seconds, "sent": sent})
+    with Turns(options.contenders, start, say=say) as turns:
+        found = turns.play(options.rounds, turn)
+        for name in (name for name in options.contenders if name in ACCUMULATED):
+            beside[name]["accumulated"] = []
+            for microbatches in (1, options.microbatches):
+                seconds, sent = counted(turns.worlds[name], "accumulate", microbatches)
+                step = {"microbatches": microbatches, "seconds": max(seconds), "sent": sent}
+                beside[name]["accumulated"].append(step)
+    return {
+        **dataclasses.asdict(case),
+        "numel": PRESETS[case.params].numel,
+        "contenders": found,
+        "gbit": options.gbit,
+        "hosts": len(hosts),
+        "local_steps": options.local_steps,
+        "beside": beside,
+    }
 
-    @contextmanager
-    def _counted(self, steps: int) -> Iterator[list[float]]:
-        """Fill in the bytes that each host has sent meanwhile, per step."""
-        sent: list[float] = []
-        before = [host.sent() for host in self._hosts]
-        yield sent
-        sent += [(host.sent() - b) / steps for host, b in zip(self._hosts, before, strict=True)]
+
+def seconds_by_round(case: Content, name: str) -> list[float]:
+    """Return a contender's step time in each round, with DiLoCo's share of an exchange."""
+    own = step_seconds(case, name)
+    met = case["beside"][name].get("meetings", [{"seconds": 0.0}] * len(own))
+    pairs = zip(own, met, strict=True)
+    return [inner + each["seconds"] / case["local_steps"] for inner, each in pairs]
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Measure over one link."""
-    with two_hosts(options.gbit) as hosts:
-        turns = Tournament(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
-        yield {
-            **turns.play(),
-            "gbit": options.gbit,
-            "hosts": len(hosts),
-            "local_steps": options.local_steps,
-            "beside": turns.beside,
-        }
+def wire_bytes(case: Content, name: str) -> float:
+    """Return the bytes that a host sends in a step, DiLoCo's share of an exchange included."""
+    own = median(max(turn["sent"]) for turn in case["contenders"][name])
+    if meetings := case["beside"][name].get("meetings"):
+        own += median(max(each["sent"]) for each in meetings) / case["local_steps"]
+    return float(own)
+
+
+def table(case: Content) -> Table:
+    """Show a case."""
+    seconds = {name: seconds_by_round(case, name) for name in case["contenders"]}
+
+    def utilization(name: str) -> str:
+        if "floor" not in seconds:
+            return ""
+        pairs = zip(seconds[name], seconds["floor"], strict=True)
+        return f"{100 * median(floor / mine for mine, floor in pairs):.0f} %"
+
+    tokens = case["ranks"] * case["tokens"]
+    return compared(
+        f"{case['gbit']:g} Gbit/s, {case['hosts']} hosts of {case['ranks'] // case['hosts']} "
+        f"ranks, {case['numel'] / 1e6:.1f} M parameters, {case['dtype']}, {case['tokens']} tokens "
+        "a rank",
+        ("strategy", "step s", 3),
+        seconds,
+        {name: STRATEGIES[name].title for name in seconds},
+        peers={"x FSDP2 full": "fsdp2-full", "x FSDP2 hybrid": "fsdp2-hybrid"},
+        beside={
+            "tokens/s": lambda name: f"{tokens / median(seconds[name]):.0f}",
+            "utilization": utilization,
+            "MB/step": lambda name: f"{wire_bytes(case, name) / 1e6:.2f}",
+            "memory MB": lambda name: f"{max(case['beside'][name]['memory']) / 1e6:.0f}",
+        },
+        notes=[
+            f"{verdict(case, STRATEGIES)} (DiLoCo and compute only: the first; with int8 and bf16 "
+            "to 0.05)",
+            f"{len(next(iter(seconds.values())))} rounds; utilization: step of compute only over "
+            "this step; MB: sent by the busier host, as its interface counts; memory: highest PSS "
+            "of a rank",
+            *(note for name in seconds for note in _notes(case, name)),
+        ],
+    )
+
+
+def _notes(case: Content, name: str) -> Iterator[str]:
+    if met := case["beside"][name].get("meetings"):
+        seconds = median(each["seconds"] for each in met)
+        sent = median(max(each["sent"]) for each in met)
+        yield (
+            f"{STRATEGIES[name].title}: an inner step {median(step_seconds(case, name)):.3f} s, "
+            f"an exchange {seconds:.3f} s and {sent / 1e6:.2f} MB, shared by H = "
+            f"{case['local_steps']} steps"
+        )
+    if steps := case["beside"][name].get("accumulated"):
+        sizes = (f"{max(s['sent']) / 1e6:.2f} MB with {s['microbatches']}" for s in steps)
+        yield f"{STRATEGIES[name].title}, a step of several microbatches: {', '.join(sizes)}"
 
 
 def main() -> int:
@@ -157,6 +345,7 @@ def main() -> int:
     try:
         return run(
             *("strategies", options, lambda say: measure(options, say)),
+            lambda cases: [*map(table, cases)],
             lambda case: disagreement(case, STRATEGIES),
         )
     except HostsError as error:

@@ -75,7 +75,7 @@ INNER_LAYERS = {
         ["core"],
         ["text", "vision"],
         ["lm", "mnist", "imagenet", "vit"],
-        ["catalog", "rank"],
+        ["rank"],
         ["__init__"],
     ],
 }

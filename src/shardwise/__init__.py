@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
-    from shardwise.insight.inspect.api import inspect
+    from shardwise.insight.inspect.read import inspect
     from shardwise.insight.planning.api import plan
     from shardwise.insight.planning.settings import MachineConfig, PlannedStep
     from shardwise.insight.schema.sharding import StrategyConfig

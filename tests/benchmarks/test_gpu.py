@@ -1,4 +1,4 @@
-"""``benchmarks/gpu.py`` starts every part, survives those that fail, and goes on where it stopped.
+"""``benchmarks/gpu.py`` starts every part, and survives those that fail.
 
 On a machine without a GPU this holds what can be held: the programs are sound, and their results
 are read and shown. The figures in these tests are made up.
@@ -6,6 +6,7 @@ are read and shown. The figures in these tests are made up.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -29,26 +30,35 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 #: The parts that start worlds take long on CPUs, too. `make gpu DRY=1` runs all.
-_QUICK = ("environment", "losses")
+_QUICK = ("losses",)
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in _QUICK else pytest.mark.long) for n in NAMES]
 )
 def test_every_part_starts_on_cpus_and_writes_its_results(name: str, tmp_path: Path) -> None:
-    done = call_script("gpu.py", "--dry", "--part", name, "--out", str(tmp_path))
-    content = _read(tmp_path / f"{name}.json")
-    assert done.returncode == 0, content
-    assert content["status"] == "done", content
-    assert content["cases"], "it has measured something"
-    assert content["environment"]["device"] == "cpu"
-
     from _gpu_tables import gpu_tables
-    from gpu import collect
 
-    shown = "\n".join(table.markdown() for table in gpu_tables(collect(tmp_path)))
-    assert f"| {name} | done |" in shown
-    assert "a dry run on CPUs: no figure below says anything about speed" in shown
+    done = call_script("gpu.py", "--dry", "--part", name, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
+    cases = [json.loads(line) for line in lines]
+    assert cases, "it has measured something"
+    assert [case["error"] for case in cases] == [None] * len(cases)
+    part = {"part": name, "status": "done", "seconds": 1.0, "error": None, "cases": cases}
+    tables = gpu_tables({"machine": {"device": "cpu"}, "parts": [part]})
+    assert f"| {name} | done |" in tables[0].markdown()
+
+
+def test_a_run_ends_in_a_report_of_its_parts(tmp_path: Path) -> None:
+    done = call_script("gpu.py", "--dry", "--only", "environment", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads((tmp_path / "report.json").read_text())
+    [part] = content["parts"]
+    assert (part["part"], part["status"], part["error"]) == ("environment", "done", None)
+    assert content["machine"]["device"] == "cpu"
+    assert "a dry run on CPUs: no figure below says anything about speed" in done.stdout
+    assert content["tables"][0]["rows"][0][:2] == ["environment", "done"]
 
 
 def test_all_parts_are_tried() -> None:
@@ -70,86 +80,56 @@ def test_without_a_gpu_it_says_what_to_do_instead(monkeypatch: pytest.MonkeyPatc
 
 # -- the runner: parts that end in any way ---------------------------------------------------------
 
-_WRITES = """
-import json, pathlib
-pathlib.Path({path!r}).write_text(json.dumps({content!r}))
-"""
+
+def _watched(program: str, out: Path, seconds: float = 60) -> dict[str, Any]:
+    from gpu import watch
+
+    return watch([sys.executable, "-c", program], "steps", seconds, out)
 
 
-class Parts:
-    """Parts whose processes do what a test says, in a folder.
-
-    Args:
-        out: the folder.
-        programs: what the process of a part runs, by name.
-        seconds: the limit of each.
-    """
-
-    def __init__(self, out: Path, programs: dict[str, str], seconds: int = 60) -> None:
-        from _gpu_parts import Part
-
-        def unused(*_: object) -> None:
-            raise AssertionError("a process measures")
-
-        self.out = out
-        self.programs = programs
-        self.parts = [Part(name, "?", seconds, unused) for name in programs]
-        self.said: list[str] = []
-        self.started: list[str] = []
-
-    def run(self, budget: float = 600) -> bool:
-        from gpu import run_all
-
-        self.said, self.started = [], []
-        return run_all(self.parts, self.out, budget, self._command, self.said.append)
-
-    def status(self, name: str) -> str:
-        return str(_read(self.out / f"{name}.json")["status"])
-
-    def error(self, name: str) -> str:
-        return str(_read(self.out / f"{name}.json")["error"])
-
-    def _command(self, part: Any, seconds: float) -> list[str]:
-        self.started.append(part.name)
-        return [sys.executable, "-c", self.programs[part.name]]
+def _writes(out: Path, text: str) -> str:
+    return f"import pathlib; pathlib.Path({str(out / 'steps.jsonl')!r}).write_text({text!r})\n"
 
 
-def _writes(out: Path, part: str, status: str = "done", error: str | None = None) -> str:
-    content = {"part": part, "status": status, "seconds": 1.0, "error": error}
-    content |= {"cases": [], "environment": {}}
-    return _WRITES.format(path=str(out / f"{part}.json"), content=content)
+_GOOD = '{"key": "first", "error": null}\n'
+_BAD = '{"key": "second", "error": "trace\\ntwo tests fail"}\n'
 
 
-def test_a_part_that_fails_or_dies_does_not_stop_the_others(tmp_path: Path) -> None:
+def test_a_part_that_fails_or_dies_leaves_what_it_has_measured(tmp_path: Path) -> None:
+    found = _watched(_writes(tmp_path, _GOOD), tmp_path)
+    assert (found["status"], found["error"], len(found["cases"])) == ("done", None, 1)
+
+    found = _watched(_writes(tmp_path, _GOOD + _BAD), tmp_path)
+    assert (found["status"], found["error"]) == ("failed", "cases failed: second")
+    assert [case["key"] for case in found["cases"]] == ["first", "second"]
+
     dies = "import sys; print('the last words'); sys.exit(3)"
-    cut_short = _writes(tmp_path, "steps", "running") + "\nraise SystemExit(9)"
-    parts = Parts(
-        tmp_path,
-        {
-            "environment": dies,
-            "steps": cut_short,
-            "tests": _writes(tmp_path, "tests", "failed", "trace\ntwo tests fail"),
-            "graph": _writes(tmp_path, "graph"),
-        },
-    )
-    assert not parts.run()
-    assert [parts.status(name) for name in parts.programs] == ["died", "died", "failed", "done"]
-    assert "exit code 3" in parts.error("environment")
-    assert "the last words" in parts.error("environment")
-    assert "exit code 9" in parts.error("steps")
-    assert parts.said[2] == "tests        failed, 1 s: two tests fail"
+    found = _watched(_writes(tmp_path, _GOOD) + dies, tmp_path)
+    assert (found["status"], len(found["cases"])) == ("died", 1)
+    assert "exit code 3" in found["error"]
+    assert "the last words" in found["error"]
+
+    found = _watched(dies, tmp_path)
+    assert found["cases"] == [], "those of the run before are gone"
 
 
-def test_what_is_done_is_left_alone_and_the_rest_is_tried_again(tmp_path: Path) -> None:
-    programs = {"steps": "raise SystemExit(1)", "graph": _writes(tmp_path, "graph")}
-    parts = Parts(tmp_path, programs)
-    assert not parts.run()
-    parts.programs["steps"] = _writes(tmp_path, "steps")
-    assert parts.run()
-    assert parts.started == ["steps"]
-    assert parts.said[1] == "graph        done before"
-    assert parts.run(), "all of it is done"
-    assert parts.started == []
+def test_parts_end_in_any_way_and_the_next_one_begins() -> None:
+    from _gpu_parts import Part
+    from gpu import run_all
+
+    def watched(part: Part, seconds: float) -> dict[str, Any]:
+        error = f"{part.name} is made up" if part.name == "steps" else None
+        status = "failed" if error else "done"
+        return {"part": part.name, "status": status, "seconds": 1.0, "error": error, "cases": []}
+
+    parts = [Part(name, "?", 60, lambda *_: None) for name in ("steps", "graph")]
+    said: list[str] = []
+    found = list(run_all(parts, 600, watched, said.append))
+    assert [part["status"] for part in found] == ["failed", "done"]
+    assert said == ["steps        failed, 1 s: steps is made up", "graph        done, 1 s"]
+    found = list(run_all(parts, 1, watched, said.append))
+    assert [part["status"] for part in found] == ["not begun"] * 2
+    assert found[0]["error"] == "the time of all parts was over"
 
 
 def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
@@ -159,10 +139,9 @@ def test_a_part_that_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> 
         f"pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid))\n"
         "time.sleep(600)"
     )
-    parts = Parts(tmp_path, {"steps": hangs}, seconds=5)
-    assert not parts.run()
-    assert parts.status("steps") == "timed out"
-    assert parts.error("steps") == "not over after 5 s"
+    found = _watched(_writes(tmp_path, _GOOD + '{"key":') + hangs, tmp_path, seconds=5)
+    assert (found["status"], found["error"]) == ("timed out", "not over after 5 s")
+    assert [case["key"] for case in found["cases"]] == ["first"]
     pid = int((tmp_path / "pid").read_text())
     for _ in range(500):  # until the kernel has ended it, and somebody has taken note
         if not _runs(pid):
@@ -179,70 +158,33 @@ def _runs(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
-def test_no_part_begins_when_the_time_is_over(tmp_path: Path) -> None:
-    parts = Parts(tmp_path, {"steps": _writes(tmp_path, "steps")})
-    assert not parts.run(budget=1)
-    assert parts.started == []
-    assert "the same command goes on from here" in parts.said[0]
-
-
-def test_a_folder_holds_the_results_of_one_machine(tmp_path: Path) -> None:
-    from gpu import check_folder
-
-    before = {"device": "cuda", "gpu": "a made-up GPU", "torch": "2.13"}
-    content = {"part": "steps", "environment": before, "status": "done", "cases": []}
-    (tmp_path / "steps.json").write_text(json.dumps(content))
-    check_folder(tmp_path, before)
-    with pytest.raises(ValueError, match=r"another gpu: found a made-up GPU, expected None"):
-        check_folder(tmp_path, {**before, "gpu": None})
-
-
 # -- results as they come --------------------------------------------------------------------------
 
 
-def test_cases_are_on_disk_when_they_end_and_only_failed_ones_run_again(tmp_path: Path) -> None:
-    from _gpu_journal import Journal
+def test_cases_are_on_disk_when_they_end_and_are_measured_once(tmp_path: Path) -> None:
+    from _gpu_parts import Cases
 
-    path = tmp_path / "steps.json"
-    tried: list[str] = []
+    path = tmp_path / "steps.jsonl"
+    cases = Cases(path, deadline=time.monotonic() + 600)
 
-    def measure(name: str, fails: bool) -> Any:
-        def run() -> dict[str, Any]:
-            tried.append(name)
-            if name == "second":
-                on_disk = _read(path)
-                assert on_disk["status"] == "running"
-                assert on_disk["cases"][0]["key"] == "first"
-            if fails:
-                raise RuntimeError(f"{name} is out of memory")
-            return {"value": len(tried)}
+    def fails() -> dict[str, Any]:
+        assert json.loads(path.read_text())["value"] == 1
+        raise RuntimeError("second is out of memory")
 
-        return run
-
-    journal = Journal(path, "steps", {"gpu": None}, deadline=time.monotonic() + 600)
-    journal.case("first", measure("first", fails=False))
-    journal.case("second", measure("second", fails=True))
-    assert not journal.end()
-    content = _read(path)
-    assert (content["status"], content["error"]) == ("failed", "cases failed: second")
-    assert "second is out of memory" in content["cases"][1]["error"]
-
-    again = Journal(path, "steps", {"gpu": None}, deadline=time.monotonic() + 600)
-    kept = again.case("first", measure("first", fails=False))
-    again.case("second", measure("second", fails=False))
-    assert again.end()
-    assert tried == ["first", "second", "second"]
-    assert kept["value"] == 1
-    assert _read(path)["error"] is None
+    cases.case("first", lambda: {"value": 1})
+    cases.case("second", fails)
+    assert cases.case("first", lambda: pytest.fail("it is known"))["value"] == 1
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [case["key"] for case in found] == ["first", "second"]
+    assert "second is out of memory" in found[1]["error"]
 
 
 def test_no_case_begins_after_the_deadline(tmp_path: Path) -> None:
-    from _gpu_journal import Journal
+    from _gpu_parts import Cases
 
-    journal = Journal(tmp_path / "steps.json", "steps", {}, deadline=time.monotonic() - 1)
-    found = journal.case("late", lambda: pytest.fail("it must not begin"))
+    cases = Cases(tmp_path / "steps.jsonl", deadline=time.monotonic() - 1)
+    found = cases.case("late", lambda: pytest.fail("it must not begin"))
     assert found["error"] == "not begun: the time of this part was over"
-    assert not journal.end()
 
 
 class _FakeWorld:
@@ -258,11 +200,10 @@ class _FakeWorld:
             raise WorldError("ddp: rank 0 failed in 'start':\nOutOfMemoryError: made up")
 
     def call(self, method: str, count: int = 0) -> list[Any]:
-        from _turns import Step
-
         if method == "memory":
             return [{"peak_allocated": 3 * 2**20, "peak_reserved": 4 * 2**20, "at_rest": 2**20}]
-        return [[Step(0.5, 0.1, 0.2, 0.1, 0.4, 0.3, 2.0)] * count]
+        step = {"seconds": 0.5, "forward": 0.1, "backward": 0.2, "optimizer": 0.1, "cpu": 0.4}
+        return [[{**step, "host": 0.3, "loss": 2.0}] * count]
 
     def cpu_seconds(self) -> float:
         return 0.0
@@ -274,21 +215,34 @@ class _FakeWorld:
     __exit__ = lambda self, *_: None  # noqa: E731
 
 
+def _played(
+    folder: Path, memory: int, rounds: int, deadline: float, names: list[str]
+) -> dict[str, Any]:
+    """Let made-up contenders take turns as the part ``steps`` does."""
+    import _gpu_parts
+    from _contenders import Case
+
+    pace = _gpu_parts.Pace(rounds, steps=2, warmup=1)
+    setup = dataclasses.replace(
+        _gpu_parts.Setup.dry(), room=_gpu_parts.Room(1, memory), pace=pace, device="cuda"
+    )
+    cases = _gpu_parts.Cases(folder / "steps.jsonl", deadline)
+    found: dict[str, Any] = {}
+    cases.case = lambda key, measure: found.update(measure()) or found  # type: ignore[method-assign, func-returns-value]
+    _gpu_parts._turns(setup, cases, Case(1, "tiny", "bf16"), names)
+    return found
+
+
 @pytest.mark.parametrize(("memory", "starts"), [(0, 3), (2**30, 7)], ids=["together", "alone"])
 def test_a_contender_without_memory_spoils_no_other(
-    monkeypatch: pytest.MonkeyPatch, memory: int, starts: int
+    monkeypatch: pytest.MonkeyPatch, memory: int, starts: int, tmp_path: Path
 ) -> None:
-    import _gpu_steps
-    from _contenders import Case
     from _gpu_tables import TABLES
 
     monkeypatch.setattr("_turns.World", _FakeWorld)
     _FakeWorld.started = []
-    room, pace = _gpu_steps.Room(1, memory), _gpu_steps.Pace(rounds=3, steps=2, warmup=1)
-    names = ["ours", "fsdp2", "ddp"]
-    case = Case(1, "tiny", "bf16")
-    turns = _gpu_steps.GpuTurns(case, names, pace, room, None, time.monotonic() + 600)
-    found = turns.play()
+    later = time.monotonic() + 600
+    found = _played(tmp_path, memory, 3, later, ["ours", "fsdp2", "ddp"])
     assert len(_FakeWorld.started) == starts, "together: each once; alone: in every turn"
     assert {n: len(t) for n, t in found["contenders"].items()} == {"ours": 3, "fsdp2": 3}
     assert found["error"] is None
@@ -298,21 +252,18 @@ def test_a_contender_without_memory_spoils_no_other(
     assert table.notes[-1] == "torch DDP: OutOfMemoryError: made up"
 
 
-def test_a_case_with_too_few_rounds_is_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    import _gpu_steps
-    from _contenders import Case
-
+def test_a_case_with_too_few_rounds_has_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("_turns.World", _FakeWorld)
-    room, pace = _gpu_steps.Room(1, 0), _gpu_steps.Pace(rounds=7, steps=1, warmup=1)
-    over = time.monotonic() - 1
-    found = _gpu_steps.GpuTurns(Case(1, "tiny"), ["ours", "fsdp2"], pace, room, None, over).play()
-    assert [len(turns) for turns in found["contenders"].values()] == [1, 1], "shown, for now"
+    found = _played(tmp_path, 0, 7, time.monotonic() - 1, ["ours", "fsdp2"])
+    assert [len(turns) for turns in found["contenders"].values()] == [1, 1], "shown, all the same"
     assert found["error"] == "only 1 rounds: the time of this part was over"
 
 
 def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
     from _contenders import Case
-    from _gpu_steps import Room
+    from _gpu_parts import Room
 
     ladder = ("150m", "400m", "1b", "3b", "6b")
     largest = {gib: Room(1, gib * 2**30).largest(ladder) for gib in (1, 8, 24, 80, 139)}
@@ -328,7 +279,7 @@ def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
 def _made_up(part: str, cases: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
     whole = [{"key": "a case", "error": None, "case_seconds": 1.0, **case} for case in cases]
     found = {"part": part, "status": "done", "seconds": 12.3, "error": None, "cases": whole}
-    return {**found, "environment": {"revision": f"of {part}"}, **changes}
+    return {**found, **changes}
 
 
 def _shown(*parts: dict[str, Any]) -> str:
@@ -367,7 +318,7 @@ def test_parts_and_what_went_wrong_in_them_are_shown() -> None:
     assert "| steps | failed | 12 | 0 of 1 |" in shown
     assert "- steps, 34m: ValueError: made up" in shown
     assert "1 x a made-up GPU, 1.5 GiB; CUDA 13.0, NCCL 2.28, driver 1.2.3" in shown
-    assert "revision of graph, of steps" in shown
+    assert "revision abc1234" in shown
 
 
 def test_tests_that_fail_are_shown_though_their_case_has(tmp_path: Path) -> None:
@@ -413,6 +364,7 @@ def test_what_a_skeptic_asks_first_is_answered_in_one_table_beside_fsdp2() -> No
     steps |= {"backend": "nccl", "errors": {}, "planned_peak": 299 * 2**20}
     host = {"groups": 2, "ranks": 1, "seconds": {"floor": [[1.0]] * 2}}
     host["seconds"] |= {"ours": [[1.0001]] * 2, "fsdp2": [[1.0004]] * 2}  # type: ignore[attr-defined]
+    host["build"] = {"groups": 4, "seconds": {name: [1.0] * 2 for name in ("ours", "fsdp2")}}
     shown = _shown(
         _made_up("losses", [{"losses": {"ours": [2.0, 1.5], "fsdp2": [2.0, 1.25]}}]),
         _made_up("steps", [{**steps, "contenders": {"ours": [peak], "fsdp2": [peak]}}]),
@@ -433,7 +385,7 @@ _RANK = {"seconds": 1.0, "host": 0.5, "loss": 2.0}
 
 def test_a_plan_says_what_a_rank_needs_at_its_peak() -> None:
     from _contenders import Case
-    from _gpu_steps import planned_peak
+    from _gpu_parts import planned_peak
 
     one, two = (planned_peak(Case(ranks, "tiny", "bf16", 3, 64, "cuda")) for ranks in (1, 2))
     assert one is not None

@@ -42,34 +42,24 @@ def test_formula_on_paper() -> None:
     groups = [[torch.Size([7, 10])], [torch.Size([4, 10]), torch.Size([3])], [torch.Size([5, 10])]]
     shard = 4 * 10 + 2 * 10 + 2 + 3 * 10  # rank 0: half of the rows, rounded up
     zero3 = formula(groups, 2, 3, torch.float32, activations=1000)
-    assert zero3.shards == shard * 4 * 4, "parameter, gradient, two states; 4 bytes each"
-    assert zero3.unsharded == (70 + 43) * 4, "the largest two neighbors"
-    assert zero3.gradients == (70 + 43) * 4
-    assert zero3.total == zero3.shards + 2 * (70 + 43) * 4 + 1000
+    assert zero3["shards"] == shard * 4 * 4, "parameter, gradient, two states; 4 bytes each"
+    assert zero3["unsharded"] == (70 + 43) * 4, "the largest two neighbors"
+    assert zero3["gradients"] == (70 + 43) * 4
+    assert sum(zero3.values()) == zero3["shards"] + 2 * (70 + 43) * 4 + 1000
 
     zero2 = formula(groups, 2, 2, torch.bfloat16, activations=1000)
-    assert zero2.shards == zero3.shards, "what is stored stays fp32"
-    assert zero2.unsharded == (70 + 43 + 50) * 2, "all groups, in the dtype that computes"
-    assert zero2.gradients == (70 + 43) * 2
+    assert zero2["shards"] == zero3["shards"], "what is stored stays fp32"
+    assert zero2["unsharded"] == (70 + 43 + 50) * 2, "all groups, in the dtype that computes"
+    assert zero2["gradients"] == (70 + 43) * 2
 
 
-def test_trace_sees_the_moment_between_two_samples() -> None:
-    """A tensor that lives for a moment counts, one that is left out does not."""
-    from _memory import Trace
+def test_activations_are_those_that_were_once_traced_in_a_real_step() -> None:
+    from _contenders import Case
+    from memory import predict
 
-    with Trace() as trace:
-        kept = torch.ones(MIB)
-        begin = trace.now
-        moment = torch.ones(2 * MIB)
-        del moment
-        result = torch.ones(MIB)
-        behind = trace.now
-        blocks = trace.at([result])
-    assert trace.peak(begin) == 4 * (MIB + 2 * MIB)
-    assert trace.peak(behind) == 4 * (MIB + MIB)
-    assert [block.size for block in blocks] == [4 * MIB]
-    assert trace.peak(behind, without=blocks) == 4 * MIB
-    assert kept[0] == 1
+    for dtype, traced in (("fp32", 113984464), ("bf16", 74073104)):
+        predicted = predict(Case(2, "34m", dtype))["activations"]
+        assert predicted == pytest.approx(traced, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +67,7 @@ def test_trace_sees_the_moment_between_two_samples() -> None:
     [(104, None), (106, "1.06 x FSDP2"), (212, "1.06 x the formula, 2.12 x FSDP2")],
 )
 def test_ours_may_take_five_percent_more(ours: int, verdict: str | None) -> None:
-    from _measured import too_high
+    from memory import too_high
 
     case = {
         "formula": {"shards": 100, "unsharded": 50, "gradients": 25, "activations": 25},

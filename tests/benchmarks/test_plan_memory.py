@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from tests.benchmarks.scripts import call_script
 
 MIB = 2**20
 
@@ -32,12 +29,12 @@ def case(base: int, *peaks: list[int], unmapped: int = 0, **predicted: int) -> d
 
 
 def test_the_factor_is_the_median_over_ranks_and_predicts_them() -> None:
-    from _tables import plan_memory_tables
+    from plan_memory import tables
 
     usual = [case(100, [250, 250], peak=100)] * 3
     peaks = [900, 280], [235, 280], [240, 100]
     shared = case(100, *peaks, unmapped=10, peak=120)
-    [table] = plan_memory_tables({"cases": [*usual, shared]})
+    [table] = tables([*usual, shared])
     assert [row[2:] for row in table.rows[:3]] == [["100", "100", "250", "250", "1.000"]] * 3
     # The medians of its ranks are 250 and 290 MiB; the rank that is further off.
     assert table.rows[3][2:] == ["100", "120", "280", "250", "1.120"]
@@ -58,43 +55,3 @@ def test_shared_memory_that_no_rank_maps_is_found() -> None:
         assert sum(window[:: mmap.PAGESIZE]) == 4 * MIB // mmap.PAGESIZE
         assert nobody_maps - unmapped([os.getpid()]) == 4 * MIB
     os.close(fd)
-
-
-def test_runs_are_the_pages_that_are_present() -> None:
-    from plan_memory import _runs
-
-    present = [False, True, True, False, True]
-    entries = b"".join((each << 63 | 7).to_bytes(8, "little") for each in present)
-    assert list(_runs(entries)) == [range(1, 3), range(4, 5)]
-
-
-def test_shared_pages_become_this_process_s_own() -> None:
-    from _memory import pss
-    from plan_memory import unshare
-
-    memory = mmap.mmap(-1, 64 * MIB, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.write(b"\1" * len(memory))
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        before = pss()
-        unshare()
-        os.write(write, b"%d" % (pss() - before))
-        os._exit(0)
-    grown = int(os.read(read, 64))
-    assert os.waitpid(child, 0)[1] == 0
-    assert grown > 30 * MIB, "half of each page was another process's"
-
-
-@pytest.mark.long
-def test_peaks_and_plans_of_real_ranks(tmp_path: Path) -> None:
-    path = tmp_path / "raw.json"
-    arguments = ["--model", "tiny", "--size", "512", "--mesh", "dp=2", "--transport", "c10d"]
-    done = call_script("plan_memory.py", *arguments, "--json", str(path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    [found] = json.loads(path.read_text())["cases"]
-    assert [len(ranks) for ranks in found["runs"]] == [2, 2, 2]
-    for rank in found["runs"][0]:
-        grown = rank["peak"] - rank["base"]
-        assert 0.5 < grown / found["predicted"]["peak"] < 4
-    assert "tiny, 512 tokens, fp32, full, c10d" in done.stdout

@@ -20,12 +20,12 @@ def found(steps: list[list[float]], predicted: list[float]) -> dict[str, Any]:
 
 
 def test_the_error_of_a_case_is_the_median_over_rounds() -> None:
-    from _tables import PLAN_TIME
+    from plan_time import tables
 
     # Other programs disturb the slower steps, and the third round altogether.
     quick, slow = [1.0] * 8 + [9.0, 9.0], [2.0] * 10
     cases = [found([quick, quick, slow], [1.1, 1.2, 1.0]), found([quick], [0.5])]
-    [shown] = PLAN_TIME.of_document({"cases": cases})
+    [shown] = tables(cases)
     assert [row[2:6] for row in shown.rows] == [
         ["1,000 ms", "1,100 ms", "+10.0 %", "-50.0 to +20.0 %"],
         ["1,000 ms", "500 ms", "-50.0 %", "-50.0 to -50.0 %"],

@@ -24,26 +24,12 @@ after
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A document and one stored result."""
-    step = {"seconds": 2, "forward": 0.5, "backward": 1, "optimizer": 0.25, "cpu": 1.5, "loss": 3}
-    turn = {"warmup": [], "steps": [[step, step]], "foreign_cpu_seconds": 0}
-    case = {
-        "ranks": 2,
-        "params": "34m",
-        "dtype": "fp32",
-        "zero": 3,
-        "tokens": 256,
-        "device": "cpu",
-        "seed": 0,
-        "numel": 33_694_208,
-        "transport": "auto",
-        "worlds": "resident",
-        "idle_cpu_seconds": 0,
-        "contenders": {"ours": [turn], "fsdp2": [turn]},
-    }
+    table = {"title": "A made-up table", "columns": ["contender", "step s"]}
+    table |= {"rows": [["shardwise", "2.000"]], "notes": ["made up"]}
     machine = {"cpu": "a processor", "cores": 2, "memory_gib": 4, "gpu": None}
     machine |= {"system": "Linux 6", "python": "3.11", "torch": "2.13"}
     content = {"schema": 1, "script": "step_time", "command": "python benchmarks/step_time.py"}
-    content |= {"date": "2026-01-02", "machine": machine, "cases": [case]}
+    content |= {"date": "2026-01-02", "machine": machine, "tables": [table]}
     (tmp_path / "run.json").write_text(json.dumps(content))
     (tmp_path / "doc.md").write_text(TEXT)
     return tmp_path
@@ -62,9 +48,25 @@ def test_tables_replace_what_is_between_the_markers(folder: Path) -> None:
     assert text.startswith("# Benchmarks\nbefore\n<!-- results: run.json -->")
     assert text.endswith("<!-- end of results -->\nafter\n")
     assert "old" not in text
-    assert "| shardwise | 2.000 | 2.000 to 2.000 | 1.00 |" in text
+    assert "| shardwise | 2.000 |\n\n- made up\n" in text
     assert "a processor, 2 cores" in text
     assert report(folder, "--check") == 0
+
+
+def test_contenders_are_compared_round_by_round() -> None:
+    from _report import compared
+
+    seconds = {"a": [1.0, 3.0, 8.0], "b": [2.0, 2.0, 2.0], "c": [4.0] * 3}
+    table = compared(
+        *("title", ("contender", "s", 1), seconds, {name: name.upper() for name in seconds}),
+        peers={"x B": "b", "x A": lambda name: "a" if name == "b" else "nobody"},
+        beside={"rounds": lambda name: str(len(seconds[name]))},
+    )
+    assert table.columns == ["contender", "s", "quartiles", "x B", "x A", "rounds"]
+    assert table.rows[:2] == [
+        ["A", "3.0", "2.0 to 5.5", "1.50", "", "3"],
+        ["B", "2.0", "2.0 to 2.0", "1.00", "0.67", "3"],
+    ]
 
 
 def test_missing_result_is_one_clear_line(folder: Path) -> None:

@@ -86,6 +86,30 @@ def _optimizers(cases: list[Any]) -> None:
     assert loss["losses"]["ours-adamw"] == loss["losses"]["fsdp2-adamw"]
 
 
+def _step_time(cases: list[Any]) -> None:
+    from _turns import disagreement
+
+    [case] = cases
+    assert disagreement(case) is None
+    assert list(case["contenders"]) == ["ours", "fsdp2", "ddp", "floor", "copies"]
+    for name, turns in case["contenders"].items():
+        assert [len(turn["steps"]) for turn in turns] == [1, 1], name
+        assert [len(turn["warmup"]) for turn in turns] == [1, 0], f"{name}: once in its life"
+        for step in (step for turn in turns for step in turn["steps"]):
+            assert len(step) == case["ranks"] == 2, name
+            for rank in step:
+                parts = rank["forward"] + rank["backward"] + rank["optimizer"]
+                assert 0 < parts <= rank["seconds"] + 1e-9, (name, rank)
+
+
+def _plan_memory(cases: list[Any]) -> None:
+    [case] = cases
+    assert [len(ranks) for ranks in case["runs"]] == [2]
+    for rank in case["runs"][0]:
+        grown = rank["peak"] - rank["base"]
+        assert 0.5 < grown / case["predicted"]["peak"] < 4
+
+
 def _strategies(cases: list[Any]) -> None:
     """Interfaces count what crosses, and no more."""
     (case,) = cases
@@ -114,6 +138,8 @@ CHECKS = {
     "checkpoint_stall": _checkpoint_stall,
     "diloco": _diloco,
     "optimizers": _optimizers,
+    "plan_memory": _plan_memory,
+    "step_time": _step_time,
     "strategies": _strategies,
 }
 #: Those that write to a disk, and leave nothing there.
@@ -133,7 +159,7 @@ def _marks(script: str) -> list[Any]:
 
 @pytest.mark.parametrize("script", [pytest.param(each, marks=_marks(each)) for each in CASES])
 def test_a_benchmark_runs_and_shows_its_table(script: str, tmp_path: Path) -> None:
-    from report import SHOWN
+    from report import tables_of
 
     path, picture = tmp_path / "raw.json", tmp_path / "picture.svg"
     arguments = [*CASES[script].split(), "--json", str(path)]
@@ -146,7 +172,9 @@ def test_a_benchmark_runs_and_shows_its_table(script: str, tmp_path: Path) -> No
     content = json.loads(path.read_text())
     assert content["script"] == script
     assert str(path) in content["command"]
-    tables = SHOWN[script](content)
+    assert {"cpu", "cores", "torch", "python"} <= content["machine"].keys()
+    tables = tables_of(content)
+    assert tables
     for table, names in zip(tables, ROWS[script], strict=False):
         assert [row[0] for row in table.rows if row[0] in names] == names, table.markdown()
         assert table.title in " ".join(done.stdout.split()), done.stdout
@@ -166,26 +194,63 @@ def test_plans_are_held_against_published_figures() -> None:
     assert plan_published.ROWS
 
 
-def test_a_difference_of_losses_is_told_and_fails(tmp_path: Path) -> None:
-    content = json.loads(
-        (BENCHMARKS / "results" / "2026-11-21-gloo-step-time-34m.json").read_text()
-    )
-    content["cases"][1]["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
-    wrong = tmp_path / "wrong.json"
-    wrong.write_text(json.dumps(content))
-    done = call_script("step_time.py", "--stored", str(wrong))
-    assert done.returncode == 1
-    assert "losses: DIFFERENT: ours differs from fsdp2" in done.stdout
+def test_a_difference_of_losses_is_told_and_fails() -> None:
+    from step_time import table, wrong
+
+    stored = BENCHMARKS / "results" / "2026-11-21-gloo-step-time-150m.json"
+    case = json.loads(stored.read_text())["cases"][1] | {"errors": {}}
+    assert not wrong(case)
+    assert table(case).notes[0] == "losses: OK, equal to four decimals"
+    case["contenders"]["ours"][1]["steps"][0][0]["loss"] += 1
+    assert wrong(case)
+    assert "losses: DIFFERENT: ours differs from fsdp2" in table(case).notes[0]
+    assert wrong({**case, "errors": {"ddp": "out of memory"}}) == {"ddp": "out of memory"}
 
 
 def test_losses_that_differ_between_runtimes_are_an_error() -> None:
-    from _measured import optimizer_differences as differences
+    from optimizers import differences
 
     losses = {"ours-sgd": [2.0, 1.5], "fsdp2-sgd": [2.0, 1.5], "ours-lion": [2.0]}
     case: dict[str, Any] = {"part": "loss", "ranks": 2, "losses": losses}
     assert not differences(case)
     losses["ours-sgd"] = [2.0, 1.4]
     assert differences(case) == ["sgd"]
+
+
+@pytest.mark.parametrize(
+    ("script", "stored"),
+    [
+        ("step_time", "2026-11-21-gloo-step-time-150m"),
+        ("strategies", "2026-11-22-strategies-1-gbit"),
+        ("memory", "2026-11-21-gloo-memory-34m"),
+        ("overhead", "2026-11-22-overhead"),
+        ("checkpoint", "2026-11-21-checkpoint"),
+        ("checkpoint_stall", "2026-11-21-checkpoint-stall"),
+        ("diloco", "2026-11-22-diloco-from-random-weights"),
+        ("optimizers", "2026-11-23-optimizers"),
+        ("optimizers", "2026-11-23-optimizers-loss"),
+        ("plan_memory", "2026-11-23-plan-memory"),
+        ("goodput", "2026-11-23-goodput"),
+    ],
+)
+def test_figures_of_tables_are_those_that_were_stored(script: str, stored: str) -> None:
+    """Columns come and go, and quartiles are of another kind: each that stayed has the same."""
+    from report import tables_of
+
+    module = importlib.import_module(script)
+    content = json.loads((BENCHMARKS / "results" / f"{stored}.json").read_text())
+    cases = [{"errors": {}, **case} for case in content["cases"]]
+    made = module.tables(cases) if hasattr(module, "tables") else [*map(module.table, cases)]
+    for mine, before in zip(made, tables_of(content), strict=script != "goodput"):
+        assert mine.title == before.title
+        for row, old in zip(mine.rows, before.rows, strict=True):
+            now = dict(zip(mine.columns, row, strict=True))
+            then = dict(zip(before.columns, old, strict=True))
+            kept = [name for name in now if name in then and "quartiles" not in name]
+            assert len(kept) > len(then) / 2
+            assert [now[name].replace(",", "") for name in kept] == [
+                then[name].replace(",", "") for name in kept
+            ]
 
 
 def test_a_machine_without_hosts_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from shardwise.app.cli import main, run, train
-from shardwise.app.cli.config_file import ConfigFile
-from shardwise.app.cli.generate import Options
+from shardwise.app.cli.config_file import read_options
+from shardwise.app.cli.options import Options
 from shardwise.app.cli.run import LaunchConfig
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes import rank
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
@@ -119,19 +119,19 @@ def test_mistakes_are_reported_with_their_place(tmp_path: Path, text: bytes, mes
     file.write_bytes(text)
     options = Options(default=RECIPES["lm"])
     with pytest.raises(UserError, match=message) as caught:
-        ConfigFile.read(file, [options], "train lm")
+        read_options(file, [options], "train lm")
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--config: .*none\.yaml: No such file"):
-        ConfigFile.read(tmp_path / "none.yaml", [], "train lm")
+        read_options(tmp_path / "none.yaml", [], "train lm")
 
 
 def test_an_empty_file_gives_nothing(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("# nothing\n")
-    assert ConfigFile.read(tmp_path / "run.yaml", [], "train lm") == ConfigFile()
+    assert read_options(tmp_path / "run.yaml", [], "train lm") == {}
 
 
 def test_a_value_that_cannot_be_is_reported_with_its_place(

@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from shardwise.app.cli import main
-from shardwise.app.cli.generate import Options, with_options
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.options import Options, with_options
+from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import GROUP, Config, Group, OptionError, Reads, option
 
 

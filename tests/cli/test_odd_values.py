@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from shardwise.app.cli import run as cli_run
-from shardwise.app.cli import script
-from shardwise.app.cli.generate import Options
 from shardwise.app.cli.hosts import DoctorConfig
 from shardwise.app.cli.main import app
+from shardwise.app.cli.options import Options
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import Bounds, OptionError
 
 Capture = pytest.CaptureFixture[str]
@@ -50,7 +49,6 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]) 
         raise AssertionError("something was started")
 
     monkeypatch.setattr(cli_run, "run_here", started)
-    monkeypatch.setattr(script, "run_here", started)
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     with pytest.raises(SystemExit) as ended:
         app()

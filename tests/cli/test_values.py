@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
-from shardwise.app.cli.values import read_name, read_path, read_size
+from shardwise.app.cli.options import read_name, read_path, read_size
 from shardwise.elastic.network import parse_endpoint
 
 Capture = pytest.CaptureFixture[str]

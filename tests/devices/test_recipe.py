@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.training import train
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.elastic.rank import StopSignals

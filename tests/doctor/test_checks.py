@@ -28,8 +28,7 @@ from shardwise.app.doctor.checks import (
     shortened,
 )
 from shardwise.app.doctor.facts import Facts
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 
 H100 = ("NVIDIA H100 80GB HBM3", 79 * 2**30)
 A100 = ("NVIDIA A100-SXM4-40GB", 0)

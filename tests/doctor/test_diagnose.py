@@ -12,8 +12,7 @@ import pytest
 from shardwise.app.cli.main import app
 from shardwise.app.doctor import probe
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import START, Probe, probe_ranks
+from shardwise.app.doctor.probe import START, PairLink, Probe, probe_ranks
 from shardwise.base import devices
 from shardwise.base.scratch import libc
 
@@ -63,7 +62,7 @@ def test_a_host_alone_needs_no_torch() -> None:
     code = """
 import sys
 import shardwise.app.doctor.diagnose
-from shardwise.app.doctor.group import HostGroup
+from shardwise.app.doctor.diagnose import HostGroup
 from shardwise.elastic.hosts import Nodes
 assert HostGroup(Nodes(1, 0, "127.0.0.1", 0)).all_gather(1, 1.0) == [1]
 sys.exit("torch" in sys.modules)

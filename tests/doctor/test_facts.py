@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,7 @@ import pytest
 
 from shardwise.app.doctor import facts
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)
@@ -32,7 +32,7 @@ def _no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_facts_travel_as_json() -> None:
     found = collect_facts(ALONE, 2, PROBE)
-    sent = json.loads(json.dumps(found.to_json()))
+    sent = json.loads(json.dumps(asdict(found)))
     assert received(Facts, sent) == found
     for other in ({**sent, "of another version": 1}, {"rank": 0}, "a peer", None):
         assert received(Facts, other) is None
@@ -65,7 +65,7 @@ def test_a_host_without_a_route_has_no_address(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(facts, "address_towards", unreachable)
     found = collect_facts(Nodes(2, 1, "203.0.113.1", 1), 1, PROBE)
     assert (found.address, found.towards) == ("", None)
-    assert received(Facts, found.to_json()) == found
+    assert received(Facts, asdict(found)) == found
 
 
 def test_a_name_that_does_not_resolve_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.doctor import group
+from shardwise.app.doctor import diagnose as group
 from shardwise.app.doctor.checks import (
     Finding,
     Level,
@@ -29,11 +29,9 @@ from shardwise.app.doctor.checks import (
     check_world,
     ok,
 )
-from shardwise.app.doctor.diagnose import diagnose
+from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, check_backend, diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.group import HostGroup, RendezvousError, check_backend
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
@@ -165,7 +163,7 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(fact
     nodes, said = host_0(), list[Finding]()
     with socket.create_server(("127.0.0.2", 0)) as trap:
         port = trap.getsockname()[1]
-        values = [sent(hostile.to_json()), sent(["127.0.0.2", port])]
+        values = [sent(asdict(hostile)), sent(["127.0.0.2", port])]
         values += [sent({"error": ESCAPES, "gbit": 1, "ms": 1e17, "ahead": 1e17})] * 2
         with peer(nodes, *values):
             assert not diagnose(nodes, replace(facts, rank=0), 0.0, said.append)
@@ -471,8 +469,8 @@ PROBE = asdict(Probe())
     ids=str,
 )
 def test_facts_have_the_types_that_checks_rely_on(facts: Facts, change: dict[str, Any]) -> None:
-    assert received(Facts, facts.to_json()) == facts
-    assert received(Facts, {**facts.to_json(), **change}) is None
+    assert received(Facts, asdict(facts)) == facts
+    assert received(Facts, {**asdict(facts), **change}) is None
 
 
 def test_links_have_the_types_that_checks_rely_on() -> None:

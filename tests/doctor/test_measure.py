@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from shardwise.app.doctor import measure
-from shardwise.app.doctor.measure import (
+from shardwise.app.doctor import probe as measure
+from shardwise.app.doctor.probe import (
     EchoServer,
     measure_connection,
 )

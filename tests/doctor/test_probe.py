@@ -16,8 +16,7 @@ import pytest
 
 from shardwise.app.doctor import probe
 from shardwise.app.doctor.facts import received
-from shardwise.app.doctor.measure import PairLink
-from shardwise.app.doctor.probe import Accelerators, Probe, probe_ranks
+from shardwise.app.doctor.probe import Accelerators, PairLink, Probe, probe_ranks
 from shardwise.base import devices
 from shardwise.base.devices import Model
 from shardwise.base.scratch import libc

@@ -22,6 +22,13 @@ from tests.fuzz.trace import Trace, first_difference
 #: Seconds that a rank waits in a collective where another one is known to be gone.
 WAIT = 4.0
 
+#: Both ranks raise while the gather for a backward is under way, and begin with it again.
+_RAISES = parse(
+    "Program(blocks=(Block(kind='scalar', beside='parameter'), Block(), Block()), reshard='true', "
+    "steps=(Forward(at=(At(when='backward', block=1, do=Raise()),)), Backward(), "
+    "Forward(), Forward(), Forward()))"
+)
+
 _TRAINS = parse(
     "Program(blocks=(Block(), Block()), optimizer='adamw', steps=("
     "Forward(), Backward(), Step(), Forward(), Backward(), Step(), ZeroGrad(), Forward()))"
@@ -134,9 +141,10 @@ def test_ranks_that_hang_are_found() -> None:
 
 def test_what_is_not_broken_is_no_find() -> None:
     with Pool(2) as pool:
-        [judged] = run_all(pool, [_TRAINS])
+        judged, *others = run_all(pool, [_TRAINS, *[_RAISES] * 3])
     assert not judged.finds
     assert judged.torch == "equal"
+    assert not [each for each in others if each.finds], "freed memory is not written to"
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect.api import plan
+from shardwise.insight.inspect.read import plan
 from shardwise.insight.inspect.report import Report
 from tests.sharding.nets import Block, Net
 

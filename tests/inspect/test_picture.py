@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.insight.inspect.picture import WIDTH, Picture, draw_mesh, draw_parameter, drawing
+from shardwise.insight.inspect.page import WIDTH, Picture, draw_mesh, draw_parameter, drawing
 from shardwise.insight.inspect.report import ParameterReport, Report
 from tests.inspect.plans import planned_report
 

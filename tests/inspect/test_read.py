@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import shardwise
 from shardwise import DataParallelMeshDims, FSDPModule, FullyShardedDataParallel, fully_shard
-from shardwise.insight.inspect.page import page
-from shardwise.insight.inspect.picture import drawing
+from shardwise.insight.inspect.page import drawing, page
 from shardwise.insight.inspect.report import ParamKind, Report
 from shardwise.insight.inspect.text import as_text
 from shardwise.optim.part import take

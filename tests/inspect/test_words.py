@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.base.units import counted
 from shardwise.insight.inspect.grid import Block
 from shardwise.insight.inspect.words import (
     Row,
     add_rows,
     block_in_words,
-    counted,
     dimension_name,
     fold,
     holders_in_words,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.app.cli import calibrate as command
+from shardwise.app.cli import plan as command
 from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.calibrate import (
     Calibration,
@@ -21,7 +21,7 @@ from shardwise.insight.planning.calibrate import (
     check_writable,
     stored,
 )
-from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of, op_seconds
+from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, op_seconds
 from shardwise.insight.planning.events import Op, StepPhase
 from shardwise.insight.planning.machine import DEVICES, LINKS, Execution, MachineError, SharedBy
 from shardwise.insight.timeline import recorded

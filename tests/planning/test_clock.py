@@ -8,8 +8,7 @@ import pytest
 
 from shardwise.base.observe import Activity
 from shardwise.frontends.strategies import WantedMesh
-from shardwise.insight.planning.clock import StepTime, step_time
-from shardwise.insight.planning.costs import CALLS, KERNEL, WORK
+from shardwise.insight.planning.clock import CALLS, KERNEL, WORK, StepTime, step_time
 from shardwise.insight.planning.events import Event, Log, Mark, Op, Start, StepPhase, Wait
 from shardwise.insight.planning.machine import (
     Device,

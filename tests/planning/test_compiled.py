@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwise.base.observe import Memory
-from shardwise.insight.planning.costs import fused, in_float8
+from shardwise.insight.planning.clock import fused, in_float8
 from shardwise.insight.planning.events import Change, Event, Op, StepPhase
 
 BLOCK = "model.layers.3.mlp"

@@ -263,9 +263,8 @@ def test_a_pattern_that_loops_is_interrupted(
 def test_a_template_that_loops_is_interrupted(
     folder: Path, monkeypatch: pytest.MonkeyPatch, template: str
 ) -> None:
-    from shardwise.app.recipes.text.chat import Chat, ChatError
+    from shardwise.app.recipes.text.chat import Chat, ChatEncoder, ChatError
     from shardwise.app.recipes.text.data import Tokenizer
-    from shardwise.app.recipes.text.turns import ChatEncoder
 
     (folder / "chat_template.jinja").write_text(template)
     encoder = ChatEncoder(Tokenizer(str(folder)))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import SaveError
 from shardwise.app.recipes.core.loop import DivergedError

@@ -247,12 +247,9 @@ def _fail(rank: int, world_size: int, folder: Path) -> list[tuple[type, int, str
 
 def test_what_rank_0_raises_all_ranks_raise(ranks: Ranks, tmp_path: Path) -> None:
     by_rank = ranks(_fail, 3, tmp_path)
-    texts = [
-        (2, "--resume: found no run, expected a run"),
-        (1, "a full disk"),
-        (2, f"looking: {tmp_path / 'missing'}: No such file or directory"),
+    expected = [
+        (OptionError, 2, "--resume: found no run, expected a run"),
+        (SaveError, 1, "a full disk"),
+        (UserError, 2, f"looking: {tmp_path / 'missing'}: No such file or directory"),
     ]
-    assert [each[1:] for each in by_rank[0]] == texts
-    assert [kind for kind, *_ in by_rank[0]] == [OptionError, SaveError, UserError]
-    for told in by_rank[1:]:
-        assert told == [(UserError, *each) for each in texts]
+    assert by_rank == [expected] * 3

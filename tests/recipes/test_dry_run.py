@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from shardwise.app.cli.main import app
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.files import find_images
-from shardwise.app.recipes.vision.images import Augment, FolderImages, center_box, random_box
+from shardwise.app.recipes.vision.task import Augment, FolderImages, center_box, random_box
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy

@@ -14,7 +14,7 @@ from shardwise.app.recipes.core import job as job_module
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError, as_json
 from shardwise.insight.schema.training import Existing, OutputConfig, SgdConfig, TrainConfig
@@ -137,7 +137,7 @@ def test_hosts_are_noted_and_change_nothing_else(tmp_path: Path) -> None:
 
 def test_a_world_that_does_not_fit_is_refused_before_data_are_looked_for(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="--nproc: found 8, expected 4 at most"):
-        job_of(tmp_path).check_world(World(0, 8, 0, 8))
+        job_of(tmp_path).config.check_world(World(0, 8, 0, 8))
 
 
 def test_hosts_agree_on_settings_and_not_on_places(tmp_path: Path) -> None:
@@ -156,9 +156,9 @@ def test_a_second_run_cannot_lock_the_folder(tmp_path: Path) -> None:
     for job in (first, second):
         job.check(ALONE)
     refused = pytest.raises(OptionError, match="--out: found a run that is under way")
-    with first.lock_folder(), refused, second.lock_folder():
+    with locked(first.config.files), refused, locked(second.config.files):
         pass
-    with second.lock_folder():
+    with locked(second.config.files):
         pass
 
 

@@ -17,12 +17,12 @@ from shardwise.app.recipes.core.journal import (
     Journal,
     RunRecord,
     StepMetrics,
+    TensorBoard,
     command_line,
     read_metrics,
     surroundings,
 )
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.app.recipes.core.sinks import TensorBoard
 
 
 def metrics(step: int, **changes: Any) -> StepMetrics:

@@ -27,12 +27,11 @@ from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
-from shardwise.app.recipes.core.model import build
+from shardwise.app.recipes.core.model import Sampling, build, generate_tokens
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest

@@ -21,8 +21,7 @@ from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import average_running_statistics
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.config import MnistConfig
-from shardwise.app.recipes.vision.images import Images, TrainingImages
-from shardwise.app.recipes.vision.task import ImageData, vision_task
+from shardwise.app.recipes.vision.task import ImageData, Images, TrainingImages, vision_task
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError

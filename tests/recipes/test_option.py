@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import (
     DILOCO,
     GROUP,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.plan import (
     check_fits,
     kept_for_the_run,

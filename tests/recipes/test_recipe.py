@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.catalog import RECIPES
+from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision.config import MnistConfig, VitConfig
 from shardwise.insight.schema.option import OptionError, as_json, flatten
@@ -71,9 +71,9 @@ def test_a_rank_imports_only_what_its_training_uses() -> None:
     code = "import sys, shardwise.app.recipes.lm; print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     others = {
-        *("app.recipes.text.conversations", "app.recipes.text.streams", "app.recipes.text.turns"),
+        *("app.recipes.text.conversations", "app.recipes.text.streams"),
         *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
-        *("insight.inspect.api", "transport.codecs", "transport.two_levels"),
+        *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
     }
     others = {"peft", *(f"shardwise.{name}" for name in others)}
     assert not others & {*found.stdout.split()}

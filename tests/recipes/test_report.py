@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.core import report
-from shardwise.app.recipes.core.report import report_under_way, write_report, write_report_of_lost
+from shardwise.app.recipes.core import journal as report
+from shardwise.app.recipes.core.journal import report_under_way, write_report, write_report_of_lost
 from shardwise.app.recipes.core.rundir import RunDir
 from tests.runs import folders
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.core.rounds import RoundsFile
+from shardwise.app.recipes.core.replicas import RoundsFile
 from shardwise.diloco.coordinator import Attempt, Event, EventKind
 from shardwise.elastic.world import ReplicaWorld
 

@@ -12,9 +12,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.core.journal import FileJournal, RunRecord, StepMetrics, read_metrics
+from shardwise.app.recipes.core.journal import (
+    FileJournal,
+    RunRecord,
+    StepMetrics,
+    Wandb,
+    open_sinks,
+    read_metrics,
+)
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.app.recipes.core.sinks import Wandb, open_sinks
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig

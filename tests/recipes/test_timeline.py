@@ -14,14 +14,14 @@ import torch
 
 from shardwise import timeline
 from shardwise.app.recipes.core import loop
+from shardwise.app.recipes.core.loop import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.recipe import PLAN_FILE
-from shardwise.app.recipes.core.timeline import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.base.observe import Activity, is_observed
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import steps_to_record
 from shardwise.insight.timeline import recording
-from shardwise.insight.timeline.merged import prediction_to_json
+from shardwise.insight.timeline.steps import prediction_to_json
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 from tests.timeline.test_trace import PREDICTION as PREDICTED

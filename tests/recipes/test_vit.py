@@ -39,7 +39,7 @@ from shardwise.app.recipes.vit import shard_model
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect.api import plan
+from shardwise.insight.inspect.read import plan
 from shardwise.insight.inspect.report import Report
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.models import vit_placement

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from shardwise.app.cli.watch import compared
 from shardwise.app.runs.snapshot import RunReader
-from shardwise.app.runs.text import compared
 from tests.runs import folders
 
 

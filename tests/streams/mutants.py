@@ -140,6 +140,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/group.py ParamGroup.step_in_backward: self.wait_for_offload()": (
         "step_in_backward_offloaded"
     ),
+    "transport/base.py UnderWay.add: finish()": "zero3",
     "transport/collectives.py CollectivesTransport._start: finish()": "zero3",
     "transport/collectives.py CollectivesTransport._start: "
     "launched.append(carrier().launch(each, self._coalescing))": "zero3",

@@ -14,11 +14,10 @@ import pytest
 from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity, Memory
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.files import read, write
-from shardwise.insight.timeline.merged import Timeline, packed, together, unpacked
-from shardwise.insight.timeline.page import page
+from shardwise.insight.timeline.page import page, trace
 from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
-from shardwise.insight.timeline.trace import trace
+from shardwise.insight.timeline.recording import read, write
+from shardwise.insight.timeline.steps import Timeline, packed, together, unpacked
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 

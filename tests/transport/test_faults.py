@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import PeerLostError
-from shardwise.transport.base import Reduce, Transport, Work
+from shardwise.transport.base import Reduce, Transport, UnderWay, Work
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import select_transport
 from shardwise.transport.waiter import Waiter
@@ -222,6 +222,20 @@ def _drop_works(rank: int, world_size: int, dropping: list[int]) -> bool:
 @pytest.mark.parametrize("dropping", [[0], [0, 1]])
 def test_dropping_works_without_a_wait_is_harmless(dropping: list[int]) -> None:
     assert run_ranks(_drop_works, 2, dropping) == [True, True]
+
+
+def test_a_call_begins_when_the_messages_of_dropped_works_have_arrived() -> None:
+    seen: list[str] = []
+    under_way = UnderWay()
+    kept = under_way.add(lambda: seen.append("kept: arrived"), lambda: seen.append("kept: over"))
+    under_way.add(lambda: seen.append("dropped: arrived"), lambda: seen.append("dropped: over"))
+    for _ in range(2):
+        under_way.settle()
+    assert seen == ["dropped: arrived"]
+    kept.wait()
+    del kept
+    under_way.settle()
+    assert seen[1:] == ["kept: over"]
 
 
 def _reduce_what_gloo_cannot(rank: int, world_size: int) -> str:

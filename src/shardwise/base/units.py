@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 
 def brief_size(nbytes: int) -> str:
     """Format a size in bytes with one decimal: ``1.5 GB``."""
@@ -38,6 +40,17 @@ def seconds(value: float) -> str:
 def _digits(value: float) -> int:
     """Return how many decimals make three digits."""
     return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+
+
+def counted(things: Sized | int, noun: str, plural: str | None = None) -> str:
+    """``1 parameter``, ``2 parameters``; or another plural."""
+    count = things if isinstance(things, int) else len(things)
+    return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def one_line(reason: object, most: int = 300) -> str:
+    """Return why something failed in one line, cut to ``most`` characters."""
+    return " ".join(str(reason).split())[:most]
 
 
 def show(text: object) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise._torch import fsdp
+from shardwise.frontends.strategies import MeshError, WantedMesh
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,20 @@ class Blueprint:
     tensor_parallel: Mapping[str, ParallelStyle] = field(default_factory=dict)
     heads: Mapping[str, int] = field(default_factory=dict)
     placement: Callable[[nn.Parameter], Shard | None] | None = None
+
+    def check_mesh(self, mesh: WantedMesh) -> None:
+        """Check that tensor parallelism divides the model.
+
+        Raises:
+            MeshError: it does not.
+        """
+        size = mesh.tensor_parallel
+        for what, count in self.heads.items():
+            if count % size:
+                raise MeshError(str(mesh), f"a tp that divides the {count} {what}")
+        if size > 1 and not self.tensor_parallel:
+            found = f"{mesh} for {self.name}, which has no tensor parallel plan"
+            raise MeshError(found, "data parallel dimensions only")
 
     def copied(self) -> tuple[nn.Module, list[nn.Module]]:
         """A copy of the model on the meta device, wherever it is itself, and its blocks."""

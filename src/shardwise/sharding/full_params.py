@@ -401,7 +401,12 @@ class FullParams:
                 observe.memory(Memory.FULL_PARAMETERS, self._name, buffers.nbytes - before)
 
     def abandon(self) -> None:
-        """Give up a gather that will not complete."""
+        """Give up a gather that will not be waited for.
+
+        It may still write to the memory, which stays for the next one: by the end of that, the
+        first is over, too.
+        """
+        self._end_use()
         self._works.clear()
         for each in self._buffers:
             each.abandon()

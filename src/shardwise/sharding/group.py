@@ -254,7 +254,7 @@ class ParamGroup:
             try:
                 self.fulls.finish()
             except BaseException:
-                # The memory stays: messages in flight may still be written to it.
+                self.fulls.abandon()
                 self.use_shards()
                 raise
         if self.post_forward is not None:
@@ -745,7 +745,7 @@ class ParamGroup:
     def is_left(self) -> bool:
         """Whether full parameters are in memory that modules do not hold any more.
 
-        A gather that failed has left them, or a user has resharded while they were in use.
+        A user has resharded while they were in use.
         """
         return self._lease is None and self.fulls is not None and self.fulls.is_allocated
 

@@ -19,6 +19,7 @@ converts where that is cheapest, so the dtype on the wire need not be the stored
 from __future__ import annotations
 
 import enum
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
@@ -310,6 +311,44 @@ class PendingWork:
                 self._failure = error
                 raise
             self._finish = None
+
+
+class UnderWay:
+    """The works of a transport, of which some are dropped without a wait: after an exception, say.
+
+    Their messages still read and write the memory of the call, and what follows on a connection may
+    have to wait for them. So the next call begins when they have arrived.
+    """
+
+    def __init__(self) -> None:
+        self._arrive: dict[weakref.ref[PendingWork], Callable[[], object]] = {}
+
+    def settle(self) -> None:
+        """Wait for the messages of works that were dropped.
+
+        Raises:
+            PeerLostError: a peer died, left, or did not answer in time.
+            RanksDivergedError: a peer made another call.
+        """
+        for work in [each for each in self._arrive if each() is None]:
+            self._arrive.pop(work)()
+
+    def add(self, arrive: Callable[[], object], finish: Callable[[], None]) -> PendingWork:
+        """Make a work.
+
+        Args:
+            arrive: waits for its messages; holds their memory.
+            finish: completes the collective; see :class:`PendingWork`.
+        """
+
+        def finish_and_forget() -> None:
+            finish()
+            del self._arrive[reference]
+
+        work = PendingWork(finish_and_forget)
+        reference = weakref.ref(work)
+        self._arrive[reference] = arrive
+        return work
 
 
 def wait_for_all(works: Sequence[Work]) -> Work:

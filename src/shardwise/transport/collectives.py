@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from shardwise.base import devices
 from shardwise.base.devices import Backend
-from shardwise.transport.base import Call, FinishedWork, PendingWork, Reduce, Transport, Work
+from shardwise.transport.base import Call, FinishedWork, Reduce, Transport, UnderWay, Work
 from shardwise.transport.buckets import (
     Bucket,
     as_bytes,
@@ -91,11 +91,13 @@ class CollectivesTransport(Transport):
         self.log = CollectiveLog(self._peers, self.name) if log is None else log
         watches = carrier().watches(backend)
         self._waiter = Waiter(self._peers, self.log.compare) if watches else None
+        self._under_way = UnderWay()
         #: The group, if its backend launches several collectives at once.
         self._coalescing: dist.ProcessGroup | None = None
 
     def _all_gather(self, call: Call) -> Work:
         """Gather with one collective per bucket."""
+        self._under_way.settle()
         gather = all_gather_function()
         shards, fulls = call.inputs, call.outputs
         if self._packs_all and len({full.dtype for full in fulls}) > 1:
@@ -133,6 +135,7 @@ class CollectivesTransport(Transport):
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
+        self._under_way.settle()
         fulls, shards, op = call.inputs, call.outputs, call.op
         scatter = reduce_scatter_function()
         calls: list[Collective] = []
@@ -151,6 +154,7 @@ class CollectivesTransport(Transport):
 
     def _all_reduce(self, call: Call) -> Work:
         """Reduce with one collective per bucket."""
+        self._under_way.settle()
         tensors, op = call.outputs, call.op
         sums = [
             (bucket, pack([tensors[i] for i in bucket.indices]))
@@ -185,7 +189,7 @@ class CollectivesTransport(Transport):
                 launched.append(carrier().launch(each, self._coalescing))  # noqa: PERF401 - tests take it out
         on_host = calls[0].tensor.device.type == "cpu"
 
-        def wait_and_finish(calls: object = calls) -> None:  # holds what the collectives read
+        def arrive(calls: object = calls) -> None:  # holds what the collectives read
             with issued:
                 if self._waiter is not None and on_host:
                     self._waiter.wait([(each, None) for each in launched], doing)
@@ -194,9 +198,12 @@ class CollectivesTransport(Transport):
                         for each in launched:
                             each.wait()
             issued.end()
+
+        def arrive_and_finish() -> None:
+            arrive()
             finish()
 
-        return PendingWork(wait_and_finish)
+        return self._under_way.add(arrive, arrive_and_finish)
 
     def _deliver(
         self,

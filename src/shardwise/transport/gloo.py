@@ -15,7 +15,6 @@ no other memory.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.devices import GLOO
-from shardwise.transport.base import Call, PendingWork, Reduce, Transport, Work
+from shardwise.transport.base import Call, Reduce, Transport, UnderWay, Work
 from shardwise.transport.buckets import (
     Bucket,
     add_in_order,
@@ -72,7 +71,7 @@ class GlooTransport(Transport):
         self.log = CollectiveLog(peers, self.name)
         self._waiter = Waiter(peers, self.log.compare)
         self._scratch = Scratch()
-        self._under_way: list[tuple[weakref.ref[PendingWork], Messages]] = []
+        self._under_way = UnderWay()
         self._collectives = CollectivesTransport(group, GLOO, SMALL_ALL_REDUCE_BYTES, self.log)
 
     def _all_gather(self, call: Call) -> Work:
@@ -80,6 +79,7 @@ class GlooTransport(Transport):
 
         What is sent is the copy in this rank's own row: the shard may be written to meanwhile.
         """
+        self._under_way.settle()
         shards, fulls = call.inputs, call.outputs
         rows = [as_rows(full, self.world_size) for full in fulls]
         chunks = [row.shape[1] for row in rows]
@@ -119,10 +119,11 @@ class GlooTransport(Transport):
                 if bucket.packed:
                     unpack(arrival.tensor, [rows[i][arrival.peer] for i in bucket.indices])
 
-        return self._pending(messages, finish)
+        return self._under_way.add(messages.wait, finish)
 
     def _reduce_scatter(self, call: Call) -> Work:
         """Send every peer its chunks; add up, in the order of ranks, what arrives for this one."""
+        self._under_way.settle()
         fulls, shards = call.inputs, call.outputs
         buckets = assign_buckets(
             [shard.nbytes for shard in shards],
@@ -157,7 +158,7 @@ class GlooTransport(Transport):
                     unpack(out, [self._result(call, i) for i in bucket.indices])
             loan.end()
 
-        return self._pending(messages, finish)
+        return self._under_way.add(messages.wait, finish)
 
     def _receive(
         self, call: Call, number: int, bucket: Bucket, messages: Messages, loan: Loan
@@ -194,29 +195,6 @@ class GlooTransport(Transport):
     def _all_reduce(self, call: Call) -> Work:
         """Reduce in place, with gloo's own collective: no composition of messages beat it."""
         return self._collectives.start(call)
-
-    def _pending(self, messages: Messages, finish: Callable[[], None]) -> Work:
-        """Make the work of a call, whose messages are received even if it is not waited for.
-
-        A work that is dropped without a wait (after an exception, say) leaves messages that gloo
-        cannot deliver, and nothing that follows on that connection would arrive. So the transport
-        holds the messages itself until a later call has been waited for.
-        """
-
-        def finish_and_forget() -> None:
-            finish()
-            for entry in list(self._under_way):
-                earlier_work, earlier = entry
-                if earlier is messages:
-                    self._under_way.remove(entry)
-                    break
-                if earlier_work() is None:
-                    earlier.wait()
-                    self._under_way.remove(entry)
-
-        work = PendingWork(finish_and_forget)
-        self._under_way.append((weakref.ref(work), messages))
-        return work
 
 
 def _piece(call: Call, i: int, rank: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from shardwise.app.recipes.text.chat import ChatError, ChatLines, load_chats
+from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatError, ChatLines, load_chats
 from shardwise.app.recipes.text.config import Packing
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
@@ -24,7 +24,6 @@ from shardwise.app.recipes.text.conversations import (
     target_loss,
 )
 from shardwise.app.recipes.text.data import Tokenizer
-from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError

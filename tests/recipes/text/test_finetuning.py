@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shardwise.app.recipes.text.chat import ChatData
+from shardwise.app.recipes.text.chat import ChatData, ChatEncoder
 from shardwise.app.recipes.text.config import LmConfig, Packing
 from shardwise.app.recipes.text.conversations import (
     ChatBatches,
@@ -25,7 +25,6 @@ from shardwise.app.recipes.text.conversations import (
 from shardwise.app.recipes.text.data import Tokenizer
 from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.app.recipes.text.streams import StreamBatches
-from shardwise.app.recipes.text.turns import ChatEncoder
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.world import World

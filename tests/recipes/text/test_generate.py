@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
+from shardwise.app.recipes.core.model import Sampling, generate_tokens
 
 pytest.importorskip("transformers")
 

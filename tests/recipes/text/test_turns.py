@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.recipes.text.chat import Chat, ChatError, Completion
+from shardwise.app.recipes.text.chat import (
+    IGNORED,
+    Chat,
+    ChatEncoder,
+    ChatError,
+    Completion,
+    MaskedTokens,
+)
 from shardwise.app.recipes.text.data import Tokenizer
-from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 from tests.recipes.text.published import FORGETTING, MARKED, PLAIN, make_tokenizer

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+import json as json_module
+import math
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+from rich.text import Text
 from typer import Argument, Option
 
-from shardwise.app.cli import checkpoint_show as show
-from shardwise.app.cli.values import (
+from shardwise.app.cli.options import (
     Json,
     Layers,
     help_if_alone,
@@ -21,8 +37,16 @@ from shardwise.app.cli.values import (
 )
 from shardwise.app.recipes.core.begin import check_extras
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import printable
+from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError
+from shardwise.insight.inspect.words import Row, add_rows, fold, shape_in_words
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.disk.entries import StatePath
+    from shardwise.checkpoint.formats.source import Source, Watch
+    from shardwise.checkpoint.tools.diff import Difference
+    from shardwise.checkpoint.tools.survey import Damage, Listed
+
 
 commands = typer.Typer(
     name="checkpoint",
@@ -48,6 +72,7 @@ Target = Annotated[
 ]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 DEFAULT_BUFFER: Any = "32MiB"
+ShardSize = partial(Option, parser=read_size, metavar="SIZE", show_default="50GB")
 _FILE_SIZE: Any = "50GB"
 
 MERGE = """\
@@ -114,7 +139,7 @@ def ls(
 
     with reporting_errors():
         found = list_checkpoints(existing(directory))
-    show.listing(directory, found, json=json)
+    _show_list(directory, found, json=json)
 
 
 @commands.command(epilog=_example("verify runs/lm/checkpoints/step-00000300"))
@@ -134,9 +159,9 @@ def verify(path: Checkpoint, buffer: Buffer = DEFAULT_BUFFER, json: Json = False
         skipped = newer_incomplete(given, path)
         if format_of(path) is not Format.SHARDWISE:
             raise UserError(f"{path}: found a format without checksums, expected shardwise's own")
-        with show.progress("verifying") as watch:
+        with _progress("verifying") as watch:
             damages = list(run(path, buffer=buffer, watch=watch))
-    show.damages(path, damages, json=json)
+    _show_damages(path, damages, json=json)
     for each in skipped:
         text = f"warning: {each.path} is newer but not complete: {each.problem}"
         typer.echo(printable(text), err=True)
@@ -157,7 +182,7 @@ def show_(
     from shardwise.checkpoint.formats.detect import open_source
 
     with reporting_errors(), open_source(existing(path)) as source:
-        show.contents(source, values=values, layers=layers, json=json)
+        _show_contents(source, values=values, layers=layers, json=json)
 
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
@@ -176,10 +201,10 @@ def diff(
         reporting_errors(),
         open_source(existing(first)) as a,
         open_source(existing(second)) as b,
-        show.progress("comparing") as watch,
+        _progress("comparing") as watch,
     ):
         found = list(differences(a, b, buffer=buffer, watch=watch))
-    show.differences(a.where, b.where, found, layers=layers, json=json)
+    _show_differences(a.where, b.where, found, layers=layers, json=json)
     if found:
         raise typer.Exit(1)
 
@@ -198,13 +223,7 @@ def consolidate(
         ),
     ],
     max_shard_size: Annotated[
-        int | None,
-        Option(
-            parser=read_size,
-            metavar="SIZE",
-            help="Largest size of a file in a folder.",
-            show_default="50GB",
-        ),
+        int | None, ShardSize(help="Largest size of a file in a folder.")
     ] = None,
     everything: Annotated[
         bool, Option("--everything", help="Include the optimizer and the rest, in a torch file.")
@@ -218,7 +237,7 @@ def consolidate(
     """
     from shardwise.checkpoint.tools.convert import consolidate as run
 
-    with reporting_errors(), show.progress("consolidating") as watch:
+    with reporting_errors(), _progress("consolidating") as watch:
         run(
             existing(src),
             dst,
@@ -228,7 +247,7 @@ def consolidate(
             max_shard_size=max_shard_size,
             watch=watch,
         )
-    show.written(dst)
+    _show_written(dst)
 
 
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
@@ -236,15 +255,7 @@ def convert(
     src: Checkpoint,
     dst: Target,
     to: Annotated[str, Option(metavar="FORMAT", help="shardwise, dcp or hf.", show_default=False)],
-    max_shard_size: Annotated[
-        int | None,
-        Option(
-            parser=read_size,
-            metavar="SIZE",
-            help="Largest size of a file, for hf.",
-            show_default="50GB",
-        ),
-    ] = None,
+    max_shard_size: Annotated[int | None, ShardSize(help="Largest size of a file, for hf.")] = None,
     force: Force = False,
     buffer: Buffer = DEFAULT_BUFFER,
 ) -> None:
@@ -256,7 +267,7 @@ def convert(
     from shardwise.checkpoint.formats.detect import Format
     from shardwise.checkpoint.tools.convert import convert as run
 
-    with reporting_errors(), show.progress("converting") as watch:
+    with reporting_errors(), _progress("converting") as watch:
         run(
             existing(src),
             dst,
@@ -266,7 +277,7 @@ def convert(
             max_shard_size=max_shard_size,
             watch=watch,
         )
-    show.written(dst)
+    _show_written(dst)
 
 
 def merge_lora(
@@ -305,7 +316,7 @@ def merge_lora(
     adapters = existing(src) / "adapters"
     if not adapters.is_dir():
         adapters = src
-    with reporting_errors(), show.progress("merging") as watch:
+    with reporting_errors(), _progress("merging") as watch:
         run(
             adapters,
             dst,
@@ -315,7 +326,7 @@ def merge_lora(
             max_shard_size=max_shard_size,
             watch=watch,
         )
-    show.written(dst)
+    _show_written(dst)
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:
@@ -323,3 +334,274 @@ def add_to(cli: typer.Typer, *_: str) -> None:
     commands.callback()(help_if_alone)
     cli.add_typer(commands)
     cli.command("merge-lora", epilog=MERGE)(merge_lora)
+
+
+_MOST_DAMAGES = 20
+_WIDE = 10_000  # columns of a list that is not shown in a terminal: each checkpoint on a line
+
+
+@contextlib.contextmanager
+def _progress(doing: str) -> Iterator[Watch]:
+    """Show a progress bar if stderr is a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda total: lambda moved: None
+        return
+    narrow = console.width < 76
+    with Progress(
+        TextColumn(doing),
+        BarColumn(bar_width=None),
+        DownloadColumn(),
+        *([] if narrow else [TransferSpeedColumn(), TimeRemainingColumn()]),
+        console=console,
+        expand=True,
+        transient=True,
+    ) as bar:
+
+        def watch(total: int) -> Any:
+            task = bar.add_task(doing, total=total)
+            return lambda moved: bar.update(task, advance=moved)
+
+        yield watch
+
+
+def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:
+    """Show the checkpoints of a folder."""
+    if json:
+        _print_json([_listed(each) for each in found])
+        return
+    if not found:
+        show(f"no checkpoints in {where}")
+        return
+    table = _table("step", "size", "state", "ranks", "mesh", "strategy", "format")
+    for each in found:
+        table.add_row(
+            _text(each.path.name if each.step is None else str(each.step)),
+            Text(brief_size(each.nbytes)),
+            Text("incomplete", style="red") if each.problem else Text("complete", style="green"),
+            *map(
+                _text,
+                (
+                    "" if each.world_size is None else str(each.world_size),
+                    each.mesh,
+                    each.strategy,
+                    each.format.value if each.format else "",
+                ),
+            ),
+        )
+    console = Console(width=None if sys.stdout.isatty() else _WIDE, highlight=False)
+    console.print(table)
+    for each in found:
+        if each.problem:
+            console.print(_text(f"{each.path.name}: {each.problem}", style="dim"))
+
+
+def _listed(each: Listed) -> dict[str, Any]:
+    fields = dataclasses.asdict(each)
+    return {
+        **fields,
+        "path": str(each.path),
+        "format": each.format.value if each.format else None,
+        "complete": not each.problem,
+    }
+
+
+def _show_damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
+    """Show what ``verify`` found."""
+    if json:
+        _print_json({"path": str(where), "damaged": [dataclasses.asdict(each) for each in found]})
+        return
+    for each in found[:_MOST_DAMAGES]:
+        show(f"damaged: file {each.file}, parameter {each.parameter}, piece {each.piece}")
+        show(f"         {each.reason}")
+    if len(found) > _MOST_DAMAGES:
+        show(f"and {len(found) - _MOST_DAMAGES} more")
+    if not found:
+        show(f"{where}: every checksum is right")
+    else:
+        places = counted(found, "place")
+        show(f"{where}: damaged in {places}; an older checkpoint may be intact, see: ls")
+
+
+def _show_contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
+    """Show what a checkpoint contains.
+
+    Args:
+        source: the checkpoint.
+        values: show plain values, too.
+        layers: show repeated layers one by one.
+        json: print JSON, which always has everything but ``values``.
+    """
+    if json:
+        _print_json(_contents(source, values=values))
+        return
+    console = _console()
+    console.print(_text(str(source.where), style="bold"))
+    for line in source.about:
+        console.print(_text(line))
+    for section in ("model", "optimizer", "extra"):
+        paths = [path for path in source.tensors if path[0] == section]
+        if paths:
+            _print_section(console, section, paths, source, layers=layers)
+    if values and source.values:
+        console.print()
+        console.print(Text("values", style="bold"))
+        for path, value in source.values.items():
+            console.print(_text(f"{_dotted(path)} = {_short(repr(value))}"))
+
+
+def _print_section(
+    console: Console, section: str, paths: Sequence[StatePath], source: Source, *, layers: bool
+) -> None:
+    """Print the tensors of the model, the optimizer or the rest."""
+    total = sum(source.tensors[path].nbytes for path in paths)
+    numel = sum(source.tensors[path].numel for path in paths)
+    console.print()
+    title = f"{section}: {counted(paths, 'tensor')}, {numel:,} elements, {brief_size(total)}"
+    console.print(Text(title, style="bold"))
+    sharded = any(path in source.placements for path in paths)
+    table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
+    facts = {path: _facts(source, path)[: len(table.columns) - 1] for path in paths}
+    add_rows(
+        table,
+        fold(
+            paths,
+            name=lambda path: _dotted(path[1:]),
+            kind=lambda path: path if layers else facts[path],
+        ),
+        lambda row: facts[row.first],
+    )
+    console.print(table)
+
+
+def _dotted(path: StatePath) -> str:
+    from shardwise.checkpoint.disk.entries import dotted  # imports torch
+
+    return dotted(path)
+
+
+def _facts(source: Source, path: StatePath) -> tuple[str, ...]:
+    info = source.tensors[path]
+    return shape_in_words(info.shape), info.dtype, source.placements.get(path, "")
+
+
+def _contents(source: Source, *, values: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "path": str(source.where),
+        "about": list(source.about),
+        "tensors": [
+            {
+                "section": str(path[0]),
+                "name": _dotted(path[1:]),
+                "shape": list(info.shape),
+                "dtype": info.dtype,
+                "nbytes": info.nbytes,
+                "placements": source.placements.get(path, ""),
+            }
+            for path, info in source.tensors.items()
+        ],
+    }
+    if values:
+        found["values"] = {_dotted(path): repr(value) for path, value in source.values.items()}
+    return found
+
+
+def _show_differences(
+    first: Path, second: Path, found: Sequence[Difference], *, layers: bool, json: bool
+) -> None:
+    """Show the differences of two checkpoints.
+
+    Args:
+        first: the path of the first one.
+        second: the path of the second one.
+        found: the differences.
+        layers: show those of repeated layers one by one.
+        json: print JSON, which always has all of them.
+    """
+    if json:
+        fields = [dataclasses.asdict(each) for each in found]
+        for entry in fields:  # JSON has neither nan nor inf
+            if entry["max_abs"] is not None and not math.isfinite(entry["max_abs"]):
+                entry["max_abs"] = str(entry["max_abs"])
+        _print_json({"a": str(first), "b": str(second), "differences": fields})
+        return
+    if not found:
+        show(f"{first} and {second} hold the same")
+        return
+    rows = fold(
+        found,
+        name=lambda each: each.name,
+        kind=lambda each: (each.what, each.first, each.second, layers and each.name),
+    )
+    table = _table("name", "differs in", "A", "B", "max abs", "elements")
+    add_rows(table, rows, _difference_cells)
+    console = _console()
+    console.print(_text(f"A  {first}"))
+    console.print(_text(f"B  {second}"))
+    console.print(table)
+    show(counted(found, "difference"))
+
+
+def _difference_cells(row: Row[Difference]) -> tuple[str, ...]:
+    """The largest difference of a row's members, and the number of elements in all of them."""
+    largest = [each.max_abs for each in row.members if each.max_abs is not None]
+    counts = [each.count for each in row.members if each.count is not None]
+    nan = any(map(math.isnan, largest))
+    return (
+        row.first.what,
+        _short(row.first.first),
+        _short(row.first.second),
+        f"{math.nan if nan else max(largest):.3g}" if largest else "",
+        f"{sum(counts):,}" if counts else "",
+    )
+
+
+def _show_written(path: Path) -> None:
+    """Show what was written, and what ``from_pretrained`` will miss in it."""
+    from shardwise.checkpoint.disk.companions import has_tokenizer
+    from shardwise.checkpoint.formats.detect import Format, format_of
+    from shardwise.checkpoint.formats.hf import CONFIG
+
+    files = [path] if path.is_file() else sorted(each for each in path.iterdir() if each.is_file())
+    size = sum(file.stat().st_size for file in files)
+    what = "" if path.is_file() else f" in {counted(files, 'file')}"
+    show(f"wrote {path}: {brief_size(size)}{what}")
+    if not path.is_dir() or format_of(path) is not Format.HF:
+        return
+    if not (path / CONFIG).exists():
+        show(f"note: from_pretrained needs {path / CONFIG}; the source has none, so add one")
+        return
+    config = json_module.loads((path / CONFIG).read_bytes())
+    if "vocab_size" in config and not has_tokenizer(path):
+        show(f"note: AutoTokenizer needs a tokenizer in {path}; the source has none, so add one")
+
+
+def _table(*columns: str) -> Table:
+    """A table without lines. In a narrow terminal, text wraps and figures do not."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for column in columns:
+        figures = column in ("step", "size", "ranks", "max abs", "elements", "dtype", "state")
+        table.add_column(
+            column,
+            overflow="fold",
+            no_wrap=figures,
+            justify="right" if column in ("step", "size", "ranks", "elements") else "left",
+        )
+    return table
+
+
+def _console() -> Console:
+    return Console(width=shutil.get_terminal_size((80, 24)).columns, highlight=False)
+
+
+def _text(text: str, style: str = "") -> Text:
+    """Text for a table or a console, as a terminal can show it."""
+    return Text(printable(text), style)
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _print_json(value: Any) -> None:
+    print(json_module.dumps(value, indent=2))

@@ -21,16 +21,15 @@ import enum
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import typer
 
-from shardwise.app.cli.generate import Options, Setting, parameter_name
-from shardwise.app.cli.values import brief, read_integer, read_name, read_path
+from shardwise.app.cli.options import Options, Setting, brief, read_integer, read_name, read_path
 from shardwise.app.recipes.core.begin import require_installed
-from shardwise.base.units import printable
+from shardwise.base.units import one_line, printable
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import Reads
 
@@ -43,8 +42,8 @@ _OF_ONE_START = frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Value:
-    """A value in a file.
+class FileOption:
+    """An option that a file gives.
 
     Attributes:
         value: of the type of the option.
@@ -55,67 +54,39 @@ class _Value:
     place: str
 
 
-@dataclasses.dataclass
-class ConfigFile:
-    """The options that a file gives.
+def read_options(
+    path: Path, options: Sequence[Options[Any]], command: str
+) -> dict[str, FileOption]:
+    """Read a file; return what it gives by the names of options, ``--batch-size``.
 
-    Attributes:
-        values: by the names of options, ``--batch-size``.
+    Args:
+        path: the file.
+        options: that it may have.
+        command: whose options they are, for messages: ``train lm``.
+
+    Raises:
+        UserError: it cannot be read, or has an option that does not exist, twice, or with a value
+            that cannot be; the message names line and column.
     """
-
-    values: dict[str, _Value] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path, options: Sequence[Options[Any]], command: str) -> ConfigFile:
-        """Read a file.
-
-        Args:
-            path: the file.
-            options: that it may have.
-            command: whose options they are, for messages: ``train lm``.
-
-        Raises:
-            UserError: it cannot be read, or has an option that does not exist, twice, or with a
-                value that cannot be; the message names line and column.
-        """
-        readers = {s.key: _reader_of(s) for each in options for s in each.settings()}
-        found: dict[str, _Value] = {}
-        for key, node in _pairs(path):
-            place = _place(path, key)
-            name = "--" + str(key.value).replace("_", "-")
-            if name not in readers:
-                near = difflib.get_close_matches(name, readers, n=1)
-                hint = f"; did you mean {near[0][2:]}?" if near else ""
-                raise UserError(
-                    f"{place}: found {brief(key.value)}, expected an option of {command} without "
-                    f"its hyphens{hint}"
-                )
-            if name in found:
-                first = found[name].place
-                raise UserError(f"{place}: found {key.value} again, expected it once ({first})")
-            value = readers[name](node, _place(path, node), str(key.value))
-            if value is not None:
-                found[name] = _Value(value, place)
-        return cls(found)
-
-    def drop(self, *names: str) -> None:
-        """Forget options, which something on the command line has made meaningless."""
-        for name in names:
-            self.values.pop(name, None)
-
-    def given(self) -> dict[str, Any]:
-        """Return all values by the names of their options."""
-        return {name: found.value for name, found in self.values.items()}
-
-    def value(self, name: str) -> Any:
-        """Return the value of an option; None: the file does not have it."""
-        found = self.values.get(name)
-        return None if found is None else found.value
-
-    def place(self, name: str) -> str | None:
-        """Return where an option is in the file; None: nowhere."""
-        found = self.values.get(name)
-        return None if found is None else found.place
+    readers = {s.key: _reader_of(s) for each in options for s in each.settings()}
+    found: dict[str, FileOption] = {}
+    for key, node in _pairs(path):
+        place = _place(path, key)
+        name = "--" + str(key.value).replace("_", "-")
+        if name not in readers:
+            near = difflib.get_close_matches(name, readers, n=1)
+            hint = f"; did you mean {near[0][2:]}?" if near else ""
+            raise UserError(
+                f"{place}: found {brief(key.value)}, expected an option of {command} without "
+                f"its hyphens{hint}"
+            )
+        if name in found:
+            first = found[name].place
+            raise UserError(f"{place}: found {key.value} again, expected it once ({first})")
+        value = readers[name](node, _place(path, node), str(key.value))
+        if value is not None:
+            found[name] = FileOption(value, place)
+    return found
 
 
 def written(command: str, values: Iterable[tuple[Setting, Any]]) -> str:
@@ -180,7 +151,7 @@ def _pairs(path: Path) -> list[tuple[Any, Any]]:
             f"{path}{where}: found no YAML ({error.problem or error.context})"
         ) from None
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error, 200)
         raise UserError(f"{path}: found no YAML ({reason})") from None
     if node is None:
         return []
@@ -286,17 +257,3 @@ def _text(value: Any) -> str:
         return text
     quoted = json.dumps(text, ensure_ascii=False)
     return _UNPRINTABLE.sub(lambda match: f"\\u{ord(match[0]):04x}", quoted)
-
-
-def names_place(error: Exception, file: ConfigFile, given: Mapping[str, Any]) -> str | None:
-    """Return where the option that an error is about is in the file.
-
-    Args:
-        error: about an option, or about something else.
-        file: the options of the file.
-        given: what the command line gave, by the names of parameters: such options are from there.
-    """
-    option = getattr(error, "option", None)
-    if option is None or given.get(parameter_name(option)) is not None:
-        return None
-    return file.place(option)

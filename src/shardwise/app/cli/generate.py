@@ -1,358 +1,114 @@
-"""Options of a command, generated from a configuration of :mod:`shardwise.insight.schema`.
-
-    Options            what a command takes of a configuration
-    with_options       the function that typer sees, with a parameter for each option
-
-What was not given is known, so that it can take a default that depends on what was: on ``--model``.
-
-Of the libraries that make a command line of typed configurations, two were tried. tyro reports a
-mistake as a box of several lines, has one panel for each class, and shows every old name. cyclopts
-forgets the other values of a default configuration, such as those of a model, where one is given.
-"""
+"""``shardwise generate``: text from a run, a checkpoint or a published model, as it comes."""
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import keyword
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from inspect import Parameter, Signature
-from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
+import os
+import sys
+from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
-from shardwise.app.cli.values import read_integer, read_name, read_path
-from shardwise.insight.schema.option import (
-    BY_MODEL,
-    GROUP,
-    OPTION,
-    Config,
-    Group,
-    Option,
-    OptionError,
-    Reads,
-    kinds_of,
-    option_name,
-)
+from shardwise.app.cli.options import Integer, read_name
+from shardwise.app.recipes.core.begin import check_extras
+from shardwise.elastic.errors import UserError
+from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
+from shardwise.insight.schema.training import check_nproc
 
-C = TypeVar("C")
-Keys = tuple[str, ...]  # names of the fields that lead to a setting
+EXAMPLES = """\
+[bold]Examples[/bold]
 
-_ARGUMENTS = "arguments"
+  [cyan]shardwise generate runs/lm --prompt "import torch"[/cyan]
+
+An answer of a chat model, always the most likely token:
+  [cyan]shardwise generate Qwen/Qwen3-0.6B --chat --temperature 0 \\
+    --prompt "What is a shard?"[/cyan]
+
+A model too large for one process, over four, with the prompt of a file:
+  [cyan]shardwise generate my-model --nproc 4 --prompt - < prompt.txt[/cyan]\
+"""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A field of a configuration that is an option.
+def generate(
+    src: Annotated[
+        str,
+        Argument(
+            parser=read_name,
+            metavar="SRC",
+            help="A run (its newest checkpoint), a checkpoint, a folder of transformers, or a name "
+            "on the Hugging Face Hub.",
+            show_default=False,
+        ),
+    ],
+    prompt: Annotated[
+        str, Option(metavar="TEXT", help="Beginning of the text; - reads standard input.")
+    ] = "",
+    chat: Annotated[
+        bool, Option("--chat", help="The prompt is a message, by the tokenizer's chat template.")
+    ] = False,
+    max_tokens: Annotated[int, Integer(metavar="N", help="The most tokens to generate.")] = 200,
+    temperature: Annotated[
+        float, Option(metavar="T", help="0: always the most likely token; 1: as the model says.")
+    ] = 0.9,
+    top_k: Annotated[
+        int, Integer(metavar="K", help="Draw from the K most likely tokens; 0: from all.")
+    ] = 0,
+    top_p: Annotated[
+        float,
+        Option(metavar="P", help="Draw from the most likely tokens with this probability; 1: all."),
+    ] = 1.0,
+    seed: Annotated[int, Integer(metavar="N", help="Seed of the drawing.")] = 0,
+    nproc: Annotated[
+        int, Integer(metavar="N", help="Processes on this host to shard the model over.")
+    ] = 1,
+    dtype: Annotated[
+        str | None,
+        Option(metavar="DTYPE", help="fp32, bf16 or fp16.", show_default="as saved"),
+    ] = None,
+) -> None:
+    """Generate text with a language model, and print it as it comes.
 
-    Attributes:
-        keys: the fields that lead to it.
-        option: how this command shows it.
-        kind: its type, without None.
-        default: its value in the default configuration.
-        group: what it belongs to, if it goes with one value of another setting.
-        choices: the values of an enum.
+    A text ends with the model's end-of-text token, or after --max-tokens.
     """
+    check_number("--max-tokens", max_tokens, Bounds(least=1))
+    check_number("--temperature", temperature, Bounds(least=0))
+    check_number("--top-k", top_k, Bounds(least=0))
+    require(0 < top_p <= 1, "--top-p", top_p, "more than 0, and 1 at most")
+    check_number("--seed", seed, SEEDS)
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    if dtype is not None:
+        require(dtype in names, "--dtype", dtype, f"one of {', '.join(names)}")
+    check_extras(["transformers"])
+    if "RANK" in os.environ:
+        raise UserError(
+            f"environment: found RANK={os.environ['RANK']}, expected a process that is no rank; "
+            "--nproc starts the ranks"
+        )
+    processes = check_nproc(nproc, None)
+    if prompt == "-":
+        prompt = sys.stdin.read()
 
-    keys: Keys
-    option: Option
-    kind: Any
-    default: Any
-    group: Group | None
-    choices: tuple[enum.Enum, ...] = ()
+    from shardwise.app.recipes.core.model import Sampling
+    from shardwise.app.recipes.text.generate import Request
+    from shardwise.app.recipes.text.generate import generate as run
+    from shardwise.base import devices
+    from shardwise.elastic.call import launch
 
-    @property
-    def name(self) -> str:
-        """The option; both flags of what is on or off: ``--nested-fsdp/--no-nested-fsdp``."""
-        name = self.option.name or option_name(self.keys[-1])
-        alone = self.kind is bool and "/" not in name
-        return f"{name}/--no-{name[2:]}" if alone else name
-
-    @property
-    def key(self) -> str:
-        """What a file calls it, with its hyphens: ``--batch-size``."""
-        return self.name.partition("/")[0]
-
-    @property
-    def names(self) -> list[str]:
-        """The names on a command line: the one that is shown, and those that are not.
-
-        Of ``--on/--off`` the flag that changes the default is shown.
-        """
-        on, _, off = self.name.partition("/")
-        pair = [off, on] if off and self.default else [on, off]
-        return [*filter(None, pair), *self.option.former]
-
-    @property
-    def flags(self) -> dict[str, enum.Enum]:
-        """The values of an enum that has flags, by these."""
-        flags = {flag: value for flag, (value, _) in self.option.flags.items()}
-        if flags:
-            flags |= dict.fromkeys(self.option.former, next(iter(flags.values())))
-        return flags
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options(Generic[C]):
-    """The options that one configuration becomes.
-
-    Attributes:
-        default: the configuration with all its defaults.
-        without: fields that are no options of this command.
-        shows: what this command says of a field in other words than the field itself, by its name:
-            attributes of :class:`Option`.
-        by_model: fields whose default depends on ``--model``.
-    """
-
-    default: C
-    without: frozenset[str] = frozenset()
-    shows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    by_model: frozenset[str] = frozenset()
-
-    def parameters(self) -> Iterator[Parameter]:
-        """Return the parameters of a command, in the order of the fields."""
-        for setting in self.settings():
-            option = setting.option
-            if option.flags:
-                for flag, (_, text) in option.flags.items():
-                    yield _parameter(setting, flag, bool, text, default=False)
-                for flag in option.former:
-                    yield _parameter(setting, flag, bool, "", default=False, hidden=True)
-                continue
-            default = False if setting.kind is bool else setting.default  # of the flag
-            if setting.keys[-1] in self.by_model:
-                default = None
-            for name in setting.names:
-                hidden = name != setting.names[0]
-                kind = setting.kind
-                yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
-            if option.takes_arguments:
-                info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
-                yield keyword_only(_ARGUMENTS, Annotated[list[str] | None, info], None)
-
-    def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
-        """Return all settings with their values in a configuration; None: it has none."""
-        for setting in self.settings():
-            value: Any = config
-            for key in setting.keys:
-                value = None if value is None else getattr(value, key)
-            yield setting, value
-
-    def read(
-        self,
-        given: Mapping[str, Any],
-        default: C | None = None,
-        file: Mapping[str, Any] | None = None,
-    ) -> C:
-        """Return the configuration that the options of a command line ask for.
-
-        Args:
-            given: values by the names of parameters in the order of the command line, None where
-                not given.
-            default: what the others are; None: as in :attr:`default`.
-            file: values that a file gives, by :attr:`Setting.key`; the command line wins.
-
-        Raises:
-            OptionError: options contradict each other.
-        """
-        config = self.default if default is None else default
-        changes: dict[Keys, Any] = {}
-        groups: dict[Keys, Group] = {}
-        names = {}
-        for setting in self.settings():
-            value = _said(setting, given)
-            if value is None:
-                value = (file or {}).get(setting.key)
-            if value is not None:
-                changes[setting.keys], names[setting.keys] = value, setting.names[0]
-            if setting.group is not None:
-                groups[setting.keys[:-1]] = setting.group
-        for keys, group in groups.items():
-            inside = [name for name in changes if name[: len(keys)] == keys]
-            outside = {name: value for name, value in changes.items() if name not in inside}
-            decided = _find(_changed(config, outside), group.setting)
-            if decided is group.value:
-                config = _changed(config, {keys: group.default})
-            elif inside:
-                raise OptionError(
-                    names[inside[0]],
-                    f"{group.setting} {decided.value}",
-                    f"{option_name(group.setting)} {group.value.value} with it",
-                )
-        changed: Any = _changed(config, changes)
-        changed.check_bounds()
-        return cast("C", changed)
-
-    def settings(self) -> Iterator[Setting]:
-        """Return all settings that are options, in the order of the fields."""
-        yield from self._settings_of(self.default, (), None)
-
-    def _settings_of(self, config: Any, keys: Keys, group: Group | None) -> Iterator[Setting]:
-        kinds = kinds_of(config)
-        for field in dataclasses.fields(config):
-            if field.name in self.without:
-                continue
-            value, inner = getattr(config, field.name), (*keys, field.name)
-            if OPTION in field.metadata:
-                kind = kinds[field.name].kind
-                shows = {**self.shows.get(field.name, {})}
-                if field.name in self.by_model:
-                    shows["shown"] = BY_MODEL
-                option = dataclasses.replace(field.metadata[OPTION], **shows)
-                choices = self._choices(kind)
-                text = option.help.format(choices=", ".join(str(each.value) for each in choices))
-                option = dataclasses.replace(option, help=text) if choices else option
-                yield Setting(inner, option, kind, value, group, choices)
-            elif GROUP in field.metadata:
-                within: Group = field.metadata[GROUP]
-                yield from self._settings_of(within.default, inner, within)
-            elif isinstance(value, Config):
-                yield from self._settings_of(value, inner, group)
-
-    def _choices(self, kind: Any) -> tuple[enum.Enum, ...]:
-        """Return the values of an enum, but those that need a group which is no option here."""
-        if not isinstance(kind, enum.EnumMeta):
-            return ()
-        needed = {
-            field.metadata[GROUP].value
-            for config in _configurations(self.default)
-            for field in dataclasses.fields(config)
-            if GROUP in field.metadata and field.name in self.without
-        }
-        values: Any = kind
-        return tuple(value for value in values if value not in needed)
-
-
-def with_options(
-    act: Callable[[Mapping[str, Any]], None],
-    options: Sequence[Options[Any]],
-    help_text: str,
-    more: Sequence[Parameter] = (),
-) -> Callable[..., None]:
-    """Return a function for typer, with a parameter for each option.
-
-    Args:
-        act: what the command does, with the values of all options by the names of parameters.
-        options: of the command, in the order of its help.
-        help_text: of the command.
-        more: parameters that no configuration has, such as arguments.
-    """
-    parameters = [*more, *(each for group in options for each in group.parameters())]
-
-    def command(context: typer.Context, **values: Any) -> None:
-        def is_default(name: str) -> bool:
-            source = context.get_parameter_source(name)
-            return source is None or source.name == "DEFAULT"
-
-        # In the order of the command line, which decides between two names of one setting.
-        act({name: None if is_default(name) else values[name] for name in context.params})
-
-    own = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    command.__doc__ = help_text
-    command.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
-    command.__annotations__ = {each.name: each.annotation for each in (own, *parameters)}
-    return command
-
-
-def _configurations(config: Any) -> Iterator[Any]:
-    """Return a configuration and all that it holds."""
-    yield config
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Config):
-            yield from _configurations(value)
-
-
-# -- from settings to parameters -------------------------------------------------------------------
-
-
-def parameter_name(name: str) -> str:
-    """Return the name of the parameter of an option: ``batch_size`` for ``--batch-size``."""
-    parameter = name.removeprefix("--").replace("-", "_")
-    return f"{parameter}_" if keyword.iskeyword(parameter) else parameter
-
-
-def _parameter(
-    setting: Setting, name: str, kind: Any, text: str, *, default: Any, hidden: bool = False
-) -> Parameter:
-    option = setting.option
-    parser: Any = {Path: read_path, int: read_integer}.get(kind)
-    if option.reads is Reads.NAME:
-        parser = read_name
-    elif callable(option.reads):
-        kind, default = str, None  # the configuration reads it
-    if get_origin(kind) is tuple:
-        kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
-    complete = None
-    if option.completions:
-
-        def complete(incomplete: str) -> list[str]:
-            return [each for each in option.completions if each.startswith(incomplete)]
-
-    info = typer.Option(
-        name,
-        help=text,
-        rich_help_panel=option.panel,
-        metavar=option.metavar or ("INTEGER" if kind is int else None),
-        show_default=option.shown or default is not None,
-        envvar=option.env,
-        parser=parser,
-        hidden=hidden,
-        autocompletion=complete,
+    request = Request(
+        source=src,
+        prompt=prompt,
+        chat=chat,
+        max_tokens=max_tokens,
+        sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
+        dtype=None if dtype is None else names[dtype],
+        device=devices.default_type(),
     )
-    annotation: Any = Annotated[kind if default is not None else kind | None, info]
-    return keyword_only(parameter_name(name), annotation, default)
+    if processes == 1:
+        run(request)
+    else:
+        launch(run, (request,), nproc=processes)
 
 
-def keyword_only(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
-    """Return a parameter for :func:`with_options`; without a default it is required."""
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-# -- from a command line to a configuration --------------------------------------------------------
-
-
-def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
-    """Return what a command line says about a setting; None: nothing."""
-    names = setting.flags or setting.names
-    by_parameter = {parameter_name(name): name for name in names}
-    said = {
-        by_parameter[parameter]: value
-        for parameter, value in given.items()
-        if parameter in by_parameter and value is not None
-    }
-    if setting.flags:
-        chosen = [flag for flag in setting.flags if said.get(flag)]
-        if len({setting.flags[flag] for flag in chosen}) > 1:
-            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
-        return setting.flags[chosen[0]] if chosen else None
-    if setting.option.takes_arguments and (more := given[_ARGUMENTS]) and not said:
-        expected = f"options; what stands behind {setting.names[0]} belongs to it"
-        raise OptionError(_ARGUMENTS, " ".join(more), expected)
-    if not said:
-        return None
-    name, value = [*said.items()][-1]  # the last one counts, as of one option
-    if setting.kind is bool:
-        return setting.name.partition("/")[2] != name
-    if get_origin(setting.kind) is not tuple:
-        return value
-    return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
-
-
-def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
-    """Return a configuration with other values of some settings, wherever they are in it."""
-    own: dict[str, Any] = {keys[0]: value for keys, value in changes.items() if len(keys) == 1}
-    inner: dict[str, dict[Keys, Any]] = {}
-    for keys, value in changes.items():
-        if len(keys) > 1:
-            inner.setdefault(keys[0], {})[keys[1:]] = value
-    for name, within in inner.items():
-        own[name] = _changed(own.get(name, getattr(config, name)), within)
-    return dataclasses.replace(config, **own)
-
-
-def _find(config: Any, name: str) -> Any:
-    """Return the value of a field of a configuration, or of one that it holds."""
-    return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    cli.command("generate", epilog=EXAMPLES)(generate)

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import typer
-from typer import Argument, Option
 
-from shardwise.app.cli.generate import Options, with_options
+from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.cli.run import HostsConfig
-from shardwise.app.cli.values import Integer
 from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import (
-    TOKEN,
-    TOKEN_FILE,
-    HostLayout,
-    Nodes,
-    own_lines,
-    slurm_script,
-    torchrun_lines,
-)
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Nodes, numbers_of_hosts
+from shardwise.elastic.network import format_endpoint, is_ipv6
 from shardwise.insight.schema.option import (
     Bounds,
+    Config,
     Count,
     NotNegative,
+    OptionError,
     Seconds,
-    check_number,
     option,
     require,
 )
@@ -57,22 +50,27 @@ _LAUNCH_LINES = """
 
 def add_to(cli: typer.Typer, *_: str) -> None:
     """Register the commands."""
+    doctor_options, line_options = Options(default=DoctorConfig()), Options(default=LaunchLines())
+
+    def doctor(given: Mapping[str, Any]) -> None:
+        doctor_options.read(given).run()
+
+    def launch_lines(given: Mapping[str, Any]) -> None:
+        lines = line_options.read(given)
+        dataclasses.replace(lines, arguments=tuple(given["arguments"] or ())).show()
+
     text = """Check what could go wrong with a job over several hosts. Run it on each of them.
 
     One line per finding, and what to do about it. Exits with code 1 if a job
     would not run.
     """
-    options = Options(default=DoctorConfig())
-
-    def doctor(given: Mapping[str, Any]) -> None:
-        options.read(given).run()
-
-    cli.command("doctor", epilog=_DOCTOR)(with_options(doctor, [options], text))
+    cli.command("doctor", epilog=_DOCTOR)(with_options(doctor, [doctor_options], text))
+    text = "Print the line that starts a job, for each host, or a script for Slurm."
     cli.command(
         "launch-lines",
         epilog=_LAUNCH_LINES,
         context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    )(launch_lines)
+    )(with_options(launch_lines, [line_options], text, [_COMMAND]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,52 +102,180 @@ class DoctorConfig(HostsConfig):
         sys.exit(0 if diagnose.diagnose(nodes, own, self.least_gbit, show) else 1)
 
 
-def launch_lines(
-    *,
-    arguments: Annotated[
+_COMMAND = keyword_only(
+    "arguments",
+    Annotated[
         list[str] | None,
-        Argument(metavar="-- COMMAND", help="What to start: train lm, with its options."),
-    ] = None,
-    hosts: Annotated[
-        str | None,
-        Option(help="Names of the hosts, separated by commas; they meet at the first one."),
-    ] = None,
-    slurm: Annotated[
-        int | None, Integer(metavar="NODES", help="Print a script for sbatch, for this many nodes.")
-    ] = None,
-    nproc: Annotated[int, Integer(help="Processes on each host.")] = 1,
-    rdzv_port: Annotated[int, Integer(help="Port where the hosts meet.")] = 29400,
-    nnodes: Annotated[
-        str | None,
-        Option(metavar="MIN:MAX", help="Start with MIN hosts or more; others may join later."),
-    ] = None,
-    torchrun: Annotated[bool, Option("--torchrun", help="Print lines for torchrun.")] = False,
-) -> None:
-    """Print the line that starts a job, for each host, or a script for Slurm."""
-    check_number("--nproc", nproc, Bounds(least=1))
-    check_number("--slurm", 1 if slurm is None else slurm, Bounds(most=1 << 20))
-    names: tuple[str, ...] = ()
-    if hosts:  # an IPv6 address may stand in its brackets, as with --rdzv
-        names = tuple(re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in hosts.split(","))
-    layout = HostLayout(names or ("host-a",), nproc, rdzv_port, tuple(arguments or ()), nnodes)
-    layout.check()
-    if nnodes is not None and (slurm is not None or torchrun):
+        typer.Argument(metavar="-- COMMAND", help="What to start: train lm, with its options."),
+    ],
+    None,
+)
+_NAME = re.compile(r"[\w.:-]+", re.ASCII)  # of a host, or its address
+_MODULE = ("-m", "--module")  # options of run without a value
+_OVER_HOSTS = ("train", "run", "doctor")  # commands that take the options for several hosts
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchLines(Config):
+    """What ``shardwise launch-lines`` is asked for."""
+
+    hosts: str | None = field(
+        default=None,
+        metadata=option("Names of the hosts, separated by commas; they meet at the first one."),
+    )
+    slurm: Annotated[int, Bounds(most=1 << 20)] | None = field(
+        default=None,
+        metadata=option("Print a script for sbatch, for this many nodes.", metavar="NODES"),
+    )
+    nproc: Count = field(default=1, metadata=option("Processes on each host."))
+    rdzv_port: int = field(default=29400, metadata=option("Port where the hosts meet."))
+    nnodes: str | None = field(
+        default=None,
+        metadata=option("Start with MIN hosts or more; others may join later.", metavar="MIN:MAX"),
+    )
+    torchrun: bool = field(default=False, metadata=option("Print lines for torchrun."))
+    #: Of ``shardwise``: ``train lm --model llama-150m``, ``run my_script.py``.
+    arguments: tuple[str, ...] = ()
+
+    def show(self) -> None:
+        """Print the lines, or the script.
+
+        Raises:
+            UserError: an option is wrong, or what is to be started.
+        """
+        self._check_command()
+        self._check_hosts()
+        if self.slurm is not None:
+            if self.names or self.torchrun or self.slurm < 1:
+                expected = "1 or more, and neither --hosts nor --torchrun"
+                raise OptionError("--slurm", self.slurm, expected)
+            typer.echo(self._slurm_script(), nl=False)
+            return
+        require(bool(self.names), "--hosts", "none", "--hosts A,B or --slurm NODES")
+        for host, line in self._torchrun_lines() if self.torchrun else self._own_lines():
+            typer.echo(f"# on {host}\n{line}")
+        has_token = any(word.partition("=")[0] == TOKEN_FILE for word in self.arguments)
+        if len(self.names) > 1 and not self.torchrun and not has_token:
+            typer.echo(
+                f"note: any host may join at the port; {TOKEN_FILE} FILE after --, or {TOKEN} in "
+                "the environment of all hosts, keeps others out",
+                err=True,
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """The hosts of ``--hosts``; an IPv6 address may stand in its brackets, as with --rdzv."""
+        names = self.hosts.split(",") if self.hosts else []
+        return [re.sub(r"^\[(.*:.*)\]$", r"\1", name.strip()) for name in names]
+
+    @property
+    def _options(self) -> tuple[str, ...]:
+        """The arguments of the command itself, without a script of the user's and what follows."""
+        words = self.arguments[1:]
+        if self.arguments[0] != "run":
+            return words
+        script = 0
+        while script < len(words) and words[script].startswith("-"):
+            has_value = "=" not in words[script] and words[script] not in _MODULE
+            script += 2 if has_value else 1
+        return words[:script]
+
+    def _check_command(self) -> None:
+        name, words = "launch-lines", self.arguments
+        expected = "one after --: -- train lm"
+        require(bool(words), name, "no command", expected)
+        expected = "options of its own, then --, then train, run or doctor: -- train lm"
+        require(words[0] in _OVER_HOSTS, name, words[0], expected)
+        has_recipe = words[0] != "train" or (*words, "")[1][:1] not in ("", "-")
+        require(has_recipe, name, "train", "a recipe to train as well: -- train lm")
+        has_script = words[0] != "run" or self._options != words[1:]
+        require(has_script, name, "run", "a script as well: -- run my_script.py")
+        for word in self._options:
+            ours = word.partition("=")[0] in ("--nnodes", "--node-rank", "--rdzv", "--nproc")
+            require(not ours, name, f"{word} after --", "none: launch-lines adds it")
+
+    def _check_hosts(self) -> None:
+        are_names = len({*self.names}) == len(self.names) and all(map(_NAME.fullmatch, self.names))
+        require(are_names, "--hosts", ",".join(self.names), "names, each once")
+        for host in self.names:
+            expected = "names without ports; the port goes into --rdzv-port"
+            require(":" not in host or is_ipv6(host), "--hosts", host, expected)
+        require(0 < self.rdzv_port < 65536, "--rdzv-port", self.rdzv_port, "1 to 65535")
+        if self.nnodes is None:
+            return
+        least, most = numbers_of_hosts(self.nnodes)
+        count = max(1, len(self.names))
+        expected = f"MIN:MAX, with MAX {count}, the hosts of --hosts, or more"
+        require(least is not None and most >= count, "--nnodes", self.nnodes, expected)
         expected = "none with --slurm and --torchrun, whose hosts are known"
-        raise UserError(f"--nnodes: found {nnodes}, expected {expected}")
-    if slurm is not None:
-        if names or torchrun or slurm < 1:
-            expected = "1 or more, and neither --hosts nor --torchrun"
-            raise UserError(f"--slurm: found {slurm}, expected {expected}")
-        typer.echo(slurm_script(layout, slurm), nl=False)
-        return
-    if not names:
-        raise UserError("--hosts: found none, expected --hosts A,B or --slurm NODES")
-    for host, line in torchrun_lines(layout) if torchrun else own_lines(layout):
-        typer.echo(f"# on {host}\n{line}")
-    has_token = any(word.partition("=")[0] == TOKEN_FILE for word in layout.arguments)
-    if len(names) > 1 and not torchrun and not has_token:
-        typer.echo(
-            f"note: any host may join at the port; {TOKEN_FILE} FILE after --, or {TOKEN} in "
-            "the environment of all hosts, keeps others out",
-            err=True,
-        )
+        require(self.slurm is None and not self.torchrun, "--nnodes", self.nnodes, expected)
+
+    def _words(self) -> tuple[list[str], list[str]]:
+        """Return the words of the command line before and behind the options for several hosts."""
+        nproc = ["--nproc", str(self.nproc)]
+        if self.arguments[0] == "run":  # what follows a script belongs to it
+            return ["shardwise", "run", *nproc], list(self.arguments[1:])
+        return ["shardwise", *self.arguments, *nproc], []
+
+    def _own_lines(self) -> Iterator[tuple[str, str]]:
+        """The line of each host for our own launcher, and one for hosts that join later."""
+        places = [(host, ["--node-rank", str(rank)]) for rank, host in enumerate(self.names)]
+        if self.nnodes is not None:
+            places.append(("every host that joins later", []))
+        for host, own in places:
+            words, rest = self._words()
+            if len(places) > 1:
+                words += ["--nnodes", self.nnodes or str(len(self.names)), *own]
+                words += ["--rdzv", format_endpoint(self.names[0], self.rdzv_port)]
+            yield host, shlex.join([*words, *rest])
+
+    def _torchrun_lines(self) -> Iterator[tuple[str, str]]:
+        """The line of each host for torchrun, which does restarts itself."""
+        command = self.arguments[0]
+        if command == "run":  # torchrun runs the script itself
+            start, ours = self.arguments[1:], [o for o in self._options if o not in _MODULE]
+        else:
+            start = ("-m", "shardwise", *self.arguments)
+            ours = [o for o in self._options if o.partition("=")[0] == "--max-restarts"]
+        found = f"{ours[0] if ours else command} after --"
+        possible = not ours and command != "doctor"
+        require(possible, "--torchrun", found, "train or run without it")
+        for rank, host in enumerate(self.names):
+            words = ["torchrun", f"--nnodes={len(self.names)}", f"--node-rank={rank}"]
+            words += [f"--nproc-per-node={self.nproc}", "--master-addr", self.names[0]]
+            words += ["--master-port", str(self.rdzv_port), *start]
+            yield host, shlex.join(words)
+
+    def _slurm_script(self) -> str:
+        """Return a script for ``sbatch``, on whichever nodes Slurm assigns."""
+        command, rest = map(shlex.join, self._words())
+        doctor = f"shardwise doctor --nproc {self.nproc}"
+        where = '--nnodes "$SLURM_NNODES" --node-rank "$SLURM_NODEID" --rdzv "$MEET"'
+        # With restarts, the nodes that are left continue. Otherwise Slurm may start the job again.
+        goes_on = any(word.partition("=")[0] == "--max-restarts" for word in self.arguments)
+        keep = "--no-kill" if goes_on else ""
+        directive = f"#SBATCH {keep}\n" if keep else ""
+        train = " ".join(filter(None, ["srun --kill-on-bad-exit=0 --wait=0", keep]))
+        return f"""#!/bin/bash
+#SBATCH --job-name=shardwise
+#SBATCH --nodes={self.slurm}
+#SBATCH --ntasks-per-node=1
+#SBATCH --exclusive
+# Slurm asks ranks to save and stop, five minutes before the time is over; --auto-resume continues.
+#SBATCH --signal=TERM@300
+{directive}set -euo pipefail
+
+# The rendezvous is on the first host of the job.
+MEET="$(scontrol show hostnames "$SLURM_JOB_NODELIST")"
+export MEET="${{MEET%%$'\\n'*}}:{self.rdzv_port}"
+
+# Only tasks of this job may take part in it. srun hands the token to all of them.
+{TOKEN}="$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \\n')"
+export {TOKEN}
+
+# Find problems between the hosts before training starts.
+srun bash -c {shlex.quote(f"exec {doctor} {where}")}
+
+# The hosts stop each other, in order; Slurm would kill those that still save or continue.
+{train} bash -c {shlex.quote(f"exec {command} {where} {rest}".rstrip(" "))}
+"""

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json as json_module
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Argument, Option
 
-from shardwise.app.cli.values import Html, Integer, Json, Layers, read_name, read_path
-from shardwise.app.recipes.catalog import Subject, make_plan
+from shardwise.app.cli.options import Html, Integer, Json, Layers, read_name, read_path
+from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.base.units import brief_size, printable
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.elastic.errors import UserError
+from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
 from shardwise.insight.planning.presets import MODELS
-from shardwise.insight.schema.option import OptionError, require
+from shardwise.insight.schema.option import OptionError, flatten, naming, require
 
 if TYPE_CHECKING:
+    from shardwise.insight.blueprint import Blueprint
     from shardwise.insight.inspect.report import ParameterReport, Report
 
 _MODEL, _MESH = "llama-150m", "dp=8"
@@ -117,14 +123,20 @@ def inspect(
     device and sharded over a mesh that need not exist. In a running job,
     shardwise.inspect(model) makes the same report.
     """
-    subject = _subject(run, model)
-    wanted = _wanted(mesh, subject)
+    if run is None:
+        subject = Subject.of_model(_MODEL if model is None else model)
+    else:
+        require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
+        subject = Subject.of_run(RunDir(run))
+    with naming("--mesh"):
+        own = subject.mesh if mesh is None else None
+        wanted = own or WantedMesh.parse(_MESH if mesh is None else mesh)
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
-    from shardwise.insight.inspect.api import with_counted_values
     from shardwise.insight.inspect.page import page
+    from shardwise.insight.inspect.read import with_counted_values
     from shardwise.insight.inspect.text import View, as_text
 
     report = make_plan(subject, wanted)
@@ -141,22 +153,6 @@ def inspect(
         print(as_text(report, View(rank=rank, pattern=param, layers=layers, full=full)))
 
 
-def _subject(run: Path | None, model: str | None) -> Subject:
-    if run is None:
-        return Subject.of_model(_MODEL if model is None else model)
-    require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
-    return Subject.of_run(RunDir(run))
-
-
-def _wanted(mesh: str | None, subject: Subject) -> WantedMesh:
-    if mesh is None and subject.mesh is not None:
-        return subject.mesh
-    try:
-        return WantedMesh.parse(_MESH if mesh is None else mesh)
-    except MeshError as error:
-        raise OptionError("--mesh", error.found, error.expected) from None
-
-
 def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
     found = report.matching(param)
     if param is not None and not found:
@@ -170,7 +166,7 @@ def _matching(report: Report, param: str | None) -> Sequence[ParameterReport]:
 
 
 def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None) -> str:
-    from shardwise.insight.inspect.picture import drawing
+    from shardwise.insight.inspect.page import drawing
 
     what = f"a pattern that matches {len(found)} parameters"
     require(len(found) == 1, "--param", what, "one that matches a single parameter, for --svg")
@@ -180,6 +176,107 @@ def _drawing(report: Report, found: Sequence[ParameterReport], rank: int | None)
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
     typer.echo(printable(f"wrote {path}: {brief_size(path.stat().st_size)}"), err=True)
+
+
+# -- what is inspected -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to plan for.
+
+    Attributes:
+        build: builds the model on the meta device. Imports torch and transformers.
+        mesh: the mesh that it was trained on; ``None`` if it was not.
+    """
+
+    build: Callable[[], Blueprint]
+    mesh: WantedMesh | None = None
+
+    @classmethod
+    def of_model(cls, model: str) -> Subject:
+        """A preset, the model of a ``config.json``, or a function ``package.module:name``.
+
+        Raises:
+            OptionError: there is neither.
+        """
+        if ":" not in model:  # else a function, which is called later
+            find_settings(model, MODELS)
+        return cls(partial(_find, model))
+
+    @classmethod
+    def of_run(cls, files: RunDir) -> Subject:
+        """The model of a run of ``shardwise train``, and the mesh of its last session.
+
+        Raises:
+            UserError: the folder contains no run, or the run did not record its model or mesh.
+        """
+        if not files.run_json.is_file():
+            raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
+        record = files.read("RUN")
+        name = f"{record.get('model', {}).get('name', 'model')} of {files.root}"
+        if record.get("recipe") == "mnist":
+            build: Callable[[], Blueprint] = partial(_convnet, name)
+        elif files.model_config.is_file():
+            build = partial(_build, name, find_settings(str(files.model_config), {}, "RUN"))
+        else:
+            raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
+        settings = flatten(record.get("config", {}))
+        if not settings.get("nested", True):
+            build = partial(_as_one_group, build)
+        return cls(build, _mesh_of(files, record, settings))
+
+
+def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, Any]) -> WantedMesh:
+    """The mesh of the last session; with DiLoCo, of one replica: replicas differ in values."""
+    sessions = record.get("sessions", [])
+    sizes = sessions[-1].get("mesh") if sessions else None
+    if not isinstance(sizes, Mapping) or not sizes:
+        raise UserError(f"RUN: found no mesh in {files.run_json}, expected that of a session")
+    if settings.get("strategy") == Strategy.DILOCO.value:
+        sizes = {name: size for name, size in sizes.items() if name != REPLICATE}
+    try:
+        return WantedMesh.parse(",".join(f"{name}={size}" for name, size in sizes.items()))
+    except MeshError as error:
+        raise UserError(f"RUN: {files.run_json}, 'mesh': {error}") from None
+
+
+def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
+    """Report which rank of a mesh would hold what of a model.
+
+    Raises:
+        OptionError: the model cannot be built, or the mesh does not fit it.
+    """
+    from shardwise.insight.inspect.read import plan
+
+    blueprint = subject.build()
+    with naming("--mesh"):
+        blueprint.check_mesh(wanted)
+    return plan(blueprint, wanted)
+
+
+def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
+    return dataclasses.replace(build(), blocks=())
+
+
+def _find(name: str) -> Blueprint:
+    from shardwise.insight.planning.models import find_model
+
+    with naming("--model"):
+        return find_model(name)
+
+
+def _build(name: str, settings: dict[str, Any]) -> Blueprint:
+    from shardwise.insight.planning.models import of_settings
+
+    with naming("--model"):
+        return of_settings(name, settings)
+
+
+def _convnet(name: str) -> Blueprint:
+    from shardwise.app.recipes.mnist import blueprint
+
+    return dataclasses.replace(blueprint(MnistConfig(nested=True)), name=name)
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from shardwise import __version__
-from shardwise.app.cli.values import UsageError, describe, help_if_alone
+from shardwise.app.cli.options import UsageError, describe, help_if_alone
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 
@@ -25,12 +25,12 @@ _STOPPED, _UNREAD = 130, 141  # 128 and the signal, as shells count: SIGINT, SIG
 #: The file of each command, in the order of ``--help``.
 _FILES = {
     "train": "train",
-    "run": "script",
+    "run": "run",
     "checkpoint": "checkpoint",
     "merge-lora": "checkpoint",
-    "generate": "generation",
+    "generate": "generate",
     "inspect": "inspect",
-    "calibrate": "calibrate",
+    "calibrate": "plan",
     "plan": "plan",
     "watch": "watch",
     "compare": "watch",

@@ -1,23 +1,39 @@
-"""``shardwise plan``: memory, traffic and time of a training, before it is started."""
+"""``shardwise plan``: memory, traffic and time of a training, before it is started.
+
+``shardwise calibrate`` measures this machine, for the times in plans.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json as json_module
+import os
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.table import Table
+from typer import Option
 
-from shardwise.app.cli.generate import Options, keyword_only, with_options
-from shardwise.app.cli.values import read_name, read_size
+from shardwise.app.cli.options import (
+    Options,
+    keyword_only,
+    read_name,
+    read_path,
+    read_size,
+    with_options,
+)
 from shardwise.app.recipes.core.begin import check_extras
+from shardwise.base.errors import NotPossibleError
+from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.planning.machine import MachineError
 from shardwise.insight.planning.presets import MODELS, ModelError, find_settings
 from shardwise.insight.planning.settings import (
@@ -27,16 +43,25 @@ from shardwise.insight.planning.settings import (
     PlannedStep,
     RehearsalError,
     Settings,
-    SettingsError,
     UntraceableError,
 )
-from shardwise.insight.schema.option import OUTPUT, SHARDING, Config, OptionError, option
+from shardwise.insight.schema.option import (
+    OUTPUT,
+    SHARDING,
+    Config,
+    OptionError,
+    option,
+    option_name,
+)
 from shardwise.insight.schema.sharding import Stepping, StrategyConfig
 
 if TYPE_CHECKING:
     from shardwise.insight.planning.api import ModelPlan
+    from shardwise.insight.planning.calibrate import Calibration
+    from shardwise.insight.planning.machine import Link
 
-EXAMPLES = """
+
+_PLAN = """
 [bold]Examples[/bold]
 
 Does Llama 3.1 8B fit on a host of 8 GPUs, and how fast is it?
@@ -186,8 +211,122 @@ class PlanConfig(Config):
             raise UserError(f"--fit: {error}") from None
 
 
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """Report what cannot be planned for as a mistake in an option."""
+    try:
+        yield
+    except (MachineError, RehearsalError, UntraceableError) as error:
+        raise UserError(str(error)) from error.__cause__
+    except NotPossibleError as error:
+        name = "MODEL" if isinstance(error, ModelError) else option_name(error.name or "mesh")
+        raise OptionError(name, error.found, error.expected) from error.__cause__
+
+
+_CALIBRATE = """
+[bold]Examples[/bold]
+
+Measure this machine, once; plans for CPUs then say how long a step takes:
+  [cyan]shardwise calibrate[/cyan]
+  [cyan]shardwise plan llama-34m --mesh dp=2 --device cpu[/cyan]
+"""
+
+# Processors that other programs may use while a machine is measured.
+_BUSY = 0.5
+
+#: What is shown of the costs of units of work: names, and units a second.
+_RATES = {
+    "product.float32": ("matrix products in float32", "GFLOP/s"),
+    "product.bfloat16": ("matrix products in bfloat16", "GFLOP/s"),
+    "attention.float32": ("attention in float32", "GFLOP/s"),
+    "bytes.float32": ("other operations in float32", "GB/s"),
+    "bytes.optimizer": ("AdamW", "GB/s"),
+}
+
+Out = Annotated[
+    Path | None,
+    Option(
+        parser=read_path,
+        metavar="FILE",
+        help="Write the measurements to this file.",
+        show_default="in the user's cache folder, where plans look for them",
+    ),
+]
+
+
+def calibrate(out: Out = None) -> None:
+    """Measure what this machine can do: products, memory, messages, overhead.
+
+    Records small trainings, which takes about a minute. Nothing else should run
+    meanwhile.
+    """
+    from shardwise.insight.planning.calibrate import cache_file, check_writable
+    from shardwise.insight.timeline.recorded import measure_machine
+
+    check_extras(["transformers"])
+    console, began = Console(), time.monotonic()
+
+    def say(text: str) -> None:
+        show(f"measuring  {text}")
+
+    try:
+        path = out or cache_file()
+    except MachineError as error:
+        raise UserError(f"{error}, or --out FILE") from None
+    with _writing(path):
+        check_writable(path)
+    others = os.getloadavg()[0]
+    found = measure_machine(say)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("")
+    for count in found.costs:
+        table.add_column("one process" if count == 1 else f"each of {count}", justify="right")
+    for name, values in _shown(found):
+        table.add_row(name, *values)
+    console.print(table)
+    with _writing(path):
+        found.save(path)
+    show(f"saved to {path} after {time.monotonic() - began:.0f} s")
+    if others > _BUSY:
+        console.print(
+            f"warning: other programs used {others:.1f} processors in the minute before, so this "
+            "machine may do more than what was measured; calibrate again when nothing else runs",
+            style="yellow",
+            highlight=False,
+        )
+
+
+def _shown(found: Calibration) -> Iterator[tuple[str, list[str]]]:
+    """What was measured in words: a name, and a value for each number of ranks."""
+    from shardwise.insight.planning.calibrate import links_of, rate
+
+    every = list(found.costs.values())
+    for unit, (name, per_second) in _RATES.items():
+        yield name, [f"{rate(costs, unit) / 1e9:,.0f} {per_second}" for costs in every]
+    yield "each operation of forward", [f"{1e6 * c['call.forward']:.1f} µs" for c in every]
+    links = [links_of(costs) for costs in every]
+    for name in sorted({name for each in links for name in each}):
+        words = [_words_of(each[name]) if name in each else "" for each in links]
+        yield f"collectives over {name}", words
+
+
+def _words_of(link: Link) -> str:
+    each = f"{1e6 * link.launch:,.0f} µs each"
+    return f"{1 / link.host_cost / 1e9:.2f} GB/s, {each}" if link.host_cost else each
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Report a file that cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        expected = "a file that can be written: --out FILE writes to another one"
+        raise UserError(f"{path}: found {error.strerror}, expected {expected}") from None
+
+
 def add_to(cli: typer.Typer, *_: str) -> None:
-    """Register the command."""
+    """Register the commands."""
     options = Options(default=PlanConfig(), shows=_SHOWS)
 
     def plan(given: Mapping[str, Any]) -> None:
@@ -195,22 +334,5 @@ def add_to(cli: typer.Typer, *_: str) -> None:
         sys.path.insert(0, "")
         options.read(given).run(given["model"])
 
-    cli.command("plan", epilog=EXAMPLES)(with_options(plan, [options], _TEXT, (_MODEL,)))
-
-
-@contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """Report what cannot be planned for as a mistake in an option."""
-    try:
-        yield
-    except MeshError as error:
-        raise OptionError("--mesh", error.found, error.expected) from None
-    except ModelError as error:
-        raise OptionError("MODEL", error.found, error.expected) from error.__cause__
-    except SettingsError as error:
-        name = "--" + error.name.replace("_", "-")
-        raise OptionError(name, error.found, error.expected) from None
-    except RehearsalError as error:
-        raise UserError(str(error)) from error.__cause__
-    except (MachineError, UntraceableError) as error:
-        raise UserError(str(error)) from None
+    cli.command("calibrate", epilog=_CALIBRATE)(calibrate)
+    cli.command("plan", epilog=_PLAN)(with_options(plan, [options], _TEXT, (_MODEL,)))

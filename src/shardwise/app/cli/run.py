@@ -1,23 +1,29 @@
-"""From a configuration to running ranks, the same way for every recipe."""
+"""From options to running ranks: of a training, and of any script with ``shardwise run``."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+import typer
+
+from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.app.recipes.core.rundir import locked
 from shardwise.app.recipes.rank import command_of
-from shardwise.base.units import show
-from shardwise.elastic.errors import UserError
+from shardwise.base.units import counted, show
+from shardwise.elastic import program
+from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_here, run_over_hosts
@@ -227,7 +233,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
                 held.enter_context(job.plan(_world(hosts, processes)))
         if nodes is None:
             # Over several hosts rank 0 locks it, which may be on another host after a restart.
-            held.enter_context(job.lock_folder())
+            held.enter_context(locked(job.config.files))
             os.environ[LOCKED] = "1"
             held.callback(os.environ.pop, LOCKED)
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
@@ -238,7 +244,9 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         else:
             code = _launch(job, command, processes, nodes, launch.max_restarts)
     if code and nodes is None:
-        job.report_lost()
+        from shardwise.app.recipes.core.journal import write_report_of_lost
+
+        write_report_of_lost(job.config.files)  # whose lock is free again
     sys.exit(code)
 
 
@@ -260,14 +268,26 @@ def _check_no_launcher(launch: LaunchConfig, nodes: Nodes | None) -> None:
 def _launch(
     job: TrainingJob, command: list[str], processes: int, nodes: Nodes | None, max_restarts: int
 ) -> int:
-    """Start this host's ranks, and wait for them."""
+    """Start this host's ranks of a training, and wait for them."""
     _say_starting(processes)
+    terms = None
+    if nodes is not None and nodes.least is not None:
+        terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
+    return _start(command, processes, nodes, max_restarts, terms, show)
+
+
+def _start(
+    command: Sequence[str],
+    processes: int,
+    nodes: Nodes | None,
+    max_restarts: int,
+    terms: Terms | None,
+    tell: Callable[[str], None],
+) -> int:
+    """Start this host's ranks, and wait for them; return their exit code."""
     if nodes is None:
         return run_here(lambda attempt: command, processes, max_restarts)
-    show(meeting(nodes))
-    terms = None
-    if nodes.least is not None:
-        terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
+    tell(_meeting(nodes))
     return run_over_hosts(lambda attempt: command, processes, nodes, max_restarts, terms)
 
 
@@ -278,7 +298,7 @@ def _launch_replicas(
     count = job.replicas(_world(1, processes))
     _say_starting(processes)
     with importing():  # here, and not before: it takes seconds
-        from shardwise.app.recipes.core.rounds import RoundsFile
+        from shardwise.app.recipes.core.replicas import RoundsFile
         from shardwise.diloco import QuorumServer
         from shardwise.diloco.coordinator import Event, EventKind
         from shardwise.elastic.replicas import ReplicaLauncher
@@ -312,7 +332,7 @@ def _launch_replicas(
         return code
 
 
-def meeting(nodes: Nodes) -> str:
+def _meeting(nodes: Nodes) -> str:
     """Return lines that say where the hosts meet, and whether strangers may take part."""
     who = f"{nodes.least} to {nodes.count}"
     if nodes.least is None:
@@ -327,12 +347,10 @@ def meeting(nodes: Nodes) -> str:
 
 
 def _say_starting(processes: int) -> None:
-    threads = max(1, usable_cores() // processes)
-    print(
-        f"starting   {_number(processes, 'process', 'es')}, {_number(threads, 'thread', 's')}"
-        f"{' each' if processes > 1 else ''}; importing torch takes a moment",
-        flush=True,
-    )
+    threads = counted(max(1, usable_cores() // processes), "thread")
+    each = " each" if processes > 1 else ""
+    many = counted(processes, "process", "processes")
+    show(f"starting   {many}, {threads}{each}; importing torch takes a moment")
 
 
 def _world(hosts: int, processes: int) -> World:
@@ -354,7 +372,7 @@ def _expected_hosts(job: TrainingJob, processes: int, nodes: Nodes) -> int:
 def _why_not(job: TrainingJob, world: World) -> str | None:
     """Return why a job cannot run over a world; None: it can."""
     try:
-        job.check_world(world)
+        job.config.check_world(world)
     except UserError as error:
         return str(error)
     return None
@@ -370,5 +388,97 @@ def _words(job: TrainingJob, chosen: str | None) -> list[str]:
     return [*words[:at], "--out", str(job.config.train.output.out), *words[at:]]
 
 
-def _number(count: int, noun: str, plural: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
+# -- shardwise run ---------------------------------------------------------------------------------
+
+_TEXT = """Run a script of your own as the ranks of a job, on one host or several.
+
+Every rank is a process that runs the script with the same arguments. It
+finds torchrun's variables in its environment: RANK, WORLD_SIZE, LOCAL_RANK
+and others. Options of this command come before the script.
+"""
+
+_EXAMPLES = """
+[bold]Examples[/bold]
+
+Four processes on this machine:
+  [cyan]shardwise run --nproc 4 my_script.py --lr 3e-4[/cyan]
+
+A module:
+  [cyan]shardwise run --nproc 4 -m my_package.train --lr 3e-4[/cyan]
+
+Two hosts, with restarts; on the second, --node-rank 1:
+  [cyan]shardwise run --nproc 8 --nnodes 2 --node-rank 0 --rdzv host-a:29400 \\
+    --max-restarts 3 my_script.py[/cyan]
+"""
+
+_WORDS = keyword_only(
+    "words",
+    Annotated[
+        list[str],
+        typer.Argument(metavar="SCRIPT", help="The script, followed by its own arguments."),
+    ],
+)
+_MODULE = keyword_only(
+    "module",
+    Annotated[
+        bool,
+        typer.Option("--module", "-m", help="SCRIPT is the name of a module, as for python -m."),
+    ],
+    False,
+)
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    launch = Options(
+        default=LaunchConfig(),
+        without=frozenset({"dry_run", "plan", "world_size"}),
+        shows={
+            "nproc": {"help": "Processes to start on this host."},
+            "max_restarts": {
+                "help": "How often to start the script again when a process or a host is lost, "
+                "with the hosts that are left."
+            },
+        },
+    )
+
+    def act(given: Mapping[str, Any]) -> None:
+        words, terms = (_module if given["module"] else _file)(given["words"])
+        sys.exit(_run_script(words, terms, launch.read(given)))
+
+    cli.command(
+        "run",
+        epilog=_EXAMPLES,
+        context_settings={"allow_interspersed_args": False},
+    )(with_options(act, [launch], _TEXT, [_WORDS, _MODULE]))
+
+
+def _file(words: list[str]) -> tuple[list[str], Terms]:
+    """Check a script; return the words of a rank's command, and what hosts have to agree on."""
+    path = Path(words[0])
+    expected = "a Python file"
+    require(path.exists(), "SCRIPT", f"{path}, which does not exist", expected)
+    require(path.is_file(), "SCRIPT", f"{path}, which is no file", expected)
+    require(os.access(path, os.R_OK), "SCRIPT", f"{path}, which is not readable", expected)
+    # Its arguments may differ between hosts, which may keep data in different folders.
+    contents = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    return words, Terms({"SCRIPT": f"{path.name} with SHA-256 {contents}"})
+
+
+def _module(words: list[str]) -> tuple[list[str], Terms]:
+    name = words[0]
+    is_name = all(part.isidentifier() for part in name.split("."))
+    require(is_name, "--module", name, "the name of a module, such as my_package.train")
+    return ["-m", *words], Terms({"--module": name})
+
+
+def _run_script(words: Sequence[str], terms: Terms, launch: LaunchConfig) -> int:
+    nodes, world = launch.nodes(), find_world()
+    if world is not None:
+        raise UserError(
+            f"environment: found rank {world.rank} of {world.size}, expected no RANK and "
+            "WORLD_SIZE; what has set them starts the ranks, so give it the script itself"
+        )
+    processes, command = check_nproc(launch.nproc, None), program.command_of(words)
+    # Standard output is the script's.
+    return _start(command, processes, nodes, launch.max_restarts, terms, say)

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from inspect import Parameter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.app.cli.config_file import ConfigFile, names_place, save, written
-from shardwise.app.cli.generate import Options, keyword_only, with_options
+from shardwise.app.cli.config_file import FileOption, read_options, save, written
+from shardwise.app.cli.options import (
+    Options,
+    help_if_alone,
+    keyword_only,
+    parameter_name,
+    read_path,
+    with_options,
+)
 from shardwise.app.cli.run import LaunchConfig, run
-from shardwise.app.cli.values import help_if_alone, read_path
-from shardwise.app.recipes.catalog import RECIPES
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
+from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
+from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
-from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
+from shardwise.insight.schema.training import OptimizerConfig
+
+#: Each kind of training by its name, with all its defaults.
+RECIPES: dict[str, RecipeConfig] = {
+    config.recipe: config
+    for config in (
+        LmConfig.for_model(DEFAULT_MODEL),
+        MnistConfig(),
+        ImagenetConfig(),
+        VitConfig.for_model("vit-tiny"),
+    )
+}
 
 _LM = """
 [bold]Examples[/bold]
@@ -96,33 +115,15 @@ Speed without reading images, on two CPUs:
   [cyan]shardwise train vit --fake-data --nproc 2 --batch-size 4 --steps 10[/cyan]
 """
 
+
+def _file_option(name: str, help_text: str) -> Parameter:
+    info = typer.Option(name, metavar="FILE", parser=read_path, help=help_text)
+    return keyword_only(parameter_name(name), Annotated[Path | None, info], None)
+
+
 _FILES = (
-    keyword_only(
-        "config",
-        Annotated[
-            Path | None,
-            typer.Option(
-                "--config",
-                metavar="FILE",
-                parser=read_path,
-                help="Options in YAML, by their names; those of the command line win.",
-            ),
-        ],
-        None,
-    ),
-    keyword_only(
-        "save_config",
-        Annotated[
-            Path | None,
-            typer.Option(
-                "--save-config",
-                metavar="FILE",
-                parser=read_path,
-                help="Write the options to a new file for --config, and exit.",
-            ),
-        ],
-        None,
-    ),
+    _file_option("--config", "Options in YAML, by their names; those of the command line win."),
+    _file_option("--save-config", "Write the options to a new file for --config, and exit."),
 )
 
 _BY_EPOCHS = {
@@ -160,42 +161,44 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
     launch, default = Options(default=LaunchConfig()), options.default
 
     def act(given: Mapping[str, Any]) -> None:
-        file = ConfigFile()
+        file: dict[str, FileOption] = {}
         if given["config"] is not None:
-            name = f"train {default.recipe}"
-            file = ConfigFile.read(given["config"], [launch, options], name)
+            file = read_options(given["config"], [launch, options], f"train {default.recipe}")
         try:
             start(given, file)
         except UserError as error:
-            place = names_place(error, file, given)
-            if place is None:
+            name = getattr(error, "option", None)
+            if name not in file or given.get(parameter_name(name)) is not None:
                 raise
-            located = UserError(f"{error} ({place})")
+            located = UserError(f"{error} ({file[name].place})")
             located.exit_code = error.exit_code
             raise located from error
 
-    def start(given: Mapping[str, Any], file: ConfigFile) -> None:
-        weights, model = given.get("from_"), given.get("model")
+    def start(given: Mapping[str, Any], file: dict[str, FileOption]) -> None:
         # One of two says it: what is on the line replaces either in the file.
-        if weights is not None or model is not None:
-            file.drop("--from", "--model")
-        if given["epochs"] is not None or given["steps"] is not None:
-            file.drop("--epochs", "--steps")
-        weights, model = weights or file.value("--from"), model or file.value("--model")
-        config = None
-        if weights is not None:
+        for pair in (("--from", "--model"), ("--epochs", "--steps")):
+            if any(given.get(parameter_name(name)) is not None for name in pair):
+                for name in pair:
+                    file.pop(name, None)
+        in_file = {name: found.value for name, found in file.items()}
+
+        def asked(name: str) -> Any:
+            value = given.get(parameter_name(name))
+            return in_file.get(name) if value is None else value
+
+        config: RecipeConfig | None = None
+        if (weights := asked("--from")) is not None:
             config = default.for_pretrained(weights)
-        elif model is not None:
+        elif (model := asked("--model")) is not None:
             config = default.for_model(model)
-        algorithm = given.get("optimizer") or file.value("--optimizer")
-        if algorithm is not None:
-            config = _with_usual(default if config is None else config, algorithm)
-        config = options.read(given, config, file.given())
-        epochs = given["epochs"] is not None or file.value("--epochs") is not None
-        if epochs and given["steps"] is None and file.value("--steps") is None:
-            # In place of a default number of steps.
-            config = config.with_train(steps=None)
-        launching = launch.read(given, None, file.given())
+        if (algorithm := asked("--optimizer")) is not None:
+            config = config or default
+            assert isinstance(config.train.optimizer, OptimizerConfig)
+            config = config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
+        config = options.read(given, config, in_file)
+        if asked("--epochs") is not None and asked("--steps") is None:
+            config = config.with_train(steps=None)  # in place of a default number
+        launching = launch.read(given, None, in_file)
         processes = ((s, v) for s, v in launch.values_of(launching) if v != s.default)
         values = (*processes, *options.values_of(config))
         text = written(f"shardwise train {default.recipe}", values)
@@ -203,17 +206,10 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
             save(given["save_config"], text)
             show(f"options    {given['save_config']}")
             return
-        named = given["out"] is not None or file.value("--out") is not None
-        folder = Folder.NAMED if named else Folder.DEFAULT
+        folder = Folder.DEFAULT if asked("--out") is None else Folder.NAMED
         run(TrainingJob(config, folder, text), launching)
 
     return with_options(act, [launch, options], help_text, _FILES)
-
-
-def _with_usual(config: RecipeConfig, algorithm: OptimizerName) -> RecipeConfig:
-    """Return a configuration with the defaults that go with ``--optimizer``."""
-    assert isinstance(config.train.optimizer, OptimizerConfig)
-    return config.with_train(optimizer=config.train.optimizer.usual_for(algorithm))
 
 
 #: Of each training: its options, its help, and the end of that.

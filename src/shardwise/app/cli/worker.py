@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.app.cli.main import commands
+from shardwise.app.cli.options import UsageError, describe
 from shardwise.app.cli.run import in_workers
-from shardwise.app.cli.values import UsageError, describe
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.worker import run_worker, working_for
 from shardwise.elastic.world import find_world

@@ -1,11 +1,10 @@
 """Checks to run before a job over several hosts.
 
-    group.py      the hosts meet at a store of host 0 and exchange what each of them found
     facts.py      the facts about one host
-    probe.py      two processes started as ranks: do they start, what they see, how fast they share
-    measure.py    how fast pairs of hosts exchange data
+    probe.py      two processes started as ranks: do they start, what they see, how
+                  fast they share; and how fast pairs of hosts exchange data
     checks.py     facts and measurements in, findings out
-    diagnose.py   all of the above in order
+    diagnose.py   the hosts meet at a store of host 0, exchange what they found, and check it
 
 A host alone needs no torch: processes of its own look at that. Several hosts meet at a store of
 torch's kind. Every wait has a time limit: see :data:`diagnose.SECONDS`.

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.app.doctor.facts import Facts
-from shardwise.app.doctor.measure import PairLink
+from shardwise.app.doctor.probe import PairLink
 
 RANKS, WORLD = "node ranks", "world size"
 VERSIONS = "versions"

@@ -8,7 +8,7 @@ import resource
 import socket
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,10 +108,6 @@ class Facts:
         if not (self.versions.keys() <= {*_VERSIONS} and self.settings.keys() <= {*_SETTINGS}):
             raise ValueError(f"found names other than {_VERSIONS} and {_SETTINGS}")
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, which :func:`received` reads."""
-        return asdict(self)
-
 
 def collect_facts(nodes: Nodes, nproc: int, probe: Probe) -> Facts:
     """Collect the facts about this host, beside what ranks on it have found."""
@@ -185,15 +181,11 @@ def _tasks() -> int:
     left = list(_tasks_of_groups())
     most = resource.getrlimit(resource.RLIMIT_NPROC)[0]
     if most != resource.RLIM_INFINITY and os.geteuid() != 0:
-        left.append(most - _tasks_of_user(os.getuid()))
+        every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
+        # Where the system does not say it of a process of others, psutil gives None.
+        own = [each for each in every if each["uids"] and each["uids"].real == os.getuid()]
+        left.append(most - sum(each["num_threads"] or 0 for each in own))
     return max(0, min(left)) if left else -1
-
-
-def _tasks_of_user(user: int) -> int:
-    every = (process.info for process in psutil.process_iter(["uids", "num_threads"]))
-    # Where the system does not say it of a process of others, psutil gives None.
-    own = [each for each in every if each["uids"] and each["uids"].real == user]
-    return sum(each["num_threads"] or 0 for each in own)
 
 
 def _tasks_of_groups() -> Iterator[int]:

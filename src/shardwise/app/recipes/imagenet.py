@@ -14,7 +14,6 @@ from shardwise.app.recipes.vision.task import (
     load_plain,
     vision_task,
 )
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import SgdConfig
@@ -27,9 +26,6 @@ def assemble(inputs: ImageFolderInputs[ImagenetConfig], place: TrainContext) -> 
     classes = len(inputs.classes)
     model = build_classifier(inputs.settings, classes)
     blocks = repeated_blocks(model)
-    checkpoint_blocks(
-        blocks, train.sharding.activation_checkpointing, train.sharding.recompute_every
-    )
     sharded = shard(model, blocks, train.sharding, place)
     initialize(model, train.seed)
     if train.sharding.compile:

@@ -21,10 +21,12 @@ from shardwise.app.recipes.core.build import (
     shard,
 )
 from shardwise.app.recipes.core.model import (
+    Sampling,
     Utilization,
     build,
     config_json,
     decoder_layers,
+    generate_tokens,
     initialize,
     next_token_loss,
 )
@@ -34,12 +36,10 @@ from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
@@ -59,9 +59,6 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
-    checkpoint_blocks(
-        blocks, train.sharding.activation_checkpointing, train.sharding.recompute_every
-    )
     sharded = shard(model, blocks, train.sharding, place)
     gathers = Gathers.EVERY_MICROBATCH
     if config.pretrained is None:
@@ -97,11 +94,13 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         )
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)
+    # Where a published model ends an answer, above all.
+    generation = None if config.pretrained is None else model.generation_config
     return Task(
         model_name=config.model,
         model=sharded,
         model_config=config_json(model),
-        generation_config=_generation_json(config, model),
+        generation_config=None if generation is None else str(generation.to_json_string()),
         save_tokenizer=lambda folder: vocabulary.as_transformers().save_pretrained(folder),
         optimizer=optimizer,
         schedule=lambda position: curve(position.step),
@@ -141,14 +140,6 @@ def _build(settings: dict[str, Any], config: LmConfig, vocabulary: Vocabulary) -
         )
     model.train()
     return model
-
-
-def _generation_json(config: LmConfig, model: PreTrainedModel) -> str | None:
-    """Return how a published model generates: where it ends an answer, above all."""
-    generation = model.generation_config
-    if config.pretrained is None or generation is None:
-        return None
-    return str(generation.to_json_string())
 
 
 def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:

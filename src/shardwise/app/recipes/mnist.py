@@ -18,21 +18,20 @@ from torch import nn
 
 from shardwise.app.recipes.core.build import (
     compile_blocks,
-    learning_rate,
     make_optimizer,
     shard,
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import MnistConfig, MnistInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
-from shardwise.app.recipes.vision.images import Batch
 from shardwise.app.recipes.vision.task import (
+    Batch,
     ImageData,
+    curve_of,
     example_of,
     load_plain,
     vision_task,
 )
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.schema.training import OptimizerConfig
 
@@ -47,15 +46,11 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
     assert isinstance(train.optimizer, OptimizerConfig)
     torch.manual_seed(train.seed)  # every rank begins with the same weights
     model = build_convnet().to(place.device)
-    checkpoint_blocks(
-        _blocks(model), train.sharding.activation_checkpointing, train.sharding.recompute_every
-    )
-    units = _blocks(model) if inputs.config.nested else []
-    sharded = shard(model, units, train.sharding, place)
+    blocks = _blocks(model)
+    units = blocks if inputs.config.nested else []
+    sharded = shard(model, units, train.sharding, place, blocks=blocks)
     if train.sharding.compile:
-        compile_blocks(_blocks(model))
-    per_step = train.examples_per_step(place.world.size)
-    curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
+        compile_blocks(blocks)
     data = ImageData(
         name="MNIST",
         training=Digits(inputs.training),
@@ -69,8 +64,7 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
         name="convnet",
         model=sharded,
         optimizer=make_optimizer(model, train.optimizer),
-        # By examples: in a resumed run, steps before may have had another number of them.
-        schedule=lambda position: curve(position.examples / per_step),
+        schedule=curve_of(inputs, place.world),
         load=functools.partial(load_plain, build_convnet, place.device),
         loaded_into="a plain module",
     )

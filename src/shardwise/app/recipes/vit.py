@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from shardwise import FSDPModule, materialize
 from shardwise.app.recipes.core.build import (
     compile_blocks,
-    learning_rate,
     make_optimizer,
     shard,
 )
@@ -31,9 +30,8 @@ from shardwise.app.recipes.core.model import (
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
 from shardwise.app.recipes.vision.config import FAKE_CLASSES, ImageFolderInputs, VitConfig
-from shardwise.app.recipes.vision.task import ImageData, example_of, vision_task
+from shardwise.app.recipes.vision.task import ImageData, curve_of, example_of, vision_task
 from shardwise.checkpoint import load_weights
-from shardwise.frontends.blocks import checkpoint_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import vit_placement
 from shardwise.insight.schema.sharding import ShardingConfig
@@ -49,8 +47,6 @@ def assemble(inputs: ImageFolderInputs[VitConfig], place: TrainContext) -> Task:
     initialize(model, train.seed)
     if train.sharding.compile:
         compile_blocks(decoder_layers(model))
-    per_step = train.examples_per_step(place.world.size)
-    curve = learning_rate(train.optimizer, inputs.span.steps_in_all(per_step))
     return vision_task(
         inputs,
         place,
@@ -59,8 +55,7 @@ def assemble(inputs: ImageFolderInputs[VitConfig], place: TrainContext) -> Task:
         model=sharded,
         config_json=config_json(model),
         optimizer=make_optimizer(model, train.optimizer),
-        # By examples: in a resumed run, steps before may have had another number of them.
-        schedule=lambda position: curve(position.examples / per_step),
+        schedule=curve_of(inputs, place.world),
         load=functools.partial(_load_sharded, inputs, place),
         loaded_into="new shards",
     )
@@ -107,7 +102,4 @@ def shard_model(
     Returns:
         ``model``.
     """
-    checkpoint_blocks(
-        decoder_layers(model), config.activation_checkpointing, config.recompute_every
-    )
-    return shard(model, units, config, place, vit_placement)
+    return shard(model, units, config, place, vit_placement, decoder_layers(model))

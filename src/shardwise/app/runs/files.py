@@ -28,60 +28,61 @@ class _RunPath:
         return run.root / self.name
 
 
+class _RunFile(_RunPath):
+    """A file of one run: ``--overwrite`` deletes it."""
+
+
+class _RunFolder(_RunPath):
+    """A folder of one run: ``--overwrite`` deletes it with all that is in it."""
+
+
 @dataclass(frozen=True)
 class RunFiles:
-    """The folder of a run and the paths in it.
+    """The folder of a run and what lies in it.
 
     Attributes:
         root: the folder.
     """
 
     root: Path
+    options = _RunFile("config.yaml")  # of the last session, as --config reads them
+    model_config = _RunFile("config.json")  # the model's, as transformers reads it
+    generation_config = _RunFile("generation_config.json")  # of a run that began with --from
+    tokenizer = _RunFolder(TOKENIZER)  # as transformers saves it
+    metrics = _RunFile("metrics.jsonl")  # a line a step
+    ranks = _RunFile("ranks.jsonl")  # how long each rank computed, every few seconds
+    layout = _RunFile("layout.html")  # who holds what, as the inspector's page
+    report = _RunFile("report.html")  # the page of the run
+    plan = _RunFile("plan.json")  # what was predicted, with --plan
+    timeline = _RunFolder("timeline")  # what every rank did in a step, with --timeline
+    sample = _RunFile("sample.txt")  # what a language model writes at the end
+    weights = _RunFile("model.safetensors")  # a classifier at the end, as one file
+    confusion = _RunFile("confusion.png")  # what it mistakes
+    loss_chart = _RunFile("loss.png")  # which earlier versions drew
+    adapters = _RunFolder("adapters")  # at the end, in the format of peft
+    merged = _RunFolder("merged")  # weights at the end, with the adapters merged into them
+    checkpoints = _RunFolder("checkpoints")  # step-00000100/, ...
+    quorum = _RunFile("quorum.jsonl")  # what happened among replicas, with --diloco-deadline
+    replicas = _RunFolder("replicas")  # 1/, ...: the runs of all of them but the first, the same
+    tensorboard = _RunFolder("tensorboard")  # with --log tensorboard
+    wandb = _RunFolder("wandb")  # with --log wandb
+    lock = _RunPath("run.lock")  # locked while the run trains; says by which process
+    #: Configuration, versions, outcome: a folder with it is a run. It is deleted last: a deletion
+    #: that is cut short leaves what still is a run.
+    run_json = _RunFile("run.json")
 
-    #: Configuration, versions, outcome. A folder with this file is a run.
-    run_json = _RunPath("run.json")
-    #: The options of the last session, as ``--config`` reads them.
-    options = _RunPath("config.yaml")
-    #: The model's configuration, as transformers reads it.
-    model_config = _RunPath("config.json")
-    #: How the model generates, as transformers reads it.
-    generation_config = _RunPath("generation_config.json")
-    #: Folder of the tokenizer, as transformers saves it.
-    tokenizer = _RunPath(TOKENIZER)
-    #: One line per step.
-    metrics = _RunPath("metrics.jsonl")
-    #: How long each rank computed and waited, a line every few seconds.
-    ranks = _RunPath("ranks.jsonl")
-    #: Who holds what, as the inspector's page.
-    layout = _RunPath("layout.html")
-    #: The page of the run.
-    report = _RunPath("report.html")
-    #: What was predicted of the run.
-    plan = _RunPath("plan.json")
-    #: Folder of the timeline.
-    timeline = _RunPath("timeline")
-    #: The text that the model writes at the end.
-    sample = _RunPath("sample.txt")
-    #: The full model at the end, in one file.
-    weights = _RunPath("model.safetensors")
-    #: The confusion matrix.
-    confusion = _RunPath("confusion.png")
-    #: Folder of checkpoints.
-    checkpoints = _RunPath("checkpoints")
-    #: Folder of the adapters at the end, in the format of peft.
-    adapters = _RunPath("adapters")
-    #: Folder of the weights at the end, with the adapters merged into them.
-    merged = _RunPath("merged")
-    #: What happened among replicas that are worlds of their own, a line each.
-    quorum = _RunPath("quorum.jsonl")
-    #: Folder of the runs of all such replicas but the first.
-    replicas = _RunPath("replicas")
-    #: The file that a run keeps locked while it trains.
-    lock = _RunPath("run.lock")
-    #: Folder of event files.
-    tensorboard = _RunPath("tensorboard")
-    #: Folder that Weights & Biases writes to.
-    wandb = _RunPath("wandb")
+    @property
+    def own_files(self) -> list[Path]:
+        """The files that ``--overwrite`` deletes."""
+        return self._of(_RunFile)
+
+    @property
+    def own_folders(self) -> list[Path]:
+        """The folders that it deletes."""
+        return self._of(_RunFolder)
+
+    def _of(self, kind: type[_RunPath]) -> list[Path]:
+        return [self.root / p.name for p in vars(RunFiles).values() if isinstance(p, kind)]
 
 
 _MOST_BYTES = 1024  # of a lock

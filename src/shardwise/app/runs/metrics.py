@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from shardwise.app.runs.files import naming
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import open_file
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.checkpoint.disk.strict import MAX_INT, Fields, check_number, parse, refuse
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 _NUMBERS = (int, float)  # a union would be made anew for each value of a million lines
@@ -57,37 +61,32 @@ def without_nan(value: Any) -> Any:
     return value
 
 
+@dataclass
 class Follower:
     """Reads what a file of lines gains, each line once.
 
     A training that resumes cuts off the lines behind its checkpoint. So the last bytes that were
     read are compared each time, and if they have changed, reading begins anew.
 
-    Args:
+    Attributes:
         path: the file, which need not exist yet.
         begin: called before the first line, and again if reading begins anew.
         line: called with each line, without its end, and its number from 1.
         at_once: bytes after which one reading ends; the next one goes on.
-
-    Attributes:
         left: bytes that were not read for that reason.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        begin: Callable[[], object],
-        line: Callable[[bytes, int], object],
-        at_once: int = MOST_BYTES,
-    ) -> None:
-        self._path = path
-        self._at_once = at_once
-        self._begin = begin
-        self._line = line
+    path: Path
+    begin: Callable[[], object]
+    line: Callable[[bytes, int], object]
+    at_once: int = MOST_BYTES
+    left: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         self._restart()
 
     def _restart(self) -> None:
-        self._begin()
+        self.begin()
         self._end = self.left = 0
         self._number = 0
         self._remembered = b""
@@ -99,24 +98,24 @@ class Follower:
             CheckpointError: the file cannot be read, is not a regular file, or is far larger than
                 what a training writes, in all or in one line.
         """
-        if not os.path.lexists(self._path):
+        if not os.path.lexists(self.path):
             self._restart()
             return
-        handle, size = open_file(self._path)
+        handle, size = open_file(self.path)
         with os.fdopen(handle, "rb") as file:
             if size > MOST_BYTES:  # it may be one hole, which takes minutes to read
-                refuse(str(self._path), f"{size:,} bytes", f"at most {MOST_BYTES:,}")
+                refuse(str(self.path), f"{size:,} bytes", f"at most {MOST_BYTES:,}")
             try:
                 before = self._end - len(self._remembered)
                 file.seek(before)
                 if size < self._end or file.read(len(self._remembered)) != self._remembered:
                     self._restart()
                     file.seek(0)
-                until = self._end + self._at_once
+                until = self._end + self.at_once
                 self._read_lines(file, until)
                 self.left = max(0, size - self._end) if self._end >= until else 0
             except OSError as error:
-                raise CheckpointError(f"{self._path}: cannot be read ({error.strerror})") from None
+                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from None
 
     def _read_lines(self, file: Any, until: int) -> None:
         while self._end < until and (line := file.readline(MAX_LINE + 1)):
@@ -127,7 +126,7 @@ class Follower:
                     return
                 length += len(rest)
                 if length > _LONGEST:
-                    where = f"{self._path}, line {self._number + 1:,}"
+                    where = f"{self.path}, line {self._number + 1:,}"
                     refuse(where, f"more than {_LONGEST:,} bytes", f"at most {MAX_LINE:,}")
                 line = line[:MAX_LINE] + b"x" + rest[-1:]
             self._number += 1
@@ -135,4 +134,153 @@ class Follower:
             self._remembered = (self._remembered + line)[-_REMEMBERED:]
             if length > MAX_LINE:
                 self._remembered = b""  # of such a line only the beginning was kept
-            self._line(line[:-1], self._number)
+            self.line(line[:-1], self._number)
+
+
+MOST_RANKS = 256  # that a line lists, the busiest ones
+_SECONDS = 10.0  # between lines, at first
+_SHARE = 100  # of the time of a run that passes between lines: a long one has few hundreds
+_KEPT = 60  # lines that a page shows
+
+
+@dataclass(frozen=True)
+class RankStep:
+    """A step of one rank, as it says itself.
+
+    Attributes:
+        seconds: since the exchange of the step before.
+        waited: of these, waiting for other ranks.
+        data: of these, waiting for its batches.
+        memory_mib: its peak memory so far.
+    """
+
+    seconds: float
+    waited: float
+    data: float
+    memory_mib: float
+
+
+@dataclass
+class _Sums:
+    steps: int = 0
+    seconds: list[float] = field(default_factory=list)
+    waited: list[float] = field(default_factory=list)
+    data: list[float] = field(default_factory=list)
+
+
+class RanksFile:
+    """Writes ``ranks.jsonl``: a line for the mean of the steps since the last one.
+
+    A rank that is slow lets all others wait, and so waits least itself. So a line has the seconds
+    of a step in which a rank did *not* wait.
+
+    Args:
+        path: the file, which is appended to.
+        clock: seconds.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path = path
+        self._file: IO[str] = path.open("a", encoding="utf-8")
+        self._clock = clock
+        self._began = self._last = clock()
+        self._sums = _Sums()
+
+    def step(self, step: int, ranks: Sequence[RankStep]) -> None:
+        """Add a step of all ranks, in rank order; write a line if it is time."""
+        sums = self._sums
+        if len(sums.seconds) != len(ranks):
+            sums = self._sums = _Sums(0, *([0.0] * len(ranks) for _ in range(3)))
+        sums.steps += 1
+        for at, each in enumerate(ranks):
+            sums.seconds[at] += each.seconds
+            sums.waited[at] += each.waited
+            sums.data[at] += each.data
+        now = self._clock()
+        if now - self._last >= max(_SECONDS, (now - self._began) / _SHARE):
+            self._last = now
+            self._write(step, ranks)
+
+    def _write(self, step: int, ranks: Sequence[RankStep]) -> None:
+        sums, count = self._sums, self._sums.steps
+        busy = [(s - w) / count for s, w in zip(sums.seconds, sums.waited, strict=True)]
+        shown = sorted(range(len(ranks)), key=lambda rank: -busy[rank])[:MOST_RANKS]
+        shown.sort()
+        record = {
+            "step": step,
+            "seconds": _brief(max(sums.seconds) / count),
+            "world_size": len(ranks),
+            "ranks": shown,
+            "busy": [_brief(busy[rank]) for rank in shown],
+            "data": [_brief(sums.data[rank] / count) for rank in shown],
+            "memory_mib": [_brief(ranks[rank].memory_mib) for rank in shown],
+        }
+        self._sums = _Sums()
+        with naming(self._path):
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._file.flush()
+
+    def close(self, step: int = 0, ranks: Sequence[RankStep] = ()) -> None:
+        """Close the file, after a line about the steps since the last one."""
+        try:
+            if self._sums.steps and len(self._sums.seconds) == len(ranks):
+                self._write(step, ranks)
+        finally:
+            self._file.close()
+
+
+def _brief(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+class RanksReader:
+    """Follows ``ranks.jsonl``.
+
+    Args:
+        path: the file.
+        at_once: bytes after which one reading ends; the next one goes on.
+    """
+
+    def __init__(self, path: Path, at_once: int = MOST_BYTES) -> None:
+        self._lines: list[dict[str, Any]] = []
+        self._follower = Follower(path, self._lines.clear, self._line, at_once)
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return the newest lines, oldest first. Damaged ones are left out.
+
+        Raises:
+            CheckpointError: the file cannot be read.
+        """
+        self._follower.read()
+        return list(self._lines)
+
+    def _line(self, line: bytes, number: int) -> None:
+        try:
+            record = _parsed(line, f"line {number}")
+        except CheckpointError:
+            return
+        # A run that was resumed repeats steps.
+        kept = [each for each in self._lines if each["step"] < record["step"]]
+        self._lines[:] = [*kept, record][-_KEPT:]
+
+
+def _parsed(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE:
+        refuse(where, "more bytes", f"{MAX_LINE:,} at most")
+    fields = Fields(parse(line, where), where)
+    ranks = list(fields.numbers("ranks", MOST_RANKS))
+    found: dict[str, Any] = {
+        "step": fields.number("step"),
+        "seconds": fields.real("seconds"),
+        "world_size": fields.number("world_size"),
+        "ranks": ranks,
+    }
+    for rank in ranks:
+        check_number(rank, where, 0, MAX_INT)
+    for name in ("busy", "data", "memory_mib"):
+        values = fields.items(name, MOST_RANKS)
+        is_right = all(type(v) in (int, float) and math.isfinite(v) for v in values)
+        if not is_right or len(values) != len(ranks):
+            refuse(f"{where}, {name!r}", values, "a number for each rank")
+        found[name] = list(values)
+    return found

@@ -1,6 +1,6 @@
 """The report: which rank of a mesh holds which part of which parameter.
 
-A report is a plain value. ``text.py``, ``page.py`` and ``picture.py`` show it, and
+A report is a plain value. ``text.py`` and ``page.py`` show it, and
 ``docs/inspect.md`` describes its JSON form.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from shardwise.base.units import brief_size
+from shardwise.base.units import brief_size, counted
 from shardwise.insight.inspect.grid import Block, Grid, Tiling
-from shardwise.insight.inspect.words import Row, counted, fold, holders_in_words, shape_in_words
+from shardwise.insight.inspect.words import Row, fold, holders_in_words, shape_in_words
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning
 ADAM_STATES = 2  # tensors of a parameter's size that Adam keeps: exp_avg and exp_avg_sq
@@ -304,7 +304,14 @@ class Report:
             },
             "numel": self.numel,
             "nbytes": self.nbytes,
-            "ranks": [_json_of_totals(each) for each in self.totals],
+            "ranks": [
+                {
+                    **asdict(each),
+                    "estimated_gradients": each.gradients,
+                    "estimated_adam": each.optimizer,
+                }
+                for each in self.totals
+            ],
             "parameters": [_json_of_parameter(p, numbers[p.tiling]) for p in parameters],
             "tilings": [_json_of_tiling(each) for each in tilings],
             "remarks": [
@@ -474,14 +481,6 @@ def _examples(found: list[ParameterReport]) -> str:
 
 
 # -- JSON --------------------------------------------------------------------------------------
-
-
-def _json_of_totals(each: RankTotals) -> dict[str, int]:
-    return {
-        **asdict(each),
-        "estimated_gradients": each.gradients,
-        "estimated_adam": each.optimizer,
-    }
 
 
 def _json_of_parameter(each: ParameterReport, tiling: int) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.base import html
-from shardwise.base.units import brief_size, printable
+from shardwise.base.units import brief_size, counted, printable
 from shardwise.insight.inspect.grid import Block
 from shardwise.insight.inspect.report import (
     MOST_VALUES,
@@ -28,7 +28,6 @@ from shardwise.insight.inspect.report import (
 from shardwise.insight.inspect.words import (
     Row,
     add_rows,
-    counted,
     dimension_name,
     holders_in_words,
     ranks_in_words,

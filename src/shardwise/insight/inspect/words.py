@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import TYPE_CHECKING, Generic, TypeVar
@@ -82,12 +82,6 @@ def _along(dim: int, spans: Sequence[Span], size: int) -> str:
 def dimension_name(dim: int) -> str:
     """``rows``, ``columns``, ``dim 2``, ..."""
     return ("rows", "columns")[dim] if dim < 2 else f"dim {dim}"
-
-
-def counted(things: Sized | int, noun: str) -> str:
-    """``1 parameter``, ``2 parameters``."""
-    count = things if isinstance(things, int) else len(things)
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 _Item = TypeVar("_Item")

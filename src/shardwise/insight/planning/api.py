@@ -18,7 +18,7 @@ from shardwise.base import devices
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
 from shardwise.frontends.strategies import MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect import api as inspector
+from shardwise.insight.inspect import read as inspector
 from shardwise.insight.planning import calibrate
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
@@ -280,13 +280,7 @@ def check_model(blueprint: Blueprint, mesh: WantedMesh) -> None:
             found = f"module {name or 'of the model itself'!r} with sparse gradients"
             expected = "sparse=False: fully_shard reduces dense gradients only"
             raise SettingsError("model", found, expected)
-    size = mesh.tensor_parallel
-    for what, count in blueprint.heads.items():
-        if count % size:
-            raise MeshError(str(mesh), f"a tp that divides the {count} {what}")
-    if size > 1 and not blueprint.tensor_parallel:
-        found = f"{mesh} for {blueprint.name}, which has no tensor parallel plan"
-        raise MeshError(found, "data parallel dimensions only")
+    blueprint.check_mesh(mesh)
 
 
 def with_sequence(blueprint: Blueprint, settings: Settings) -> Settings:

@@ -24,7 +24,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import Links, read_small, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.world import usable_cores
-from shardwise.insight.planning.costs import CALLS, WORK
+from shardwise.insight.planning.clock import CALLS, WORK
 from shardwise.insight.planning.machine import (
     LINKS,
     Device,

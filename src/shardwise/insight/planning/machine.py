@@ -95,7 +95,7 @@ class Device:
         reported_as: words of the name that the device reports to torch, such as ``"H100 PCIe"``.
         host_link: name of the link between devices of a host.
         execution: whether the host runs ahead of the device.
-        costs: measured seconds by unit of work; see :mod:`shardwise.insight.planning.costs`. Empty
+        costs: measured seconds by unit of work; see :mod:`shardwise.insight.planning.clock`. Empty
             if it was not measured.
     """
 

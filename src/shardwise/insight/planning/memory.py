@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shardwise.base.observe import Memory
+from shardwise.base.units import counted
 from shardwise.insight.planning.events import Change, Log
 
 #: Bytes that a process on CPUs takes for each byte of its tensors at the peak: holes in the heap of
@@ -90,7 +91,7 @@ def memory(log: Log) -> RankBytes:
     if risen:
         at_peak, by_module = dict(now), {k: v for k, v in modules.items() if v}
         full = sum(1 for nbytes in groups.values() if nbytes)
-    unsharded = f", {full} {'group' if full == 1 else 'groups'} full" if full else ""
+    unsharded = f", {counted(full, 'group')} full" if full else ""
     return RankBytes(
         **{kind.value: at_peak[kind] for kind in Memory},
         peak=peak,

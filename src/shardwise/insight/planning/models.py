@@ -71,9 +71,10 @@ def of_module(model: object, name: str | None = None) -> Blueprint:
         found = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ModelError(found, "an nn.Module, a Blueprint or a name")
     name = name or type(model).__name__
-    if _is_transformers(model):
+    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
         transformer: Any = model
-        blocks = decoder_layers(transformer) if _has_list(model) else repeated_blocks(model)
+        has_list = any(isinstance(module, nn.ModuleList) for module in model.modules())
+        blocks = decoder_layers(transformer) if has_list else repeated_blocks(model)
         styles, heads = _styles(transformer), dict(_heads(transformer.config))
         return Blueprint(name, model, blocks, tensor_parallel=styles, heads=heads)
     return Blueprint(name, model, repeated_blocks(model))
@@ -228,14 +229,6 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not lists:
         raise ModelError(f"{type(model).__name__} without a list of layers", "one made of layers")
     return max(lists, key=len)
-
-
-def _has_list(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.ModuleList) for module in model.modules())
-
-
-def _is_transformers(model: nn.Module) -> bool:
-    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
 def _styles(model: Any) -> dict[str, ParallelStyle]:

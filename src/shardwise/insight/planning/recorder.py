@@ -107,7 +107,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     Attributes:
         before: bytes by kind when the step begins.
-        formulas: modules whose results depend on values, and why; see ``work.py``.
+        formulas: modules whose results depend on values, and why; see :func:`stand_in`.
     """
 
     def __init__(

@@ -96,7 +96,10 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
                 store_in(model, _dtype(settings.shard_dtype))
             model.train()
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
-        stack.enter_context(_fake_as_real())
+        if "transformers" in sys.modules:  # else the model is none of its
+            from shardwise.frontends.pretrained import hf
+
+            stack.enter_context(hf.fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
             _build(model, blocks, blueprint, settings, mesh)
@@ -161,14 +164,6 @@ def _backend(settings: Settings) -> devices.Backend:
     return devices.backend_of(
         settings.backend or dist.get_default_backend_for_device(kind), torch.device(kind)
     )
-
-
-def _fake_as_real() -> contextlib.AbstractContextManager[None]:
-    if "transformers" not in sys.modules:  # the model is none of its
-        return contextlib.nullcontext()
-    from shardwise.frontends.pretrained import hf
-
-    return hf.fake_as_real()
 
 
 def _build(

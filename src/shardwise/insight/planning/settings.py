@@ -5,11 +5,10 @@ No torch here: the command line checks its options with it.
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -289,9 +288,12 @@ class Settings(StrategyConfig, PlannedStep):
             SettingsError: a value is impossible.
             MeshError: the mesh does not fit the strategy.
         """
-        with naming_arguments():
+        try:
             super().__post_init__()
             self.check_values()
+        except OptionError as error:  # named as in code
+            name = error.option.removeprefix("--").replace("-", "_")
+            raise SettingsError(name, error.found, error.expected) from None
         plan = self.sharding
         names = plan.names[1:] if plan.apart else plan.names
         unknown = self.collective_wire.unknown(names)
@@ -359,16 +361,6 @@ class Settings(StrategyConfig, PlannedStep):
         sizes = dict(zip(self.mesh.names, self.mesh.shape, strict=True))
         compiled, optimizer = "blocks" if self.compile else "nothing", name_of(self.optimizer)
         return {**values, "mesh": sizes, "optimizer": optimizer, "compiled": compiled}
-
-
-@contextlib.contextmanager
-def naming_arguments() -> Iterator[None]:
-    """Name a setting as in code where an option is impossible."""
-    try:
-        yield
-    except OptionError as error:
-        name = error.option.removeprefix("--").replace("-", "_")
-        raise SettingsError(name, error.found, error.expected) from None
 
 
 def name_of(optimizer: str | Callable[..., Any]) -> str:

@@ -13,12 +13,12 @@ from rich.text import Text
 from shardwise.base.html import bar, document, escape, keys
 from shardwise.base.lazy import resource
 from shardwise.base.observe import Memory
-from shardwise.base.units import binary_size, seconds
+from shardwise.base.units import binary_size, counted, seconds
 from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.inspect import page as inspector
 from shardwise.insight.inspect.report import Report
 from shardwise.insight.inspect.text import Cells, rendered
-from shardwise.insight.inspect.words import Row, counted, fold
+from shardwise.insight.inspect.words import Row, fold
 from shardwise.insight.planning.memory import RankBytes
 from shardwise.insight.planning.report import KINDS, Plan, bytes_of
 from shardwise.insight.planning.settings import MOST_PEERS, Products, Settings, name_of

@@ -10,8 +10,9 @@ options of that one.
 
 from __future__ import annotations
 
+import contextlib
 import enum
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -263,6 +264,15 @@ class Config:
             value = getattr(self, each.name)
             if isinstance(value, Config):
                 value.check_values()
+
+
+@contextlib.contextmanager
+def naming(option: str, hint: str = "") -> Iterator[None]:
+    """Report what is not possible as a mistake in an option."""
+    try:
+        yield
+    except NotPossibleError as error:
+        raise OptionError(option, error.found, error.expected + hint) from error.__cause__
 
 
 def read_text(option: str, text: str, reads: Callable[[str], Any]) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
@@ -14,7 +12,6 @@ from shardwise.frontends.strategies import (
     REPLICATE,
     SHARD,
     Checkpointing,
-    MeshError,
     ShardingPlan,
     Strategy,
     parse_mesh,
@@ -27,6 +24,7 @@ from shardwise.insight.schema.option import (
     Config,
     Count,
     OptionError,
+    naming,
     option,
     require,
 )
@@ -354,17 +352,8 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
     asked = config.reshard_after_forward
     if asked is None:
         return plan
-    with naming_mesh("--reshard-after-forward"):
+    with naming("--reshard-after-forward"):
         return replace(plan, reshard_after_forward=reshard_over(plan, asked, world_size // hosts))
-
-
-@contextlib.contextmanager
-def naming_mesh(option: str, hint: str = "") -> Iterator[None]:
-    """Report what does not fit the mesh as a mistake in an option."""
-    try:
-        yield
-    except MeshError as error:
-        raise OptionError(option, error.found, error.expected + hint) from None
 
 
 def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPlan:
@@ -375,7 +364,7 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
         if replicas is None and config.over_hosts and config.strategy.is_hybrid:
             replicas = hosts
         return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
-    with naming_mesh("--mesh"):
+    with naming("--mesh"):
         sizes = parse_mesh(config.mesh)
     replicas = sizes.get(REPLICATE, 1)
     ranks = replicas * sizes.get(SHARD, 1)
@@ -391,7 +380,7 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
 def _resolve(
     option: str, strategy: Strategy, world_size: int, replicas: int | None, hosts: int, hint: str
 ) -> ShardingPlan:
-    with naming_mesh(option, hint):
+    with naming(option, hint):
         return resolve(strategy, world_size, replicas=replicas, hosts=hosts)
 
 

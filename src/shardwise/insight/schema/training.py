@@ -231,10 +231,6 @@ class SgdConfig(Config):
         rules_of(self.param_groups)
 
 
-def _format(text: str) -> WireFormat:
-    return WireFormat(text.strip())
-
-
 @dataclass(frozen=True, kw_only=True)
 class DilocoConfig(Config):
     """How replicas that train apart exchange parameters; see :class:`shardwise.diloco.DiLoCo`."""
@@ -260,7 +256,7 @@ class DilocoConfig(Config):
             DILOCO,
             name="--diloco-wire",
             metavar="NAME",
-            reads=_format,
+            reads=lambda text: WireFormat(text.strip()),
             completions=tuple(each.value for each in WireFormat),
         ),
     )

@@ -1,6 +1,6 @@
 """What one rank did while it was recorded: a value, and its form in a file.
 
-All times are seconds on the clock that all ranks of the recording share; see ``clocks.py``.
+All times are seconds on the clock that all ranks of the recording share; see ``meeting.py``.
 """
 
 from __future__ import annotations

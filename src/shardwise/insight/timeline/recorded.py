@@ -33,8 +33,7 @@ from shardwise.frontends.meta import materialize
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.calibrate import Calibration, processor
-from shardwise.insight.planning.clock import sent
-from shardwise.insight.planning.costs import CALLS, WORK, amount_of, calls_of
+from shardwise.insight.planning.clock import CALLS, WORK, amount_of, calls_of, sent
 from shardwise.insight.planning.events import Log, Mark, Op, Start, StepPhase
 from shardwise.insight.planning.models import language_model
 from shardwise.insight.planning.presets import LlamaShape
@@ -47,10 +46,14 @@ from shardwise.optim.norms import clip_grad_norm_
 
 #: Width and tokens: calls cost most of the first, bytes of the second, products of the last.
 SHAPES = ((64, 128), (128, 1024), (256, 256), (512, 256))
+#: On accelerators, the host is the slower one in the first, and the device in the others.
+DEVICE_SHAPES = ((64, 128), (1024, 16384), (2048, 8192), (4096, 4096))
 _MOST_PROCESSES = 16  # at once
 STEPS = 8  # of each training that are recorded
 _WARMUP = 2  # and that are not
 _LAYERS, _VOCABULARY = 3, 2048
+#: A step took this many times as long as its host needs: the device was never waiting for work.
+_AHEAD = 2
 #: How much more an equation counts if its part takes longer: between 0.5, which fits noise that
 #: grows with the root of the time, and 1, with which only the longest parts count.
 _WEIGHT = 0.75
@@ -126,22 +129,26 @@ def costs_of_ranks(ranks: int) -> dict[str, float]:
     """Return what work costs in n processes at once.
 
     Returns:
-        Seconds by unit; see :mod:`shardwise.insight.planning.costs`. Collectives have units by
+        Seconds by unit; see :mod:`shardwise.insight.planning.clock`. Collectives have units by
         transport: ``"launch.shm"`` for each, and ``"sent.shm"`` for each byte that a rank sends.
         With an accelerator, ``"host"`` is what its host takes for each operation.
 
     Raises:
         RankFailedError: a process was killed.
     """
-    trainings = [SmallTraining(*shape, dtype) for shape in SHAPES for dtype in (None, "bf16")]
-    if ranks > 1 and devices.accelerator() is None:  # those are over shared memory
+    on_cpus = devices.accelerator() is None
+    shapes = SHAPES if on_cpus else DEVICE_SHAPES
+    trainings = [SmallTraining(*shape, dtype) for shape in shapes for dtype in (None, "bf16")]
+    if ranks > 1 and on_cpus:  # those are over shared memory
         trainings += [SmallTraining(*shape, transport="c10d") for shape in (SHAPES[0], SHAPES[-1])]
     logs = [rehearse(each.blueprint(), each.settings(ranks)) for each in trainings]
     pairs = list(zip(logs, launch(_record, (trainings, STEPS), nproc=ranks)[0], strict=True))
-    costs = solve([each for log, timeline in pairs for each in equations(log, timeline)])
-    if devices.accelerator() is not None:
-        costs["host"] = statistics.median(host_seconds(log, timeline) for log, timeline in pairs)
-    return costs
+    if on_cpus:
+        return solve([each for pair in pairs for each in equations(*pair)])
+    each_op = [seconds_of_op(*pair) for pair in pairs]
+    host = min(each_op)
+    waited = [pair for pair, took in zip(pairs, each_op, strict=True) if took > _AHEAD * host]
+    return {"host": host, **solve([each for pair in waited or pairs for each in equations(*pair)])}
 
 
 def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[RankTimeline]]:
@@ -243,8 +250,8 @@ def _times_of_parts(rank: RankTimeline) -> Iterator[list[float]]:
             yield [*(span.begin for span in (*begins, stepping[0])), step.end]
 
 
-def host_seconds(log: Log, ranks: Sequence[RankTimeline]) -> float:
-    """Return the seconds that the host took for each operation of a step of median length."""
+def seconds_of_op(log: Log, ranks: Sequence[RankTimeline]) -> float:
+    """Return the seconds of a step of median length, for each of its operations."""
     took = statistics.median(step.seconds for rank in ranks for step in rank.steps)
     return took / sum(isinstance(event, Op) for event in log.events)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import zlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,7 @@ from shardwise.app.recipes.core.rundir import RunDir, check_same
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import job_id
 from shardwise.insight.planning import presets as planning
-from shardwise.insight.planning.presets import ModelError
-from shardwise.insight.schema.option import OptionError, flatten
+from shardwise.insight.schema.option import OptionError, flatten, naming
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing, LogName, OptimizerName, OutputConfig
 
@@ -187,17 +185,8 @@ def find_settings(
     Raises:
         OptionError: it is neither, or the file is no model configuration.
     """
-    with naming_model(option):
+    with naming(option):
         return planning.find_settings(model, presets)
-
-
-@contextlib.contextmanager
-def naming_model(option: str = "--model") -> Iterator[None]:
-    """Report a model that cannot be found or built as a mistake in an option."""
-    try:
-        yield
-    except ModelError as error:
-        raise OptionError(option, error.found, error.expected) from error.__cause__
 
 
 def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:

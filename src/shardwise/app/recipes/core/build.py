@@ -25,7 +25,7 @@ from shardwise import (
 from shardwise.app.recipes.core.recipe import Task, TrainContext
 from shardwise.base.places import OffloadPlace
 from shardwise.elastic.errors import UserError
-from shardwise.frontends.blocks import batch_norms, shard_blocks, store_in
+from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
     PrecisionName,
     ShardingConfig,
@@ -59,8 +59,9 @@ def shard(
     config: ShardingConfig,
     place: TrainContext,
     placement: Callable[[nn.Parameter], Shard | None] | None = None,
+    blocks: Sequence[nn.Module] | None = None,
 ) -> FSDPModule:
-    """Shard every unit, then the rest.
+    """Shard every unit, then the rest, and have blocks recompute what the configuration says.
 
     Batch norm is kept and computes in float32 whatever the rest does, as its statistics are.
 
@@ -70,10 +71,18 @@ def shard(
         config: dtypes and transport.
         place: mesh and strategy.
         placement: along which dimension a parameter is cut; by default the first.
+        blocks: the modules whose activations may be recomputed; by default the units.
 
     Returns:
         ``model``.
     """
+    checkpoint_blocks(
+        units if blocks is None else blocks, config.activation_checkpointing, config.recompute_every
+    )
+    offload: OffloadPolicy = OffloadPolicy()
+    if config.offload_parameters is not None:
+        folder = OffloadPlace.parse(config.offload_parameters).folder
+        offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
     store_in(model, DTYPES[config.shard_dtype])
     precision = MixedPrecisionPolicy(
         param_dtype=DTYPES[config.compute_dtype], reduce_dtype=DTYPES[config.reduce_dtype]
@@ -86,19 +95,11 @@ def shard(
         precision=precision,
         placement=placement,
         transport=None if config.transport is TransportName.AUTO else config.transport,
-        offload_policy=_offload_policy(config),
+        offload_policy=offload,
         wire=config.collective_wire.argument,
     )
     assert isinstance(model, FSDPModule)
     return model
-
-
-def _offload_policy(config: ShardingConfig) -> OffloadPolicy:
-    """Return where a configuration has parameters kept."""
-    if config.offload_parameters is None:
-        return OffloadPolicy()
-    folder = OffloadPlace.parse(config.offload_parameters).folder
-    return CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
 
 
 BACKEND = "inductor"  # of torch.compile

@@ -5,8 +5,9 @@ checkpoints/step-00000040/    model, optimizer, and in `extra`: position, random
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -141,10 +142,7 @@ class Checkpoints:
         Raises:
             UserError: the file that says so is damaged.
         """
-        try:
-            return _replicas(_extra_values(read_manifest(self.path(step))))
-        except CheckpointError as error:
-            raise UserError(f"--resume: {error}") from None
+        return _replicas(self._extra(step))
 
     def position(self, step: int) -> Position:
         """Return how far the run was at a step.
@@ -152,11 +150,12 @@ class Checkpoints:
         Raises:
             UserError: the file that says so is damaged.
         """
-        path = self.path(step)
-        try:
-            return _position(_extra_values(read_manifest(path)), path)
-        except CheckpointError as error:
-            raise UserError(f"--resume: {error}") from None
+        with _resuming():
+            return _position(self._extra(step), self.path(step))
+
+    def _extra(self, step: int) -> dict[str, Any]:
+        with _resuming():
+            return _extra_values(read_manifest(self.path(step)))
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Save all that training needs to go on. Every rank calls it.
@@ -180,11 +179,9 @@ class Checkpoints:
         """
         from shardwise.checkpoint import save
 
-        try:
+        with self._saving(position.step):
             target, extra = self._prepared(position)
             save(target, model, optimizer, extra, **self._options())
-        except CheckpointError as error:
-            raise SaveError(self._lost(position.step, error)) from error
 
     def begin(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Start to save, and return once the state is copied. Every rank calls it.
@@ -199,10 +196,8 @@ class Checkpoints:
         self.wait()
         if self._is_saved(position.step):
             return
-        try:
+        with self._saving(position.step):
             write = self.copied(position, model, optimizer)
-        except CheckpointError as error:
-            raise SaveError(self._lost(position.step, error)) from error
         self._under_way = position.step, start_saving(write, self.path(position.step))
 
     def wait(self) -> int | None:
@@ -217,10 +212,8 @@ class Checkpoints:
         if self._under_way is None:
             return None
         (step, handle), self._under_way = self._under_way, None
-        try:
+        with self._saving(step):
             handle.result()
-        except CheckpointError as error:
-            raise SaveError(self._lost(step, error)) from error
         return step
 
     @property
@@ -254,7 +247,7 @@ class Checkpoints:
         from shardwise.checkpoint import load
 
         path = self.path(step)
-        try:
+        with _resuming():
             frozen = self._base is not None
             extra = load(path, model, optimizer, ignore_frozen_params=frozen, group=self._group)
             if any(DILOCO in state for state in optimizer.state.values()):
@@ -268,8 +261,6 @@ class Checkpoints:
             before = (read_manifest(path).world_size, _replicas(extra))
             if before == (dist.get_world_size(self._group), self._replicas):
                 _set_random_state(self._device, extra, path)
-        except CheckpointError as error:
-            raise UserError(f"--resume: {error}") from error
         return position
 
     def improves(self, step: int, loss: float) -> bool:
@@ -282,14 +273,10 @@ class Checkpoints:
         self.best = Best(step, loss)
         return True
 
-    def _kept(self) -> list[Path]:
-        """Return the checkpoints that are kept beside the last ones."""
-        return [] if self.best is None else [self.path(self.best.step)]
-
     def _options(self) -> dict[str, Any]:
         return {
             "keep_last": self._keep_last,
-            "keep": self._kept(),
+            "keep": [] if self.best is None else [self.path(self.best.step)],
             "ignore_frozen_params": self._base is not None,
             "group": self._group,
         }
@@ -301,10 +288,8 @@ class Checkpoints:
             SaveError: a rank was lost.
         """
         doing = f"looking for {self.path(step)}"
-        try:
+        with self._saving(step):
             return self._ranks().first(doing, lambda: is_complete(self.path(step)))
-        except CheckpointError as error:
-            raise SaveError(self._lost(step, error)) from error
 
     def _prepared(self, position: Position) -> tuple[Path, dict[str, Any]]:
         """Make way for a checkpoint; return its folder and its ``extra``.
@@ -332,10 +317,26 @@ class Checkpoints:
 
         return Ranks(group_for(self._group))
 
-    def _lost(self, step: int, error: Exception) -> str:
-        kept = self.steps()
-        since = f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
-        return f"checkpoint of step {step}: {error}; {since}"
+    @contextlib.contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        """Report a checkpoint that could not be saved, and what is saved."""
+        try:
+            yield
+        except CheckpointError as error:
+            kept = self.steps()
+            since = (
+                f"step {kept[-1]} is the last that is saved" if kept else "none was saved before"
+            )
+            raise SaveError(f"checkpoint of step {step}: {error}; {since}") from error
+
+
+@contextlib.contextmanager
+def _resuming() -> Iterator[None]:
+    """Report a checkpoint that cannot be read as a mistake in ``--resume``."""
+    try:
+        yield
+    except CheckpointError as error:
+        raise UserError(f"--resume: {error}") from error
 
 
 def _make_way(target: Path) -> None:
@@ -395,14 +396,6 @@ def _set_random_state(device: torch.device | None, extra: dict[str, Any], path: 
         ) from None
 
 
-@dataclass(frozen=True)
-class _SentRefusal:
-    """A ``UserError`` on its way to other ranks."""
-
-    text: str
-    exit_code: int
-
-
 def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
@@ -420,22 +413,18 @@ def on_rank_zero(doing: str, act: Callable[[], T]) -> T:
     """
     from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 
-    refused: list[UserError] = []
-
-    def part() -> T | _SentRefusal:
+    def part() -> T | UserError:
         try:
             return act()
         except UserError as error:
-            refused.append(error)
+            return error  # others raise it, too
         except OSError as error:
             where = f"{error.filename}: " if error.filename else ""
-            refused.append(UserError(f"{doing}: {where}{error.strerror or error}"))
-            refused[0].__cause__ = error
-        return _SentRefusal(str(refused[0]), refused[0].exit_code)
+            refused = UserError(f"{doing}: {where}{error.strerror or error}")
+            refused.__cause__ = error
+            return refused
 
     found = Ranks(group_for(None)).first(doing, part)
-    if not isinstance(found, _SentRefusal):
-        return found
-    error = refused[0] if refused else UserError(found.text)
-    error.exit_code = found.exit_code
-    raise error
+    if isinstance(found, UserError):
+        raise found
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
+from shardwise.app.recipes.core.rundir import RunDir, free_folder, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.insight.schema.sharding import resolve_sharding
@@ -143,18 +143,10 @@ class TrainingJob:
         self.config.train.sharding.check_folders()
         self._inputs, self._size = self.config.check(world), world.size
 
-    def check_world(self, world: World) -> None:
-        """See :meth:`RecipeConfig.check_world`."""
-        self.config.check_world(world)
-
     def options(self) -> dict[str, Any]:
         """Return what all hosts have to agree on, by the names of the options."""
         inputs = self._checked()
         return compared({"recipe": inputs.recipe, **inputs.facts()})
-
-    def lock_folder(self) -> AbstractContextManager[None]:
-        """See :func:`locked`."""
-        return locked(self._checked().config.files)
 
     def check_folder(self) -> str | None:
         """Check that the run may begin, or go on; see :func:`check_folder`.
@@ -176,12 +168,6 @@ class TrainingJob:
             f"Nothing to do: the run in {inputs.train.output.out} is at "
             f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
-
-    def report_lost(self) -> None:
-        """Write the page of the run once more if its ranks were killed. Its lock is free again."""
-        from shardwise.app.recipes.core.report import write_report_of_lost
-
-        write_report_of_lost(self._checked().config.files)
 
     def run(self, world: World, signals: StopSignals) -> None:
         """Train, as one rank."""

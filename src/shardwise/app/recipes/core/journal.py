@@ -1,4 +1,4 @@
-"""What rank 0 records about a run: metrics, event files, ``run.json``."""
+"""What rank 0 records about a run: ``run.json``, metrics, curves elsewhere, and its page."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ import platform
 import secrets
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
+from urllib.parse import urlsplit
 
 from shardwise.app.recipes.core.checkpointing import Best
-from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.rundir import RunDir, write_text
 from shardwise.app.runs.files import naming
-from shardwise.app.runs.metrics import MAX_LINE, parse_line, without_nan
-from shardwise.app.runs.ranks import RanksFile, RankStep
+from shardwise.app.runs.metrics import MAX_LINE, RanksFile, RankStep, parse_line, without_nan
+from shardwise.app.runs.page import Updates, page
+from shardwise.app.runs.snapshot import RunReader
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import open_file
-from shardwise.elastic.errors import UserError
+from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.world import LOST, job_id
-
-if TYPE_CHECKING:
-    from shardwise.app.recipes.core.sinks import Sink
+from shardwise.insight.schema.training import LogName
 
 
 class Journal:
@@ -352,3 +355,203 @@ def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
                 yield _Line(record, end, is_whole)
     except CheckpointError as error:
         raise UserError(f"--out: {error}") from None
+
+
+class Sink:
+    """Something that draws curves."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Take the values of a step."""
+
+    def flush(self) -> None:
+        """Flush to disk what does not get there by itself."""
+
+    def close(self, failed: BaseException | None) -> None:
+        """End, after training has ended, or failed with an error."""
+
+
+class TensorBoard(Sink):
+    """TensorBoard's event files.
+
+    Args:
+        folder: where they are.
+        done: steps done before; TensorBoard drops events of later steps.
+    """
+
+    def __init__(self, folder: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Write an event for each value."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def flush(self) -> None:
+        """Flush the events to disk."""
+        self._writer.flush()
+
+    def close(self, failed: BaseException | None) -> None:
+        """Close the files."""
+        del failed
+        self._writer.close()
+
+
+class Wandb(Sink):
+    """A run of Weights & Biases, by its own package.
+
+    Its environment variables choose the project, the entity and the mode. Without an account on
+    this host, and unless ``WANDB_MODE`` says otherwise, it writes to the run's folder only, and
+    asks for no login: ``wandb sync`` uploads that later.
+
+    Source: https://docs.wandb.ai/ref/python.
+
+    Args:
+        folder: of the run; ``wandb/`` in it is written to.
+        identity: the same in every session of the run, which goes on in the same curves.
+        config: to show beside the curves.
+
+    Raises:
+        UserError: the package refuses to begin, or cannot reach its server.
+    """
+
+    def __init__(self, folder: Path, identity: str, config: Mapping[str, Any]) -> None:
+        import wandb
+
+        self._lost = False
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "shardwise"),
+                name=os.environ.get("WANDB_NAME", folder.name),
+                dir=str(folder),
+                id=identity,
+                resume="allow",
+                mode=None if "WANDB_MODE" in os.environ or _has_account() else "offline",
+                config=dict(config),
+                settings=wandb.Settings(console="off", silent=True),
+            )
+        except Exception as error:  # of its client, its service and the network
+            reason = one_line(error)
+            raise UserError(
+                f"--log wandb: found {type(error).__name__} ({reason}), expected a run to begin; "
+                "WANDB_MODE=offline needs neither a network nor an account"
+            ) from error
+        # A run that is resumed repeats steps, and an evaluation comes after its step.
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Log the values; this waits for no network."""
+        self._attempt(lambda: self._run.log({"step": step, **values}))
+
+    def close(self, failed: BaseException | None) -> None:
+        """End the run, finished or failed."""
+        self._attempt(lambda: self._run.finish(exit_code=0 if failed is None else 1))
+
+    def _attempt(self, act: Callable[[], object]) -> None:
+        """Act, unless it failed before: no training ends because its curves do."""
+        if self._lost:
+            return
+        try:
+            act()
+        except Exception as error:  # of its client, its service and the network
+            self._lost = True
+            reason = one_line(error)
+            say(
+                f"warning    --log wandb: its curves end here ({type(error).__name__}: {reason}); "
+                "metrics.jsonl goes on"
+            )
+
+
+def _has_account() -> bool:
+    """Return whether a key for Weights & Biases is on this host."""
+    if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
+        return True
+    import netrc
+
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        entries = netrc.netrc(os.environ.get("NETRC"))
+    except (OSError, netrc.NetrcParseError):
+        return False
+    return host is not None and entries.authenticators(host) is not None
+
+
+def open_sinks(
+    names: Collection[LogName], folder: Path, done: int, identity: str, config: Mapping[str, Any]
+) -> list[Sink]:
+    """Open the sinks of a run, beside ``metrics.jsonl``, which every run has.
+
+    Args:
+        names: which.
+        folder: of the run.
+        done: steps done before.
+        identity: of the run.
+        config: of the run.
+
+    Raises:
+        UserError: one cannot be opened.
+    """
+    sinks: list[Sink] = []
+    if LogName.TENSORBOARD in names:
+        sinks.append(TensorBoard(folder / "tensorboard", done))
+    if LogName.WANDB in names:
+        sinks.append(Wandb(folder, identity, config))
+    return sinks
+
+
+#: Seconds between two pages of a run that is under way, at least.
+SECONDS = 10.0
+#: Share of the time that goes into writing them, at most.
+SHARE = 0.005
+
+
+def write_report(files: RunDir) -> None:
+    """Write ``report.html``, by what the folder says now.
+
+    If it cannot be written, a line says so: it is no reason for a training to fail.
+    """
+    try:
+        _write(files, RunReader(files.root), Updates.NEVER)
+    except OSError as error:
+        say(f"warning    {files.report} cannot be written ({error.strerror})")
+
+
+@contextlib.contextmanager
+def report_under_way(files: RunDir) -> Iterator[None]:
+    """Write ``report.html`` every few seconds until the block ends, in a thread.
+
+    If it cannot be written, a line says so once, and the training goes on.
+    """
+    over = threading.Event()
+    thread = threading.Thread(target=_keep_writing, args=(files, over), name="shardwise-page")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _keep_writing(files: RunDir, over: threading.Event) -> None:
+    reader, pause = RunReader(files.root), 0.0
+    while not over.wait(pause):
+        began = time.thread_time()
+        try:
+            _write(files, reader, Updates.RELOAD, max(SECONDS, pause))
+        except OSError as error:
+            say(f"warning    --page: {files.report} cannot be written ({error.strerror})")
+            return
+        # The first page has also read what earlier sessions recorded; the next ones need not.
+        pause = max(SECONDS, (time.thread_time() - began) / SHARE) if pause else SECONDS
+
+
+def write_report_of_lost(files: RunDir) -> None:
+    """Write ``report.html`` of a run whose ranks could not say how it ended: they were killed."""
+    if files.run_json.exists() and RunReader(files.root).read()["state"] == "lost":
+        write_report(files)
+
+
+def _write(files: RunDir, reader: RunReader, updates: Updates, every: float = 0.0) -> None:
+    run = reader.read()
+    write_text(files.report, page(run["name"], [run], updates, every))

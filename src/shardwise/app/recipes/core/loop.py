@@ -16,12 +16,16 @@ One step, on every rank:
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -31,15 +35,20 @@ from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
 from shardwise.app.recipes.core.journal import Journal, StepMetrics
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.recipe import Gathers, Task, TrainContext
-from shardwise.app.recipes.core.timeline import TimelineOfRun
-from shardwise.app.runs.ranks import RankStep
+from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Task, TrainContext
+from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
+from shardwise.base.errors import CheckpointError
 from shardwise.elastic.errors import Stopped, UserError, signal_name
 from shardwise.elastic.rank import StopSignals
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
+
+if TYPE_CHECKING:
+    from shardwise.insight.planning.clock import StepTime
+    from shardwise.insight.timeline import Recording
+
 
 RECENT = 20  # steps over which speed is averaged
 
@@ -64,10 +73,11 @@ class _Outcome:
     ranks: Sequence[RankStep]  # what each rank says of the step; empty where replicas train apart
 
 
+@dataclass(kw_only=True)
 class Loop:
     """Trains a :class:`Task`.
 
-    Args:
+    Attributes:
         task: what to train.
         config: how to train.
         span: how long.
@@ -79,31 +89,18 @@ class Loop:
         timeline: records some of the steps.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        config: TrainConfig,
-        span: TrainingSpan,
-        place: TrainContext,
-        *,
-        checkpoints: Checkpoints,
-        journal: Journal,
-        signals: StopSignals,
-        how_to_resume: str,
-        timeline: TimelineOfRun,
-    ) -> None:
-        self._task = task
-        self._config = config
-        self._span = span
-        self._readers = place.readers
-        self._device = place.device
-        self._per_step = config.examples_per_step(place.readers.size)
-        self._checkpoints = checkpoints
-        self._journal = journal
-        self._display = place.display
-        self._signals = signals
-        self._how_to_resume = how_to_resume
-        self._timeline = timeline
+    task: Task
+    config: TrainConfig
+    span: TrainingSpan
+    place: TrainContext
+    checkpoints: Checkpoints
+    journal: Journal
+    signals: StopSignals
+    how_to_resume: str
+    timeline: TimelineOfRun
+
+    def __post_init__(self) -> None:
+        self._per_step = self.config.examples_per_step(self.place.readers.size)
         self._durations: deque[float] = deque(maxlen=RECENT)
         self._updating = 0.0  # seconds of the last step behind its exchange
         self._loading = 0.0  # seconds of this step in which batches were waited for
@@ -123,33 +120,33 @@ class Loop:
             DivergedError: the loss is not finite; the last checkpoint is from before.
         """
         left = self._left(position)
-        self._display.begin(position.step, position.step + left, self._task.unit)
+        self.place.display.begin(position.step, position.step + left, self.task.unit)
         evaluated: dict[str, float] = {}
         try:
-            with self._signals.deferred(), self._timeline, self._recording_failure():
+            with self.signals.deferred(), self.timeline, self._recording_failure():
                 while self._left(position):
-                    with self._timeline.step(position.step + 1):
+                    with self.timeline.step(position.step + 1):
                         started = time.perf_counter()
                         before, outcome = position, self._step(position)
                         self._durations.append(time.perf_counter() - started)
                     position = self._reached(outcome.position)
                     self._write(outcome)
-                    self._signals.stepped()
+                    self.signals.stepped()
                     if outcome.saved:
                         self._wait_for_checkpoint()
-                    if self._task.replicas is not None and not self._left(position):
-                        self._task.replicas.end()
+                    if self.task.replicas is not None and not self._left(position):
+                        self.task.replicas.end()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop:
-                        self._signals.agree(outcome.stop)
+                        self.signals.agree(outcome.stop)
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
             # It came after the last exchange, when other ranks may have left the loop.
-            if noted := self._signals.noted:
+            if noted := self.signals.noted:
                 raise Stopped(noted, self._farewell(position, noted))
         finally:
-            self._display.end()
-            self._task.close()
+            self.place.display.end()
+            self.task.close()
         evaluated = evaluated or self._evaluate(position)
         self._record_best(position.step)
         return position, evaluated
@@ -162,20 +159,21 @@ class Loop:
         except Stopped:
             raise
         except BaseException as error:
-            self._journal.failed(error)
+            self.journal.failed(error)
             raise
 
     def _left(self, position: Position) -> int:
-        return self._span.left(position, self._per_step)
+        return self.span.left(position, self._per_step)
 
     def _step(self, before: Position) -> _Outcome:
-        task = self._task
+        task = self.task
         began, waited, self._loading = time.perf_counter(), observe.waited(), 0.0
         position = Position(before.step + 1, before.examples + self._per_step)
         lr = task.schedule(position)
-        set_lr(task.optimizer, lr, self._config.optimizer.lr)
+        set_lr(task.optimizer, lr, self.config.optimizer.lr)
         loss = self._accumulate(before)
-        norm = _item(self._clip())
+        total = self._clip()
+        norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         seconds = self._updating + time.perf_counter() - began
         own = (seconds, observe.waited() - waited, self._loading)
         mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
@@ -183,7 +181,7 @@ class Loop:
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
         if task.replicas is not None:
-            task.replicas.count(self._config.accumulate * self._config.batch_size)
+            task.replicas.count(self.config.accumulate * self.config.batch_size)
         task.optimizer.step()
         task.optimizer.zero_grad()
         task.after_step()
@@ -192,18 +190,18 @@ class Loop:
 
     def _reached(self, position: Position) -> Position:
         """Return how far this rank is after a step; the replicas may be further than it was."""
-        replicas = self._task.replicas
+        replicas = self.task.replicas
         if replicas is None:
             return position
         step = replicas.reached(position.step)
-        if self._span.steps is not None:
-            step = max(position.step, min(step, self._span.steps))
+        if self.span.steps is not None:
+            step = max(position.step, min(step, self.span.steps))
         return Position(step, position.examples + (step - position.step) * self._per_step)
 
     def _accumulate(self, position: Position) -> torch.Tensor:
         """Run forward and backward over this rank's microbatches; return the mean loss."""
-        task, count = self._task, self._config.accumulate
-        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        task, count = self.task, self.config.accumulate
+        total = torch.zeros((), dtype=torch.float32, device=self.place.device)
         batches: Iterable[Any] = (self._batch(position, micro) for micro in range(count))
         divisor: float = count
         if task.targets is not None:
@@ -225,20 +223,22 @@ class Loop:
 
     def _clip(self) -> torch.Tensor:
         """Clip the gradients of the step, unless backward did; return their norm."""
-        if self._config.stepping is Stepping.IN_BACKWARD:
-            in_backward: Any = self._task.optimizer
+        if self.config.stepping is Stepping.IN_BACKWARD:
+            in_backward: Any = self.task.optimizer
             assert in_backward.grad_norm is not None
             norm: torch.Tensor = in_backward.grad_norm
             return norm
-        limit = self._config.optimizer.clip_grad or math.inf
-        return clip_grad_norm_(list(self._task.module.parameters()), limit)
+        limit = self.config.optimizer.clip_grad or math.inf
+        return clip_grad_norm_(list(self.task.module.parameters()), limit)
 
     def _batch(self, position: Position, micro: int) -> Any:
         """Return this rank's part of a microbatch of the step from a position on."""
-        size = self._config.batch_size
-        first = position.examples + (micro * self._readers.size + self._readers.rank) * size
+        size = self.config.batch_size
+        first = (
+            position.examples + (micro * self.place.readers.size + self.place.readers.rank) * size
+        )
         began = time.perf_counter()
-        batch = self._task.data.batch(first, size)
+        batch = self.task.data.batch(first, size)
         self._loading += time.perf_counter() - began
         return batch
 
@@ -248,7 +248,7 @@ class Loop:
         A rank's loss divided by it has the gradient of the mean over all targets, once gradients
         are averaged: ranks with fewer targets count less.
         """
-        replicas = self._task.replicas
+        replicas = self.task.replicas
         group = None if replicas is None else replicas.own_group
         count = torch.tensor(mine, dtype=torch.float64)
         return Peers(group).gather_numbers(count, "the count of targets").mean().item()
@@ -260,12 +260,12 @@ class Loop:
 
         Where replicas train apart, most exchanges are within a replica, which does not stop alone.
         """
-        replicas = self._task.replicas
+        replicas = self.task.replicas
         group = None if replicas is None else replicas.group_after(step)
         mine = torch.tensor(
             [
-                *(loss.item(), devices.peak_memory(self._device) / 2**20),
-                *(self._signals.noted, self._checkpoints.has_ended),
+                *(loss.item(), devices.peak_memory(self.place.device) / 2**20),
+                *(self.signals.noted, self.checkpoints.has_ended),
                 *own,
             ],
             dtype=torch.float64,
@@ -279,8 +279,8 @@ class Loop:
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
-        speed = self._per_step * self._task.units_per_example / seconds
-        peak = self._task.peak_units_per_s
+        speed = self._per_step * self.task.units_per_example / seconds
+        peak = self.task.peak_units_per_s
         metrics = StepMetrics(
             step=outcome.position.step,
             loss=outcome.loss,
@@ -289,46 +289,46 @@ class Loop:
             units_per_s=speed,
             memory_mib=outcome.memory_mib,
             eta_s=self._left(outcome.position) * seconds,
-            epoch=self._span.epoch(outcome.position),
+            epoch=self.span.epoch(outcome.position),
             mfu=None if peak is None else speed / peak,
         )
-        self._journal.step(metrics, outcome.ranks)
-        if metrics.step % self._config.output.log_every == 0 or not metrics.eta_s:
-            self._display.step(metrics)
+        self.journal.step(metrics, outcome.ranks)
+        if metrics.step % self.config.output.log_every == 0 or not metrics.eta_s:
+            self.place.display.step(metrics)
 
     def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
-        every = self._config.output.eval_every
-        if self._config.output.keep_best and not (stop or self._left(position)):
+        every = self.config.output.eval_every
+        if self.config.output.keep_best and not (stop or self._left(position)):
             return self._evaluate(position)  # before the last save, which deletes what is worse
-        done, now = self._span.evaluation_count(before), self._span.evaluation_count(position)
+        done, now = self.span.evaluation_count(before), self.span.evaluation_count(position)
         due = every and done // every < now // every
         return self._evaluate(position) if due else {}
 
     def _evaluate(self, position: Position) -> dict[str, float]:
-        replicas = self._task.replicas
+        replicas = self.task.replicas
         with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
-            values = self._task.evaluate()
-        self._journal.evaluated(position.step, values)
+            values = self.task.evaluate()
+        self.journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
-        self._display.say(f"evaluation step={position.step} {shown}")
-        if self._config.output.keep_best:
-            self._checkpoints.improves(position.step, values.get("validation_loss", math.nan))
+        self.place.display.say(f"evaluation step={position.step} {shown}")
+        if self.config.output.keep_best:
+            self.checkpoints.improves(position.step, values.get("validation_loss", math.nan))
         return values
 
     def _save_if_due(self, position: Position, stop: int) -> None:
-        every = self._config.output.checkpoint_every
+        every = self.config.output.checkpoint_every
         last = not self._left(position)
-        best = self._checkpoints.best
+        best = self.checkpoints.best
         is_best = best is not None and best.step == position.step
         if not (stop or last or is_best or (every and position.step % every == 0)):
             return
         self._wait_for_checkpoint()
-        self._journal.saved()
-        model, optimizer = self._task.module, self._task.optimizer
-        if self._config.output.async_checkpoint and not (stop or last):
-            self._checkpoints.begin(position, model, optimizer)
+        self.journal.saved()
+        model, optimizer = self.task.module, self.task.optimizer
+        if self.config.output.async_checkpoint and not (stop or last):
+            self.checkpoints.begin(position, model, optimizer)
         else:
-            self._checkpoints.save(position, model, optimizer)
+            self.checkpoints.save(position, model, optimizer)
             self._say_saved(position.step)
 
     def _wait_for_checkpoint(self) -> None:
@@ -337,24 +337,24 @@ class Loop:
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        step = self._checkpoints.wait()
+        step = self.checkpoints.wait()
         if step is not None:
             self._say_saved(step)
 
     def _say_saved(self, step: int) -> None:
-        self._display.say(f"checkpoint step={step} {self._checkpoints.path(step)}")
+        self.place.display.say(f"checkpoint step={step} {self.checkpoints.path(step)}")
         self._record_best(step)
 
     def _record_best(self, step: int) -> None:
         """Record the best checkpoint, if it is that of this step, which is complete."""
-        best = self._checkpoints.best
+        best = self.checkpoints.best
         if best is not None and best.step == step:
-            self._journal.best(best)
+            self.journal.best(best)
 
     def _divergence(self, step: int, loss: float, norm: float) -> str:
         try:
             self._wait_for_checkpoint()
-            saved = self._checkpoints.steps()
+            saved = self.checkpoints.steps()
             since = f"step {saved[-1]} is saved" if saved else "nothing was saved before"
         except SaveError as error:
             since = str(error)
@@ -365,10 +365,89 @@ class Loop:
 
     def _farewell(self, position: Position, stop: int) -> str:
         return (
-            f"Stopped by {signal_name(stop)} after {self._span.shown(position)}, which is saved. "
-            f"{self._how_to_resume}"
+            f"Stopped by {signal_name(stop)} after {self.span.shown(position)}, which is saved. "
+            f"{self.how_to_resume}"
         )
 
 
-def _item(norm: torch.Tensor) -> float:
-    return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+def read_prediction() -> StepTime | None:
+    """Return what ``--plan`` predicted; ``None`` if it was not asked for, or knows no times."""
+    planned = os.environ.get(PLAN_FILE)
+    if planned is None:
+        return None
+    from shardwise.insight.timeline.steps import prediction_from_json
+
+    path = Path(planned).with_name(PREDICTION)
+    try:
+        return prediction_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
+    except (OSError, ValueError, CheckpointError):
+        return None
+
+
+@dataclass
+class TimelineOfRun:
+    """Records some steps of a training, and nothing otherwise.
+
+    Attributes:
+        steps: which; empty: none.
+        folder: where the timeline is written.
+        say: tells the user what came of it.
+        prediction: what a plan says that a step takes.
+    """
+
+    steps: range
+    folder: Path
+    say: Callable[[str], object]
+    prediction: StepTime | None = None
+    _recording: Recording | None = field(default=None, init=False)
+
+    def __enter__(self) -> TimelineOfRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Write what was recorded, also if the training ended before the last of the steps."""
+        if error is None or isinstance(error, Stopped):
+            self._finish()
+        elif self._recording is not None:
+            self._recording.__exit__(kind, error, trace)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Record a step, if it is one of those. Every rank calls it."""
+        if number not in self.steps:
+            yield
+            return
+        if self._recording is None:
+            from shardwise.insight.timeline import record  # few trainings need it
+
+            recording = record(self.folder, prediction=self.prediction)
+            try:
+                recording.__enter__()
+            except OSError as error:  # on all ranks alike; the training matters more
+                self.say(f"warning    --timeline: {self.folder} cannot be written: {error}")
+                self.steps = range(0)
+                yield
+                return
+            self._recording = recording
+        with self._recording.step(number):
+            yield
+        if number == self.steps[-1]:
+            self._finish()
+
+    def _finish(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        try:
+            recording.__exit__(None, None, None)
+        except (OSError, CheckpointError) as error:  # the training matters more
+            self.say(f"timeline   {self.folder} could not be written: {error}")
+            return
+        assert recording.timeline is not None
+        self.say(f"timeline   {recording.timeline.summary()}")
+        self.say(f"timeline   {self.folder}")

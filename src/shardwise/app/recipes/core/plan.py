@@ -21,19 +21,18 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.app.recipes.core.build import DTYPES, check_param_groups
-from shardwise.app.recipes.core.recipe import PLAN_FILE, Example
-from shardwise.app.recipes.core.timeline import PREDICTION
+from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices
-from shardwise.base.units import binary_size
+from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
-from shardwise.insight.inspect.api import plan as layout_of
+from shardwise.insight.inspect.read import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
 from shardwise.insight.inspect.text import add_figures, plain_table, rendered
-from shardwise.insight.inspect.words import counted, fold, ranks_in_words
+from shardwise.insight.inspect.words import fold, ranks_in_words
 from shardwise.insight.planning.api import ModelPlan, Rehearsed, find_machine, make_plan
 from shardwise.insight.planning.fit import nearest
 from shardwise.insight.planning.machine import Machine, MachineError, device_reported_as
@@ -55,7 +54,7 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
 )
-from shardwise.insight.timeline.merged import prediction_to_json
+from shardwise.insight.timeline.steps import prediction_to_json
 
 _FLAGS = {
     Checkpointing.NONE: "--keep-activations",
@@ -242,7 +241,7 @@ def layout_for(blueprint: Blueprint, config: TrainConfig, plan: ModelPlan) -> Re
 def _head(plan: ModelPlan, layout: Report) -> str:
     sharding = plan.settings.sharding
     shards = layout.grid.size
-    cut = f"every parameter is split into {shards} {'shard' if shards == 1 else 'shards'}"
+    cut = f"every parameter is split into {counted(shards, 'shard')}"
     over = f"sharding   {plan.settings.strategy.value} over {sharding}"
     replicas = sharding.shape[0] if len(sharding.shape) == 2 else 1
     copies = f"{over}\n           {cut}; {replicas} copies of the model"

@@ -164,12 +164,8 @@ class Inputs:
 
 #: Environment variable: the file with the plan, for the rank that makes the folder of the run.
 PLAN_FILE = "SHARDWISE_PLAN_FILE"
-
-
-def as_the_strategy_says(model: nn.Module, free: int) -> bool:
-    """Keep nothing, as most recipes do."""
-    del model, free
-    return False
+#: The file beside that one: what ``--plan`` says of a step, moment by moment.
+PREDICTION = "prediction.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +183,7 @@ class Example:
     batch: Callable[[int], Any]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     seq_length: int | None = None
-    keeps: Callable[[nn.Module, int], bool] = as_the_strategy_says
+    keeps: Callable[[nn.Module, int], bool] = lambda model, free: False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,22 @@ checkpoints/replicas/1/step-00000040/    replica 1: its inner parameters and opt
 
 The other replicas keep what the first one keeps, and nothing of theirs is deleted before it has
 committed. Whatever else they have is left from an attempt that failed.
+
+Where they are worlds of their own, a file says what happens among them:
+
+    {"event": "started", "time": 1763931000.0, "replica": 2, "incarnation": 1, "pids": [4711]}
+    {"event": "round", "time": 1763931020.5, "round": 8, "replicas": [0, 1], "late": [], ...}
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +37,9 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import delete, step_folder, steps
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.diloco import DiLoCo, Quorum
+from shardwise.diloco.coordinator import Event, EventKind, numbers_of
 from shardwise.diloco.membership import TIMEOUT
+from shardwise.elastic.errors import say
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
 from shardwise.insight.schema.training import DilocoConfig
@@ -171,33 +183,25 @@ def replicas_of(
     return diloco, LooseReplicas(diloco, mesh, config, tokens)
 
 
-class _PositionOfAll:
-    """The data positions of all ranks, for the checkpoint of each replica.
+@dataclass
+class _CollectedData:
+    """The data of this rank; a checkpoint of each replica gets the positions of all ranks."""
 
-    Args:
-        data: of this rank.
-    """
-
-    def __init__(self, data: Resumable) -> None:
-        self._data = data
-        self._collected: dict[str, Any] = {}
+    data: Resumable
+    collected: dict[str, Any] = field(default_factory=dict)
 
     def collect(self) -> None:
         """Collect the positions of all ranks. Every rank calls it."""
-        parts = Peers().gather_objects(self._data.state(), "the positions of streams")
-        self._collected = {name: value for part in parts for name, value in part.items()}
+        parts = Peers().gather_objects(self.data.state(), "the positions of streams")
+        self.collected = {name: value for part in parts for name, value in part.items()}
 
     def state(self) -> dict[str, Any]:
         """Return what was collected."""
-        return self._collected
+        return self.collected
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from a collected position.
-
-        Raises:
-            CheckpointError: it is no such state.
-        """
-        self._data.load_state(state, where)
+        """Go on from a collected position."""
+        self.data.load_state(state, where)
 
 
 class ReplicaCheckpoints(Checkpoints):
@@ -217,7 +221,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
         self._device = devices.current(mesh.device_type)
-        self._position = None if data is None else _PositionOfAll(data)
+        self._position = None if data is None else _CollectedData(data)
         self._root, self._keep = folder, keep_last
         super().__init__(folder, keep_last)
 
@@ -310,3 +314,92 @@ class ReplicaCheckpoints(Checkpoints):
 
     def _folder_of(self, number: int) -> Path:
         return self._root if number == 0 else self._root / REPLICAS / str(number)
+
+
+class RoundsFile:
+    """Writes a line of JSON for everything that happens, and tells of what is unusual.
+
+    Args:
+        path: the file; lines are appended.
+        replicas: how many there are.
+        report: called for each line of text.
+    """
+
+    def __init__(self, path: Path, replicas: int, report: Callable[[str], object] = say) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._writing = threading.Lock()
+        self._replicas = replicas
+        self._report = report
+        self._incarnations: dict[int, int] = {}
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._writing, contextlib.suppress(OSError):
+            self._file.close()
+
+    def started(self, replica: ReplicaWorld, pids: list[int]) -> None:
+        """Note that the processes of a replica were started."""
+        self._incarnations[replica.number] = replica.restarts
+        self._write("started", replica=replica.number, incarnation=replica.restarts, pids=pids)
+
+    def lost(self, replica: ReplicaWorld, why: str) -> None:
+        """Note that the processes of a replica have ended before the training has."""
+        self._write("lost", replica=replica.number, incarnation=replica.restarts, why=why)
+        self._report(f"replicas   replica {replica.number} {why}")
+
+    def happened(self, event: Event) -> None:
+        """Note what the quorum has reported."""
+        number, going_on = event.replica, len(event.live)
+        match event.kind:
+            case EventKind.ROUND:
+                self._round(event)
+            case EventKind.LOST:
+                self._write("disconnected", replica=number, round=event.round)
+                them = "none go on" if not going_on else f"{going_on} of {self._replicas} go on"
+                self._report(
+                    f"replicas   replica {number} was lost in round {event.round + 1}; {them}"
+                )
+            case EventKind.LEFT:
+                self._write("left", replica=number, round=event.round)
+            case EventKind.JOINED | EventKind.CAUGHT_UP:
+                source = None if event.source < 0 else event.source
+                self._write(
+                    "joined" if event.kind is EventKind.JOINED else "caught-up",
+                    replica=number,
+                    incarnation=self._incarnations.get(number, 0),
+                    round=event.round,
+                    source=source,
+                    seconds=round(event.seconds, 3),
+                )
+                if source is not None:
+                    self._report(
+                        f"replicas   replica {number} is back in round {event.round + 1}: caught "
+                        f"up from replica {source} in {event.seconds:.1f} s"
+                    )
+
+    def _round(self, event: Event) -> None:
+        attempt = event.attempt
+        assert attempt is not None
+        members = sorted(attempt.members)
+        self._write(
+            "round",
+            round=event.round,
+            replicas=members,
+            tokens=[attempt.tokens[replica] for replica in members],
+            late=list(event.late),
+            attempts=event.attempts,
+            seconds=round(event.seconds, 3),
+        )
+        if event.late:
+            one = len(event.late) == 1
+            noun, verb = ("replica", "was") if one else ("replicas", "were")
+            self._report(
+                f"replicas   round {event.round}: {len(members)} of {self._replicas}; "
+                f"{noun} {numbers_of(event.late)} {verb} late"
+            )
+
+    def _write(self, event: str, **values: Any) -> None:
+        line = json.dumps({"event": event, "time": round(time.time(), 3), **values})
+        with self._writing, contextlib.suppress(OSError, ValueError):  # a full disk is no end
+            self._file.write(line + "\n")
+            self._file.flush()

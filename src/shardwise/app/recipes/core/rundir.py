@@ -1,34 +1,11 @@
-"""The folder of a run: what lies in it, and whether a new run may begin in it.
+"""Whether a run may begin in a folder, and its lock: two runs never train into one. No torch here.
 
-    runs/lm/
-      run.json         configuration, versions, how it went
-      config.yaml      the options of the last session, for --config
-      config.json      the model's, for transformers
-      generation_config.json    how it generates, if it began with --from (lm)
-      tokenizer/       as transformers saves it (lm)
-      metrics.jsonl    a line a step
-      ranks.jsonl      how long each rank computed, every few seconds
-      layout.html      who holds what
-      report.html      the page of the run
-      plan.json        what was predicted, with --plan
-      timeline/        what every rank did in a step, with --timeline
-      sample.txt       what the model writes at the end (lm)
-      model.safetensors, confusion.png    the model as one file, what it mistakes (pictures)
-      checkpoints/     step-00000100/, ...
-      quorum.jsonl     what happened among replicas, with --diloco-deadline
-      replicas/        1/, ...: the runs of all replicas but the first, the same
-      run.lock         locked while the run trains; says by which process
-      tensorboard/     with --log tensorboard
-      wandb/           with --log wandb
+What lies in the folder, :class:`~shardwise.app.runs.files.RunFiles` says.
 
-No torch here: the command line asks before it starts processes.
-
-The lock on a run's folder: two runs never train into one.
-
-The launcher of host 0 holds it, or rank 0 where no launcher of ours is above; so a job that begins
-again is not in its own way. The lock is the kernel's (``flock``) and ends with the process that
-holds it, however that ends. The file stays, and says who held it last; a file that says anything
-else is not ours, and not written to. No torch here.
+The launcher of host 0 holds the lock, or rank 0 where no launcher of ours is above; so a job that
+begins again is not in its own way. The lock is the kernel's (``flock``) and ends with the process
+that holds it, however that ends. The file stays, and says who held it last; a file that says
+anything else is not ours, and not written to.
 """
 
 from __future__ import annotations
@@ -116,36 +93,13 @@ class RunDir(RunFiles):
 
     def _check_links(self) -> None:
         """Check that the run that is to be deleted lies in its folder, and nowhere else."""
-        for path in (self.root, *self._folders, *self._files):
+        for path in (self.root, *self.own_folders, *self.own_files):
             if path.is_symlink():
                 raise OptionError(
                     "--out",
                     f"{path}, a symbolic link",
                     "no link where --overwrite deletes: remove it yourself, or take another folder",
                 )
-
-    @property
-    def _folders(self) -> tuple[Path, ...]:
-        results = (self.tokenizer, self.adapters, self.merged)
-        logs = (self.timeline, self.tensorboard, self.wandb, self.replicas)
-        return (self.checkpoints, *logs, *results)
-
-    @property
-    def _files(self) -> tuple[Path, ...]:
-        # run.json is last: a deletion that is cut short leaves what still is a run.
-        results = (self.sample, self.weights, self.confusion, self.report, self.plan)
-        return (
-            self.quorum,
-            self.metrics,
-            self.ranks,
-            self.layout,
-            self.options,
-            self.model_config,
-            self.generation_config,
-            *results,
-            self.root / "loss.png",  # which earlier versions drew
-            self.run_json,
-        )
 
     def has_checkpoints(self) -> bool:
         """Return whether a checkpoint was ever committed here, even if damaged by now.
@@ -216,10 +170,10 @@ class RunDir(RunFiles):
             return
         self._check_links()
         try:
-            for folder in self._folders:
+            for folder in self.own_folders:
                 if folder.is_dir():
                     shutil.rmtree(folder)
-            for file in self._files:
+            for file in self.own_files:
                 file.unlink(missing_ok=True)
         except OSError as error:
             found = f"{error.filename}, which cannot be deleted ({error.strerror})"
@@ -230,7 +184,7 @@ class RunDir(RunFiles):
 
         That of any file: a run that was deleted for the next one may have been killed as well.
         """
-        names = (f".{file.name}" for file in self._files)
+        names = (f".{file.name}" for file in self.own_files)
         return path in (self.lock, self.quorum, self.replicas) or path.name.startswith(tuple(names))
 
     def keep_tokenizer(self, save: Callable[[Path], object]) -> None:

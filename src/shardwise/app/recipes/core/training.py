@@ -30,18 +30,18 @@ from shardwise.app.recipes.core.build import (
     transport_name,
 )
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop
+from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
-from shardwise.app.recipes.core.timeline import TimelineOfRun, read_prediction
 from shardwise.base import devices
+from shardwise.base.units import counted
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
-from shardwise.insight.schema.option import OptionError
+from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
@@ -234,10 +234,9 @@ def _take_folder(run: _Run) -> int | None:
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
     """Train on rank 0, and write the files of the run."""
     # Here, and not before: other ranks have no use for them.
-    from shardwise.app.recipes.core.report import report_under_way, write_report
-    from shardwise.app.recipes.core.sinks import open_sinks
-    from shardwise.insight.inspect.api import inspect
+    from shardwise.app.recipes.core.journal import open_sinks, report_under_way, write_report
     from shardwise.insight.inspect.page import page as inspect_page
+    from shardwise.insight.inspect.read import inspect
 
     task, files, say = run.task, run.files, run.place.display.say
     facts = {"recipe": run.inputs.recipe, **run.inputs.facts()}
@@ -289,10 +288,10 @@ def _train(
     run: _Run, position: Position, log: journal.Journal, signals: StopSignals
 ) -> Mapping[str, float]:
     loop = Loop(
-        run.task,
-        run.inputs.train,
-        run.span,
-        run.place,
+        task=run.task,
+        config=run.inputs.train,
+        span=run.span,
+        place=run.place,
         checkpoints=run.checkpoints,
         journal=log,
         signals=signals,
@@ -332,14 +331,12 @@ def _introduce(run: _Run, position: Position) -> None:
     )
     for label, text in task.introduction:
         say(f"{label:<11}{text}")
-    readers = place.readers.size
-    ranks = f"{readers} {'rank' if readers == 1 else 'ranks'}"
+    ranks = counted(place.readers.size, "rank")
     accumulate = f" x {config.accumulate} microbatches" if config.accumulate > 1 else ""
     units = run.per_step * task.units_per_example
     span = run.span
     steps = f"{span.steps_in_all(run.per_step):,} steps"
-    epochs = f"{span.epochs} {'epoch' if span.epochs == 1 else 'epochs'}"
-    length = steps if span.epochs is None else f"{epochs}, {steps}"
+    length = steps if span.epochs is None else f"{counted(span.epochs, 'epoch')}, {steps}"
     say(
         f"step       {config.batch_size} {task.example}{accumulate} x "
         f"{ranks} = {units:,} {task.unit}; {length}"
@@ -400,10 +397,8 @@ def _choose_device(wanted: str, world: World) -> torch.device:
     enough = found >= world.local_size
     if wanted == AUTO:
         wanted = devices.default_type() if enough else devices.CPU.type
-    try:
+    with naming("--device"):
         devices.check_type(wanted)
-    except devices.UnusableError as error:
-        raise OptionError("--device", error.found, error.expected) from None
     if wanted == devices.CPU.type:
         return devices.CPU
     if not enough:

@@ -15,7 +15,7 @@ from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes, parse_lora
 from shardwise.base import devices
-from shardwise.base.units import brief_size
+from shardwise.base.units import brief_size, one_line
 from shardwise.checkpoint.disk.commit import delete
 from shardwise.frontends import pretrained
 from shardwise.frontends.pretrained.lora import (
@@ -59,7 +59,7 @@ class Adapters:
         try:
             self._model: PeftModel = add_adapters(model, lora)
         except (ValueError, TypeError, KeyError) as error:
-            reason = " ".join(str(error).split())[:300]
+            reason = one_line(error)
             expected = "layers that the model has and that peft can put adapters on"
             raise OptionError("--lora", f"{config.lora} ({reason})", expected) from error
 

@@ -39,6 +39,7 @@ from shardwise.app.recipes.text.data import (
     Vocabulary,
 )
 from shardwise.app.recipes.text.documents import Documents, StreamSource
+from shardwise.base.units import counted
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
@@ -64,10 +65,11 @@ class TextBatches:
         return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
 
 
+@dataclass
 class ValidationLoss:
     """The loss on what is not trained on, divided among ranks.
 
-    Args:
+    Attributes:
         model: the model to evaluate.
         loss: of the model on a batch: its sum, and what the sum of all batches is divided by.
         batches: returns those of this rank, in host memory. Equally many on every rank, since every
@@ -75,24 +77,17 @@ class ValidationLoss:
         device: where this rank computes.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss: Callable[[nn.Module, Any], tuple[float, float]],
-        batches: Callable[[], Iterable[Any]],
-        device: torch.device,
-    ) -> None:
-        self._model = model
-        self._loss = loss
-        self._batches = batches
-        self._device = device
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], tuple[float, float]]
+    batches: Callable[[], Iterable[Any]]
+    device: torch.device
 
     def __call__(self) -> dict[str, float]:
         """Return the mean over all ranks, in nats per token."""
         total = torch.zeros(2, dtype=torch.float64)
-        with evaluating(self._model):
-            for batch in self._batches():
-                sums = self._loss(self._model, batch.to(self._device))
+        with evaluating(self.model):
+            for batch in self.batches():
+                sums = self.loss(self.model, batch.to(self.device))
                 total += torch.tensor(sums, dtype=torch.float64)
         everyone = Peers().gather_numbers(total, "the sum of validation losses")
         loss, count = everyone.sum(0).tolist()
@@ -194,12 +189,11 @@ def open_data(
 
 def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
     held = text.validation
-    files = f"{text.files:,} {'file' if text.files == 1 else 'files'}"
     return LmData(
         batches=TextBatches(text, config, device),
         evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
-        f"{brief(len(held))} for validation; {files}",
+        f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
     )
 
 
@@ -250,7 +244,7 @@ def _open_chats(
     readers: World | None,
 ) -> LmData:
     from shardwise.app.recipes.text import conversations as chats
-    from shardwise.app.recipes.text.turns import ChatEncoder
+    from shardwise.app.recipes.text.chat import ChatEncoder
 
     encoder = ChatEncoder(vocabulary)
     length = config.seq_length

@@ -323,7 +323,7 @@ class LmConfig(RecipeConfig):
             f"{self.model} with --from {self.pretrained}",
             "one of the two: --model trains from scratch, --from continues from weights",
         )
-        _check_lora(self)
+        self._check_lora()
         self.check_world(world)
         settings = self.settings()
         longest = longest_sequence(settings)
@@ -331,6 +331,16 @@ class LmConfig(RecipeConfig):
             expected = f"at most {longest}, the positions of {self.model}"
             require(self.seq_length <= longest, "--seq-length", self.seq_length, expected)
         return settings
+
+    def _check_lora(self) -> None:
+        for name, given in (("--frozen", self.frozen), ("--merge", self.merge)):
+            require(self.lora is not None or not given, name, "no --lora", "it beside --lora")
+        if self.lora is None:
+            return
+        parse_lora(self.lora)
+        expected = "--from, the weights that adapters are trained on"
+        require(self.pretrained is not None, "--lora", "no --from", expected)
+        require(self.train.diloco is None, "--lora", "--strategy diloco", "another strategy")
 
     def check_world(self, world: World) -> None:
         """Check that the configuration fits the world; look at no files.
@@ -412,17 +422,6 @@ class LmInputs(Inputs):
                 f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
                 "began that --resume goes on",
             )
-
-
-def _check_lora(config: LmConfig) -> None:
-    for name, given in (("--frozen", config.frozen), ("--merge", config.merge)):
-        require(config.lora is not None or not given, name, "no --lora", "it beside --lora")
-    if config.lora is None:
-        return
-    parse_lora(config.lora)
-    expected = "--from, the weights that adapters are trained on"
-    require(config.pretrained is not None, "--lora", "no --from", expected)
-    require(config.train.diloco is None, "--lora", "--strategy diloco", "another strategy")
 
 
 def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from shardwise.app.recipes.core.position import Shuffle
-from shardwise.app.recipes.text.chat import ChatLines
+from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
-from shardwise.app.recipes.text.turns import IGNORED, ChatEncoder, MaskedTokens
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
@@ -118,13 +117,8 @@ class Survey:
 
     def extend(self, other: Survey) -> None:
         """Add what another rank has found."""
-        self.lines.extend(other.lines)
-        self.parts.extend(other.parts)
-        self.lengths.extend(other.lengths)
-        self.split += other.split
-        self.truncated += other.truncated
-        self.lost += other.lost
-        self.dropped += other.dropped
+        for each in fields(self):  # arrays and counts
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def notes(self, length: int) -> str:
         """Return what became of chats that were not taken as they are; empty: of all."""
@@ -174,31 +168,8 @@ def survey(lines: ChatLines, encoder: ChatEncoder, length: int, world: World) ->
     return whole
 
 
-class Rows:
-    """Which documents each row holds.
-
-    Args:
-        rows: for each row, the numbers of its documents.
-    """
-
-    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
-        # Two arrays: a list of lists would take more memory than the documents of a row.
-        self._documents = array("q", (number for row in rows for number in row))
-        self._starts = array("q", [0])
-        for row in rows:
-            self._starts.append(self._starts[-1] + len(row))
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self._starts) - 1
-
-    def __getitem__(self, row: int) -> Sequence[int]:
-        """Return the numbers of the documents of a row."""
-        return self._documents[self._starts[row] : self._starts[row + 1]]
-
-
-def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> Rows:
-    """Return in which row each document goes.
+def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> list[array[int]]:
+    """Return the numbers of the documents of each row.
 
     Packed rows are filled by the best-fit decreasing heuristic: from the longest document to the
     shortest, each goes into the fullest row that has room for it.
@@ -209,8 +180,8 @@ def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> Rows:
         packing: how many documents may share a row.
     """
     if packing is Packing.PADDED:
-        return Rows([[number] for number in range(len(lengths))])
-    rows: list[list[int]] = []
+        return [array("q", [number]) for number in range(len(lengths))]
+    rows: list[array[int]] = []
     # Rows by the tokens that they have room for, and the sizes of room that there are, ascending.
     with_room: dict[int, list[int]] = {}
     rooms: list[int] = []
@@ -219,7 +190,7 @@ def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> Rows:
         at = bisect.bisect_left(rooms, length)
         if at == len(rooms):
             row, room = len(rows), capacity
-            rows.append([])
+            rows.append(array("q"))
         else:
             room = rooms[at]
             row = with_room[room].pop()
@@ -232,13 +203,14 @@ def lay_out(lengths: Sequence[int], capacity: int, packing: Packing) -> Rows:
                 with_room[left] = []
                 bisect.insort(rooms, left)
             with_room[left].append(row)
-    return Rows(rows)
+    return rows
 
 
+@dataclass
 class ChatRows:
     """Rows of chats.
 
-    Args:
+    Attributes:
         lines: of the files.
         encoder: turns them into documents.
         found: what the documents are.
@@ -246,15 +218,14 @@ class ChatRows:
         packing: how many documents share a row.
     """
 
-    def __init__(
-        self, lines: ChatLines, encoder: ChatEncoder, found: Survey, length: int, packing: Packing
-    ) -> None:
-        self._lines = lines
-        self._encoder = encoder
-        self._found = found
-        self._length = length
-        self._packing = packing
-        self._rows: Rows = lay_out(found.lengths, length, packing)
+    lines: ChatLines
+    encoder: ChatEncoder
+    found: Survey
+    length: int
+    packing: Packing
+
+    def __post_init__(self) -> None:
+        self._rows = lay_out(self.found.lengths, self.length, self.packing)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -263,9 +234,9 @@ class ChatRows:
     @property
     def summary(self) -> str:
         """For people: how many rows there are, and how full they are."""
-        tokens = sum(self._found.lengths)
-        filled = f"{tokens / (len(self) * self._length):.0%} filled"
-        return f"{tokens:,} tokens {self._packing.value} in {len(self):,} sequences, {filled}"
+        tokens = sum(self.found.lengths)
+        filled = f"{tokens / (len(self) * self.length):.0%} filled"
+        return f"{tokens:,} tokens {self.packing.value} in {len(self):,} sequences, {filled}"
 
     def batch(self, rows: Sequence[int | None]) -> TargetBatch:
         """Return rows by their numbers; ``None`` is a row without a target.
@@ -273,13 +244,13 @@ class ChatRows:
         Raises:
             UserError: a file has changed since the training began.
         """
-        held = [[] if row is None else list(self._documents(row)) for row in rows]
-        packed = self._packing is Packing.PACKED
-        length = self._length
+        held = [[*map(self._document, () if row is None else self._rows[row])] for row in rows]
+        packed = self.packing is Packing.PACKED
+        length = self.length
         if not packed:
             longest = max((len(each.tokens) for (each,) in filter(None, held)), default=1)
             length = min(length, -(-longest // PADDED_TO) * PADDED_TO)
-        tokens = torch.full((len(held), length), self._encoder.padding, dtype=torch.int64)
+        tokens = torch.full((len(held), length), self.encoder.padding, dtype=torch.int64)
         targets = torch.full_like(tokens, IGNORED)
         positions = torch.zeros_like(tokens)
         for row, documents in enumerate(held):
@@ -305,17 +276,14 @@ class ChatRows:
             mine = range(first + world.rank, first + size * world.size, world.size)
             yield self.batch([row if row < len(self) else None for row in mine])
 
-    def _documents(self, row: int) -> Sequence[MaskedTokens]:
-        return [self._document(number) for number in self._rows[row]]
-
     def _document(self, number: int) -> MaskedTokens:
-        found = self._found
+        found = self.found
         line, length = found.lines[number], found.lengths[number]
-        where = self._lines.where(line)
-        documents = self._encoder.documents(self._lines.read(line), where)
+        where = self.lines.where(line)
+        documents = self.encoder.documents(self.lines.read(line), where)
         part = found.parts[number]
         if part < len(documents):
-            document = documents[part].cut(self._length)
+            document = documents[part].cut(self.length)
             if len(document.tokens) == length:
                 return document
         raise UserError(f"{where}: found other tokens than when the training began")

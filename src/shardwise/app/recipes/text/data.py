@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import counted, one_line
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.pretrained import opening
 from shardwise.insight.planning import presets
@@ -148,8 +149,7 @@ class TextData:
     @property
     def summary(self) -> str:
         """How much there is, for people."""
-        files = "file" if self.files == 1 else "files"
-        return f"{self.name}, {len(self.train):,} tokens in {self.files:,} {files}"
+        return f"{self.name}, {len(self.train):,} tokens in {counted(self.files, 'file')}"
 
     def facts(self) -> dict[str, Any]:
         """Return the data's part of ``run.json``."""
@@ -196,8 +196,8 @@ def load_text(paths: Sequence[str], seq_length: int, eval_paths: Sequence[str] =
         if len(stream) < smallest:
             raise OptionError(
                 "--eval-data" if eval_paths and stream is data.validation else "--data",
-                f"{sum(sizes.values())} bytes in {len(sizes)} "
-                f"{'file' if len(sizes) == 1 else 'files'}, of which {len(stream)} for {part}",
+                f"{sum(sizes.values())} bytes in {counted(sizes, 'file')}, of which {len(stream)} "
+                f"for {part}",
                 f"at least {smallest} for {part} with --seq-length {seq_length}",
             )
     return data
@@ -266,7 +266,9 @@ def _expand(text: str, option: str) -> list[Path]:
     matches = sorted(_glob(str(path))) if glob.has_magic(text) else []
     if not matches:
         raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
-    return [file for match in matches for file in _expand_match(Path(match), option)]
+    # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
+    found = [Path(match) for match in matches]
+    return [_readable(file, option) for file in found if file.is_file() and file.stat().st_size]
 
 
 def _glob(pattern: str) -> list[str]:
@@ -286,12 +288,6 @@ def _glob(pattern: str) -> list[str]:
             seen.add((status.st_dev, status.st_ino))
             found += _glob(os.path.join(glob.escape(parent), tail.lstrip("/") or "*"))
     return found
-
-
-def _expand_match(path: Path, option: str) -> Iterator[Path]:
-    # A pattern takes what it can: folders and empty files that it happens to match are no mistake.
-    if path.is_file() and path.stat().st_size:
-        yield _checked(path, option)
 
 
 def _walk(folder: Path, option: str) -> Iterator[Path]:
@@ -463,7 +459,7 @@ class Tokenizer:
             whose = "which" if option == "--tokenizer" else "whose tokenizer"
             raise OptionError(
                 option,
-                f"{name}, {whose} cannot be loaded ({' '.join(str(reason).split())[:200]})",
+                f"{name}, {whose} cannot be loaded ({one_line(reason, 200)})",
                 "a tokenizer of the hub, with the network there, or the folder of a saved one",
             ) from None
         separator = self.tokenizer.eos_token_id

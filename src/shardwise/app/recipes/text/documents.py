@@ -29,6 +29,7 @@ import xxhash
 
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
+from shardwise.base.units import counted
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 
@@ -66,8 +67,8 @@ class Documents:
     @property
     def summary(self) -> str:
         """For people: how much there is, as far as that is known before it is read."""
-        counted = f", {len(self.files)} {'file' if len(self.files) == 1 else 'files'}"
-        return f"{self.name}, streamed{counted if self.files else ''}"
+        files = f", {counted(self.files, 'file')}" if self.files else ""
+        return f"{self.name}, streamed{files}"
 
     def facts(self) -> dict[str, Any]:
         """For ``run.json``."""
@@ -126,7 +127,7 @@ def find_documents(
             raise OptionError(option, paths[0], "a dataset behind hf:, as hf:allenai/c4:en")
         return Documents(paths[0], name, configuration or None, (), tokenizer, validation=held)
     files = find_files(paths, option)
-    builders = {_builder(file): file for file in files}
+    builders = {_BUILDERS.get(_kind(file), "text"): file for file in files}
     if len(builders) > 1:
         found = " and ".join(str(file) for file in builders.values())
         raise OptionError(option, found, "files of one kind: .jsonl, .parquet or text")
@@ -142,10 +143,6 @@ def _kind(file: Path) -> str:
     """Return the suffix of what is in a file, without that of its compression."""
     suffixes = [suffix for suffix in file.suffixes if suffix not in _COMPRESSED]
     return suffixes[-1] if suffixes else ""
-
-
-def _builder(file: Path) -> str:
-    return _BUILDERS.get(_kind(file), "text")
 
 
 class StreamSource:

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise import fully_shard
+from shardwise.app.recipes.core.model import Sampling, generate_tokens
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
-from shardwise.app.recipes.text.sampling import Sampling, generate_tokens
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import printable
+from shardwise.base.units import one_line, printable
 from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
 from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.elastic.errors import UserError, say
@@ -82,15 +82,16 @@ def _generate(request: Request, device: torch.device) -> None:
     tokenizer, run = _tokenizer_of(where)
     prompt = _tokens_of(request, tokenizer, run)
     model = _load(request, device)
-    rows = len(_embedding(model))
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     if max(prompt) >= rows:
         raise CheckpointError(
             f"found token {max(prompt)} in the prompt, and {rows} rows in the embedding of the "
             "model, expected its own tokenizer"
         )
     ids = tokenizer.get_vocab().values()
-    limits = (longest_sequence(model.config.to_dict()), _length_in_training(run))
-    window = min((each for each in limits if each is not None), default=2**31)
+    trained = None if run is None else run.read("SRC").get("config", {}).get("seq_length")
+    limits = (longest_sequence(model.config.to_dict()), trained)
+    window = min((each for each in limits if isinstance(each, int) and each > 0), default=2**31)
     first = not dist.is_initialized() or dist.get_rank() == 0
     if first and len(prompt) > window:
         say(
@@ -180,7 +181,7 @@ def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
         except CheckpointError:
             raise
         except Exception as error:  # a template is a program
-            reason = " ".join(str(error).split())[:200]
+            reason = one_line(error, 200)
             raise CheckpointError(f"its chat template cannot be used ({reason})") from error
         return [int(token) for token in found]
     start = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.bos_token_id
@@ -189,18 +190,6 @@ def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
         plain = tokenizer(request.prompt, add_special_tokens=False)["input_ids"]
         return [*begin, *map(int, plain)]
     return [int(token) for token in tokenizer(request.prompt)["input_ids"]] or begin
-
-
-def _length_in_training(run: RunDir | None) -> int | None:
-    """The sequence length that a run trained with; ``None`` if it does not say."""
-    found = None if run is None else run.read("SRC").get("config", {}).get("seq_length")
-    return found if isinstance(found, int) and found > 0 else None
-
-
-def _embedding(model: PreTrainedModel) -> torch.Tensor:
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, torch.Tensor)
-    return weight
 
 
 def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -86,17 +86,13 @@ def missing_weights(folder: Path) -> str | None:
             more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
             return f"without {lost[0]}{more}, of the {len(named)} files that {_INDEX} names"
         return None
-    if any(folder.glob("*.safetensors")) or _is_checkpoint(folder):
+    is_checkpoint = RunDir(folder).has_checkpoints() or (folder / ".metadata").is_file()
+    if any(folder.glob("*.safetensors")) or is_checkpoint:
         return None
     other = sorted(file.name for pattern in _OTHER_WEIGHTS for file in folder.glob(pattern))
     if other:
         return f"with weights in {other[0]} and none in .safetensors files"
     return "without weights"
-
-
-def _is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder is a run of ours, or a checkpoint of torch's."""
-    return RunDir(folder).has_checkpoints() or (folder / ".metadata").is_file()
 
 
 def _from_hub(name: str) -> Path:

@@ -58,10 +58,11 @@ def streams_for(world_size: int) -> int:
     return streams
 
 
+@dataclass
 class PackedStream:
     """One stream: documents in, sequences out.
 
-    Args:
+    Attributes:
         source: where documents come from.
         number: of the stream, 0 .. streams - 1.
         streams: how many there are.
@@ -70,23 +71,15 @@ class PackedStream:
         shuffle: in which order documents come.
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        number: int,
-        streams: int,
-        encode: Callable[[str], list[int]],
-        length: int,
-        shuffle: ShuffleBuffer,
-    ) -> None:
-        self._source = source
-        self._number = number
-        self._streams = streams
-        self._encode = encode
-        self._length = length
-        self._shuffle = shuffle
-        self._given = 0
-        self._epoch = 0
+    source: StreamSource
+    number: int
+    streams: int
+    encode: Callable[[str], list[int]]
+    length: int
+    shuffle: ShuffleBuffer
+
+    def __post_init__(self) -> None:
+        self._given = self._epoch = 0
         self._left: list[int] = []
         self._state: dict[str, Any] | None = None
         self._begin(None)
@@ -101,39 +94,39 @@ class PackedStream:
             UserError: the source cannot be read, or has no text for this stream.
         """
         if index < self._given:
-            raise ValueError(f"sequence {index} of stream {self._number} was given already")
+            raise ValueError(f"sequence {index} of stream {self.number} was given already")
         self._state = None
         while True:
             self._fill()
-            tokens = self._left[: self._length + 1]
-            del self._left[: self._length]
+            tokens = self._left[: self.length + 1]
+            del self._left[: self.length]
             self._given += 1
             if self._given > index:
                 return np.array(tokens, dtype=np.int64)
 
     def _fill(self) -> None:
-        while len(self._left) <= self._length:
+        while len(self._left) <= self.length:
             try:
                 text = next(self._documents)
             except StopIteration:
                 self._end_epoch()
             else:
-                self._left += self._encode(text)
+                self._left += self.encode(text)
                 self._empty = False
 
     def _end_epoch(self) -> None:
         if self._empty:
             raise OptionError(
                 "--streams",
-                f"{self._streams}, of which stream {self._number} has no text to train on",
+                f"{self.streams}, of which stream {self.number} has no text to train on",
                 "fewer streams, or more documents",
             )
         self._epoch += 1
         self._begin(None)
 
     def _begin(self, where: Mapping[str, Any] | None) -> None:
-        part = StreamPart(self._source, self._number, self._streams, self._epoch)
-        self._documents = self._shuffle.order(part, where)
+        part = StreamPart(self.source, self.number, self.streams, self._epoch)
+        self._documents = self.shuffle.order(part, where)
         self._empty = where is None
         self._state = None
 
@@ -160,40 +153,34 @@ class PackedStream:
             self._begin(json.loads(state["source"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"the position of stream {self._number} cannot be read ({error!r})"
+                f"the position of stream {self.number} cannot be read ({error!r})"
             ) from None
 
 
+@dataclass
 class StreamBatches:
     """Training batches: int64 of shape (count, length + 1), in host memory.
 
-    Args:
+    Attributes:
         source: where documents come from.
         vocabulary: what tokens mean.
         length: tokens of a sequence.
-        streams: how many there are; None leaves it to the checkpoint, or the world.
+        asked: how many streams there are; None leaves it to the checkpoint, or the world.
         world: this rank.
         shuffle: in which order each stream takes its documents.
     """
 
-    def __init__(
-        self,
-        source: StreamSource,
-        vocabulary: Vocabulary,
-        length: int,
-        streams: int | None,
-        world: World,
-        shuffle: ShuffleBuffer | None = None,
-    ) -> None:
-        self._source = source
-        self._vocabulary = vocabulary
-        self._length = length
-        self._asked = streams
-        self._world = world
-        self._shuffle = shuffle or ShuffleBuffer()
+    source: StreamSource
+    vocabulary: Vocabulary
+    length: int
+    asked: int | None
+    world: World
+    shuffle: ShuffleBuffer | None = None
+
+    def __post_init__(self) -> None:
         self._open: dict[int, PackedStream] = {}
         self._saved: dict[int, Mapping[str, Any]] = {}
-        self.streams = streams or streams_for(world.size)
+        self.streams = self.asked or streams_for(self.world.size)
 
     def batch(self, position: int, count: int) -> torch.Tensor:
         """Return this rank's part of the microbatch that has ``position`` as its own first example.
@@ -201,8 +188,8 @@ class StreamBatches:
         All ranks together get the examples that all ``position .. position + count`` make, each
         once; which rank takes which follows from the streams.
         """
-        start, size = position - self._world.rank * count, self._world.size
-        first = start + (self._world.rank - start) % size
+        start, size = position - self.world.rank * count, self.world.size
+        first = start + (self.world.rank - start) % size
         rows = [self._example(p) for p in range(first, first + count * size, size)]
         return torch.from_numpy(np.stack(rows))
 
@@ -211,7 +198,12 @@ class StreamBatches:
         stream = self._open.get(number)
         if stream is None:
             stream = PackedStream(
-                self._source, number, self.streams, self._encode, self._length, self._shuffle
+                self.source,
+                number,
+                self.streams,
+                self._encode,
+                self.length,
+                self.shuffle or ShuffleBuffer(),
             )
             if number in self._saved:
                 stream.load_state(self._saved[number])
@@ -219,21 +211,21 @@ class StreamBatches:
         return stream.sequence(index)
 
     def _encode(self, text: str) -> list[int]:
-        return [self._vocabulary.separator, *self._vocabulary.encode(text)]
+        return [self.vocabulary.separator, *self.vocabulary.encode(text)]
 
     def state(self) -> dict[str, Any]:
         """Return the positions of this rank's streams, under names that no other rank has."""
-        rank = self._world.rank
+        rank = self.world.rank
         mine = {f"stream{n}-rank{rank}": stream.state() for n, stream in self._open.items()}
         # Of streams that were not opened since the run was resumed, as they were then.
         rest = {
             f"stream{n}-rank{rank}": dict(state)
             for n, state in self._saved.items()
-            if n not in self._open and n % self._world.size == rank
+            if n not in self._open and n % self.world.size == rank
         }
         common: dict[str, Any] = {"streams": self.streams}
-        if self._source.commit is not None:
-            common["commit"] = self._source.commit
+        if self.source.commit is not None:
+            common["commit"] = self.source.commit
         return {**common, **mine, **rest}
 
     def load_state(self, state: Mapping[str, Any], where: Path) -> None:
@@ -247,14 +239,14 @@ class StreamBatches:
         streams = state.get("streams")
         if not isinstance(streams, int) or streams < 1:
             raise CheckpointError(f"{where}: found {streams!r} as extra.data.streams")
-        if self._asked not in (None, streams):
+        if self.asked not in (None, streams):
             raise OptionError(
-                "--streams", self._asked, f"{streams}, as the run began that --resume goes on"
+                "--streams", self.asked, f"{streams}, as the run began that --resume goes on"
             )
         self.streams = streams
         commit = state.get("commit")
         if isinstance(commit, str):
-            self._source = self._source.at(commit)
+            self.source = self.source.at(commit)
         for name, each in state.items():
             number, _, _ = name.removeprefix("stream").partition("-rank")
             if not isinstance(each, Mapping) or not number.isdecimal():

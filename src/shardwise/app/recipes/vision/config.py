@@ -198,26 +198,24 @@ class ImageFolderConfig(VisionConfig):
         """
         raise NotImplementedError
 
-    def find_folders(self, world: World) -> Folders | None:
-        """Check what all such trainings have in common, and list the images.
-
-        Returns:
-            Images to train on and to evaluate on; None for fake data.
+    def check(self, world: World) -> ImageFolderInputs[Self]:
+        """Check everything that can be checked without torch, and list the images.
 
         Raises:
             UserError: one line that says what is wrong.
         """
+        settings = self.settings()
         self.check_values()
         self.check_world(world)
+        folders: Folders | None = None
         if self.fake_data:
             require(self.data_dir is None, "--fake-data", "--data-dir too", "one of the two")
-            folders = None
         elif self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
         else:
             folders = find_images(self.data_dir)
         check_extras(["transformers", "PIL"], self.train.output.logs)
-        return folders
+        return ImageFolderInputs(self, settings, folders)
 
 
 C = TypeVar("C", bound=ImageFolderConfig, covariant=True)
@@ -345,14 +343,6 @@ class ImagenetConfig(ImageFolderConfig):
         require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
         return find_settings(self.model, RESNETS)
 
-    def check(self, world: World) -> ImageFolderInputs[Self]:
-        """Check everything that can be checked without torch, and list the images.
-
-        Raises:
-            UserError: one line that says what is wrong.
-        """
-        return ImageFolderInputs(self, self.settings(), self.find_folders(world))
-
 
 # -- Vision Transformers ---------------------------------------------------------------------------
 
@@ -434,14 +424,6 @@ class VitConfig(ImageFolderConfig):
         layers = settings.get("num_hidden_layers", 12)
         require(isinstance(layers, int) and layers >= 1, "--layers", layers, "1 or more")
         return settings
-
-    def check(self, world: World) -> ImageFolderInputs[Self]:
-        """Check everything that can be checked without torch, and list the images.
-
-        Raises:
-            UserError: one line that says what is wrong.
-        """
-        return ImageFolderInputs(self, self.settings(), self.find_folders(world))
 
 
 def _presets() -> dict[str, dict[str, Any]]:

@@ -28,6 +28,7 @@ from typing import BinaryIO
 
 import xxhash
 
+from shardwise.base.units import counted
 from shardwise.insight.schema.option import OptionError
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".webp", ".tif", ".tiff")
@@ -101,7 +102,7 @@ def _list(root: Path) -> ImageFolder:
         if len(folders) < 2:
             raise OptionError(
                 _OPTION,
-                f"{len(folders)} {'class' if len(folders) == 1 else 'classes'} in {root}",
+                f"{counted(folders, 'class', 'classes')} in {root}",
                 "two or more, a folder each",
             )
         names = tuple(_images_in(root / folder) for folder in folders)
@@ -200,13 +201,15 @@ def _find(folder: Path, name: str, dimensions: int) -> Path:
 def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
     """Return the sizes and the values of an IDX file."""
     try:
-        with _opened(file) as stream:
+        with gzip.open(file) if file.suffix == ".gz" else file.open("rb") as stream:
             header = stream.read(4 + 4 * dimensions)
             expected = bytes((0, 0, _UINT8, dimensions))
             if header[:4] != expected:
                 found = f"{file} that begins with {header[:4].hex(' ') or 'nothing'}"
                 raise OptionError(
-                    _OPTION, found, f"{expected.hex(' ')}, IDX with {_counted(dimensions)}"
+                    _OPTION,
+                    found,
+                    f"{expected.hex(' ')}, IDX with {counted(dimensions, 'dimension')}",
                 )
             if len(header) < 4 + 4 * dimensions:
                 raise OptionError(_OPTION, f"{file}, which ends in its header", "a whole file")
@@ -224,15 +227,7 @@ def _read(file: Path, dimensions: int) -> tuple[list[int], bytes]:
     return sizes, values
 
 
-def _opened(file: Path) -> BinaryIO | gzip.GzipFile:
-    return gzip.open(file) if file.suffix == ".gz" else file.open("rb")
-
-
 def _pieces(stream: BinaryIO | gzip.GzipFile, most: int) -> Iterator[bytes]:
     while most > 0 and (piece := stream.read(min(most, 2**20))):
         most -= len(piece)
         yield piece
-
-
-def _counted(dimensions: int) -> str:
-    return "1 dimension" if dimensions == 1 else f"{dimensions} dimensions"

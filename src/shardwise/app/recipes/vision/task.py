@@ -1,13 +1,22 @@
-"""What all trainings on images have in common: loss, evaluation, and the files at the end."""
+"""What all trainings on images have in common: batches, loss, evaluation, the files at the end.
+
+Whatever is random is drawn from a number that belongs to the image and its epoch, so that every
+rank of every world, and a resumed run, do the same to it.
+"""
 
 from __future__ import annotations
 
+import enum
 import functools
+import math
+import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -16,8 +25,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
-from shardwise.app.recipes.core.build import average_running_statistics, evaluating
+from shardwise.app.recipes.core.build import average_running_statistics, evaluating, learning_rate
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
+from shardwise.app.recipes.core.position import Shuffle
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
 from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
@@ -26,18 +36,186 @@ from shardwise.app.recipes.vision.config import (
     ImageFolderInputs,
     VisionInputs,
 )
-from shardwise.app.recipes.vision.images import (
-    Augment,
-    Batch,
-    FakeImages,
-    FolderImages,
-    Images,
-    TrainingImages,
-)
+from shardwise.app.recipes.vision.files import ImageFolder
 from shardwise.base.errors import CheckpointError
+from shardwise.base.mixing import mix
 from shardwise.checkpoint.tools.convert import consolidate
+from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
+from shardwise.insight.schema.training import OptimizerConfig
 from shardwise.transport.peers import Peers
+
+# Of ImageNet's pixels, by channel, of values 0 to 1: what published models are trained with.
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+
+AREA = (0.08, 1.0)  # of the image, that a random crop has
+RATIO = (3 / 4, 4 / 3)  # of width to height
+ATTEMPTS = 10  # at a crop that lies inside the image
+CENTER = 224 / 256  # of the shorter side, that evaluation looks at
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+Box = tuple[float, float, float, float]
+
+
+class Images(Protocol):
+    """Images with their classes."""
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+
+    def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
+        """Read some of them to the CPU.
+
+        Args:
+            indices: which.
+            keys: 64 bits for each, from which whatever is random is drawn.
+
+        Returns:
+            Images, float32 of shape (count, channels, height, width), normalized; and classes,
+            int64 of shape (count,).
+        """
+
+
+class TrainingImages:
+    """Batches in an order that the seed and the position alone decide.
+
+    The next batch of this rank is read while the model computes with this one.
+
+    Args:
+        images: where they come from.
+        seed: of the order, and of whatever is random.
+        stride: examples from one batch of this rank to its next: those of one microbatch of all.
+        device: where batches go.
+    """
+
+    def __init__(self, images: Images, seed: int, stride: int, device: torch.device) -> None:
+        self._images = images
+        self._order = Shuffle(len(images), seed)
+        self._stride = stride
+        self._device = device
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="images")
+        self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
+
+    def batch(self, position: int, count: int) -> Batch:
+        """Return examples ``position`` .. ``position + count`` of the order."""
+        asked = (position, count)
+        if self._ahead is not None and self._ahead[0] == asked:
+            images, classes = self._ahead[1].result()
+        else:
+            images, classes = self._read(*asked)
+        following = (position + self._stride, count)
+        self._ahead = (following, self._reader.submit(self._read, *following))
+        return images.to(self._device), classes.to(self._device)
+
+    def _read(self, position: int, count: int) -> Batch:
+        draws = [self._order.at(p) for p in range(position, position + count)]
+        keys = [mix(draw.key ^ draw.index) for draw in draws]
+        return self._images.read([draw.index for draw in draws], keys)
+
+
+class FakeImages:
+    """One image of noise, as often as needed: to measure speed without a disk.
+
+    Args:
+        count: number of images.
+        classes: number of classes; the image is of each in turn.
+        size: height and width.
+    """
+
+    def __init__(self, count: int, classes: int, size: int) -> None:
+        self._count = count
+        self._classes = classes
+        self._image = torch.randn(3, size, size, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return self._count
+
+    def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
+        """Return the image, with the classes that go with the indices."""
+        del keys
+        images = self._image.expand(len(indices), -1, -1, -1)
+        return images, torch.tensor(indices) % self._classes
+
+
+class Augment(enum.Enum):
+    """Which part of an image the model sees."""
+
+    RANDOM_CROP = "random crop"  # and flipped at random, for training
+    CENTER_CROP = "center crop"  # for evaluation
+
+
+class FolderImages:
+    """Images of an :class:`ImageFolder`, read when they are needed.
+
+    Args:
+        folder: where they are.
+        size: height and width of the model's input.
+        augment: which part of an image the model sees.
+        threads: number of images that are decoded at the same time.
+    """
+
+    def __init__(self, folder: ImageFolder, size: int, augment: Augment, threads: int) -> None:
+        self._folder = folder
+        self._size = size
+        self._augment = augment
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._folder)
+
+    def read(self, indices: Sequence[int], keys: Sequence[int]) -> Batch:
+        """Read some of them; see :meth:`Images.read`.
+
+        Raises:
+            UserError: a file cannot be read as an image.
+        """
+        found = [self._folder.at(index) for index in indices]
+        paths = [path for path, _ in found]
+        pixels = np.stack(list(self._threads.map(self._decode, paths, keys)))
+        images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
+        mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+        return (images - mean) / std, torch.tensor([number for _, number in found])
+
+    def _decode(self, path: Path, key: int) -> np.ndarray:
+        """Return one image as uint8 of shape (size, size, 3)."""
+        try:
+            with Image.open(path) as file:
+                image = file.convert("RGB")
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise UserError(f"--data-dir: {path} cannot be read as an image: {error}") from None
+        draw = random.Random(key)
+        is_random = self._augment is Augment.RANDOM_CROP
+        box = random_box(*image.size, draw) if is_random else center_box(*image.size)
+        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box=box)
+        if is_random and draw.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return np.asarray(image)
+
+
+def random_box(width: int, height: int, draw: random.Random) -> Box:
+    """Return a part of an image of random area, shape and place: left, upper, right, lower."""
+    for _ in range(ATTEMPTS):
+        area = width * height * draw.uniform(*AREA)
+        ratio = math.exp(draw.uniform(math.log(RATIO[0]), math.log(RATIO[1])))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left, upper = draw.randint(0, width - w), draw.randint(0, height - h)
+            return left, upper, left + w, upper + h
+    # A very long image: the largest part of its middle that has an allowed shape.
+    return _centered(width, height, min(width, height * RATIO[1]), min(height, width / RATIO[0]))
+
+
+def center_box(width: int, height: int) -> Box:
+    """Return the square in the middle of an image: left, upper, right, lower."""
+    side = min(width, height) * CENTER
+    return _centered(width, height, side, side)
+
+
+def _centered(width: int, height: int, w: float, h: float) -> Box:
+    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +326,17 @@ def vision_task(
     )
 
 
+def curve_of(inputs: VisionInputs, world: World) -> Schedule:
+    """Return the schedule of an optimizer's configuration.
+
+    By examples: in a resumed run, steps before may have had another number of them.
+    """
+    assert isinstance(inputs.train.optimizer, OptimizerConfig)
+    per_step = inputs.train.examples_per_step(world.size)
+    curve = learning_rate(inputs.train.optimizer, inputs.span.steps_in_all(per_step))
+    return lambda position: curve(position.examples / per_step)
+
+
 def _write_file(checkpoint: Path, file: Path) -> None:
     """Write the model of a checkpoint as one file.
 
@@ -230,10 +419,11 @@ class Scores:
         return {**values, "accuracy_top5": self.top5} if len(self.confusion) > 10 else values
 
 
+@dataclass
 class Evaluation:
     """Evaluates models on images that all ranks share.
 
-    Args:
+    Attributes:
         images: to evaluate on.
         classes: number of classes.
         batch_size: of this rank.
@@ -241,44 +431,41 @@ class Evaluation:
         device: where it computes.
     """
 
-    def __init__(
-        self, images: Images, classes: int, batch_size: int, world: World, device: torch.device
-    ) -> None:
-        self._images = images
-        self._classes = classes
-        self._batch_size = batch_size
-        self._world = world
-        self._device = device
+    images: Images
+    classes: int
+    batch_size: int
+    world: World
+    device: torch.device
 
     def __call__(self, model: nn.Module) -> Scores:
         """Evaluate a model. Every rank calls it, and gets the scores of all ranks together."""
-        mine = range(self._world.rank, len(self._images), self._world.size)
+        mine = range(self.world.rank, len(self.images), self.world.size)
         # As many forwards on every rank, since a forward of a sharded model takes all.
-        per_round = self._batch_size * self._world.size
-        rounds = -(-len(self._images) // per_round)
+        per_round = self.batch_size * self.world.size
+        rounds = -(-len(self.images) // per_round)
         sums = torch.zeros(2, dtype=torch.float64)
-        confusion = torch.zeros(self._classes**2, dtype=torch.int64)
+        confusion = torch.zeros(self.classes**2, dtype=torch.int64)
         with evaluating(model):
             for turn in range(rounds):
-                indices = mine[turn * self._batch_size : (turn + 1) * self._batch_size]
+                indices = mine[turn * self.batch_size : (turn + 1) * self.batch_size]
                 # A rank that has none left looks at the first image again, uncounted.
-                images, classes = self._images.read(indices or [0], [0] * max(1, len(indices)))
-                logits = logits_of(model, images.to(self._device)).cpu()
+                images, classes = self.images.read(indices or [0], [0] * max(1, len(indices)))
+                logits = logits_of(model, images.to(self.device)).cpu()
                 if indices:
                     sums += self._tally(logits, classes, confusion)
         with Peers().collective("the sum of scores"):
             dist.all_reduce(sums)
             dist.all_reduce(confusion)
-        loss, top5 = (sums / len(self._images)).tolist()
-        return Scores(loss, confusion.view(self._classes, self._classes), top5)
+        loss, top5 = (sums / len(self.images)).tolist()
+        return Scores(loss, confusion.view(self.classes, self.classes), top5)
 
     def _tally(
         self, logits: torch.Tensor, classes: torch.Tensor, confusion: torch.Tensor
     ) -> torch.Tensor:
         """Count a batch; return its sums of the loss and of hits among the top five."""
-        pairs = classes * self._classes + logits.argmax(dim=1)
-        confusion += torch.bincount(pairs, minlength=self._classes**2)
-        likeliest = logits.topk(min(5, self._classes), dim=1).indices
+        pairs = classes * self.classes + logits.argmax(dim=1)
+        confusion += torch.bincount(pairs, minlength=self.classes**2)
+        likeliest = logits.topk(min(5, self.classes), dim=1).indices
         hits = (likeliest == classes[:, None]).any(dim=1).sum()
         loss = F.cross_entropy(logits, classes, reduction="sum")
         return torch.stack([loss.double(), hits.double()])

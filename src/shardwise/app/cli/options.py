@@ -1,0 +1,506 @@
+"""Options of a command: how values are read, and how options come from a configuration.
+
+    Options            what a command takes of a configuration
+    with_options       the function that typer sees, with a parameter for each option
+
+What was not given is known, so that it can take a default that depends on what was: on ``--model``.
+
+Of the libraries that make a command line of typed configurations, two were tried. tyro reports a
+mistake as a box of several lines, has one panel for each class, and shows every old name. cyclopts
+forgets the other values of a default configuration, such as those of a model, where one is given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import keyword
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from functools import partial
+from inspect import Parameter, Signature
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar, cast, get_args, get_origin
+
+import typer
+
+from shardwise.insight.schema.option import (
+    BY_MODEL,
+    GROUP,
+    OPTION,
+    Config,
+    Group,
+    Option,
+    OptionError,
+    Reads,
+    kinds_of,
+    option_name,
+)
+
+_MAX_DIGITS = 25  # of an integer; the largest one of any option has 19
+_MAX_SIZE = 2**62  # bytes
+_MAX_NAME, _MAX_PATH = 255, 4095  # bytes, of Linux: of a file's name, and of a path
+
+
+def read_path(text: str | Path) -> Path:
+    """Read a path, with the home folder in place of ``~`` or ``~user``.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    return Path(read_name(os.fspath(text)))
+
+
+def read_name(text: str) -> str:
+    """Read a name that may be a path, with ``~`` as in a path.
+
+    Raises:
+        typer.BadParameter: it is empty, or no file could have that name.
+    """
+    if not text:
+        raise typer.BadParameter("found nothing, expected a name or a path")
+    if "\0" in text:
+        raise typer.BadParameter(f"found {brief(text)}, expected a name without null characters")
+    expanded = os.path.expanduser(text)
+    if text.startswith("~") and expanded == text:
+        user = text.partition("/")[0]
+        expected = f"a user of this host behind ~ (or ./{user}, if that is a file's name)"
+        raise typer.BadParameter(f"found {brief(text)}, expected {expected}")
+    longest = max(len(os.fsencode(name)) for name in expanded.split("/"))
+    if longest > _MAX_NAME or len(os.fsencode(expanded)) > _MAX_PATH:
+        found = f"{brief(text)} with {len(text):,} characters"
+        expected = f"names of {_MAX_NAME} bytes at most in a path of {_MAX_PATH:,}"
+        raise typer.BadParameter(f"found {found}, expected {expected}")
+    return expanded
+
+
+def brief(text: str) -> str:
+    """Return what was found as a message shows it: in quotes, and cut."""
+    return repr(text if len(text) <= 60 else f"{text[:57]}...")
+
+
+def read_integer(text: str | int) -> int:
+    """Read an integer, also as people write a large one: ``1e6``.
+
+    Raises:
+        typer.BadParameter: it is none, or no computer could count so far.
+    """
+    try:
+        number = Decimal(text)
+        is_long = number.is_finite() and number.adjusted() >= _MAX_DIGITS
+        exact = number.is_finite() and not is_long and not number % 1
+    except ArithmeticError:
+        exact = is_long = False
+    if not exact:
+        limit = f" of at most {_MAX_DIGITS} digits" if is_long else ""
+        raise typer.BadParameter(f"found {brief(str(text))}, expected a whole number{limit}")
+    return int(number)
+
+
+#: An integer, among the parameters of a command.
+Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
+
+# Options that several commands have.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+Layers = Annotated[bool, typer.Option("--layers", help="Show repeated layers one by one.")]
+Html = Annotated[
+    Path | None,
+    typer.Option(
+        parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
+    ),
+]
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def read_size(text: str | int) -> int:
+    """Read a size in bytes: ``8MiB``, ``1.5GB``, ``4096``.
+
+    Raises:
+        typer.BadParameter: it is none.
+    """
+    match = _SIZE.fullmatch(str(text).strip())
+    unit = match[2].lower().removesuffix("b") if match else "?"
+    factor = {**_UNITS, **_BINARY}.get(unit)
+    nbytes = 0.0 if match is None or factor is None else float(match[1]) * factor
+    if not 1 <= nbytes < _MAX_SIZE:
+        raise typer.BadParameter(f"found {brief(str(text))}, expected a size such as 8MiB or 1.5GB")
+    return int(nbytes)
+
+
+#: The root of all mistakes on a command line. Typer brings it along, without a public name.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[1])
+
+# What the parsers of different versions of typer say of a value -> what they expected.
+_EXPECTED = (
+    (re.compile(r"valid (number|float)\b"), "a number"),
+    (re.compile(r"not one of (?P<choices>.*?)\.?$"), "one of {choices}"),
+)
+
+
+def describe(error: typer.BadParameter, arguments: Sequence[str]) -> str:
+    """Describe an error in one line.
+
+    Args:
+        error: what typer raised.
+        arguments: the command line, without the program.
+    """
+    message = " ".join(error.format_message().split())
+    param = getattr(error, "param", None)
+    options: Sequence[str] = getattr(param, "opts", ())
+    own = " ".join(str(error.message).split())
+    if options and own.startswith("found "):  # of a parser of ours, which cannot know the option
+        is_option = options[0].startswith("-")
+        return f"{options[0] if is_option else getattr(param, 'metavar', None)}: {own}"
+    found = _value_of(options, arguments)
+    if found is None:
+        found = os.environ.get(getattr(error.param, "envvar", None) or "") if options else None
+    if found is None:
+        return message
+    for pattern, expected in _EXPECTED:
+        match = pattern.search(message)
+        if match:
+            return f"{options[0]}: found {found!r}, expected {expected.format(**match.groupdict())}"
+    return f"{options[0]}: found {found!r}: {message}"
+
+
+def _value_of(options: Sequence[str], arguments: Sequence[str]) -> str | None:
+    """Return the last value of an option, from ``--option value`` or ``--option=value``."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, inline = argument.partition("=")
+        if name in options:
+            value = inline if equals else following
+    return value
+
+
+def help_if_alone(context: typer.Context) -> None:
+    """Show the help of a group of commands that is called without one of them."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+C = TypeVar("C")
+Keys = tuple[str, ...]  # names of the fields that lead to a setting
+
+_ARGUMENTS = "arguments"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A field of a configuration that is an option.
+
+    Attributes:
+        keys: the fields that lead to it.
+        option: how this command shows it.
+        kind: its type, without None.
+        default: its value in the default configuration.
+        group: what it belongs to, if it goes with one value of another setting.
+        choices: the values of an enum.
+    """
+
+    keys: Keys
+    option: Option
+    kind: Any
+    default: Any
+    group: Group | None
+    choices: tuple[enum.Enum, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The option; both flags of what is on or off: ``--nested-fsdp/--no-nested-fsdp``."""
+        name = self.option.name or option_name(self.keys[-1])
+        alone = self.kind is bool and "/" not in name
+        return f"{name}/--no-{name[2:]}" if alone else name
+
+    @property
+    def key(self) -> str:
+        """What a file calls it, with its hyphens: ``--batch-size``."""
+        return self.name.partition("/")[0]
+
+    @property
+    def names(self) -> list[str]:
+        """The names on a command line: the one that is shown, and those that are not.
+
+        Of ``--on/--off`` the flag that changes the default is shown.
+        """
+        on, _, off = self.name.partition("/")
+        pair = [off, on] if off and self.default else [on, off]
+        return [*filter(None, pair), *self.option.former]
+
+    @property
+    def flags(self) -> dict[str, enum.Enum]:
+        """The values of an enum that has flags, by these."""
+        flags = {flag: value for flag, (value, _) in self.option.flags.items()}
+        if flags:
+            flags |= dict.fromkeys(self.option.former, next(iter(flags.values())))
+        return flags
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Generic[C]):
+    """The options that one configuration becomes.
+
+    Attributes:
+        default: the configuration with all its defaults.
+        without: fields that are no options of this command.
+        shows: what this command says of a field in other words than the field itself, by its name:
+            attributes of :class:`Option`.
+        by_model: fields whose default depends on ``--model``.
+    """
+
+    default: C
+    without: frozenset[str] = frozenset()
+    shows: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    by_model: frozenset[str] = frozenset()
+
+    def parameters(self) -> Iterator[Parameter]:
+        """Return the parameters of a command, in the order of the fields."""
+        for setting in self.settings():
+            option = setting.option
+            if option.flags:
+                for flag, (_, text) in option.flags.items():
+                    yield _parameter(setting, flag, bool, text, default=False)
+                for flag in option.former:
+                    yield _parameter(setting, flag, bool, "", default=False, hidden=True)
+                continue
+            default = False if setting.kind is bool else setting.default  # of the flag
+            if setting.keys[-1] in self.by_model:
+                default = None
+            for name in setting.names:
+                hidden = name != setting.names[0]
+                kind = setting.kind
+                yield _parameter(setting, name, kind, option.help, default=default, hidden=hidden)
+            if option.takes_arguments:
+                info = typer.Argument(parser=read_name, hidden=True, metavar="FILES")
+                yield keyword_only(_ARGUMENTS, Annotated[list[str] | None, info], None)
+
+    def values_of(self, config: C) -> Iterator[tuple[Setting, Any]]:
+        """Return all settings with their values in a configuration; None: it has none."""
+        for setting in self.settings():
+            value: Any = config
+            for key in setting.keys:
+                value = None if value is None else getattr(value, key)
+            yield setting, value
+
+    def read(
+        self,
+        given: Mapping[str, Any],
+        default: C | None = None,
+        file: Mapping[str, Any] | None = None,
+    ) -> C:
+        """Return the configuration that the options of a command line ask for.
+
+        Args:
+            given: values by the names of parameters in the order of the command line, None where
+                not given.
+            default: what the others are; None: as in :attr:`default`.
+            file: values that a file gives, by :attr:`Setting.key`; the command line wins.
+
+        Raises:
+            OptionError: options contradict each other.
+        """
+        config = self.default if default is None else default
+        changes: dict[Keys, Any] = {}
+        groups: dict[Keys, Group] = {}
+        names = {}
+        for setting in self.settings():
+            value = _said(setting, given)
+            if value is None:
+                value = (file or {}).get(setting.key)
+            if value is not None:
+                changes[setting.keys], names[setting.keys] = value, setting.names[0]
+            if setting.group is not None:
+                groups[setting.keys[:-1]] = setting.group
+        for keys, group in groups.items():
+            inside = [name for name in changes if name[: len(keys)] == keys]
+            outside = {name: value for name, value in changes.items() if name not in inside}
+            decided = _find(_changed(config, outside), group.setting)
+            if decided is group.value:
+                config = _changed(config, {keys: group.default})
+            elif inside:
+                raise OptionError(
+                    names[inside[0]],
+                    f"{group.setting} {decided.value}",
+                    f"{option_name(group.setting)} {group.value.value} with it",
+                )
+        changed: Any = _changed(config, changes)
+        changed.check_bounds()
+        return cast("C", changed)
+
+    def settings(self) -> Iterator[Setting]:
+        """Return all settings that are options, in the order of the fields."""
+        yield from self._settings_of(self.default, (), None)
+
+    def _settings_of(self, config: Any, keys: Keys, group: Group | None) -> Iterator[Setting]:
+        kinds = kinds_of(config)
+        for field in dataclasses.fields(config):
+            if field.name in self.without:
+                continue
+            value, inner = getattr(config, field.name), (*keys, field.name)
+            if OPTION in field.metadata:
+                kind = kinds[field.name].kind
+                shows = {**self.shows.get(field.name, {})}
+                if field.name in self.by_model:
+                    shows["shown"] = BY_MODEL
+                option = dataclasses.replace(field.metadata[OPTION], **shows)
+                choices = self._choices(kind)
+                text = option.help.format(choices=", ".join(str(each.value) for each in choices))
+                option = dataclasses.replace(option, help=text) if choices else option
+                yield Setting(inner, option, kind, value, group, choices)
+            elif GROUP in field.metadata:
+                within: Group = field.metadata[GROUP]
+                yield from self._settings_of(within.default, inner, within)
+            elif isinstance(value, Config):
+                yield from self._settings_of(value, inner, group)
+
+    def _choices(self, kind: Any) -> tuple[enum.Enum, ...]:
+        """Return the values of an enum, but those that need a group which is no option here."""
+        if not isinstance(kind, enum.EnumMeta):
+            return ()
+        needed = {
+            field.metadata[GROUP].value
+            for config in _configurations(self.default)
+            for field in dataclasses.fields(config)
+            if GROUP in field.metadata and field.name in self.without
+        }
+        values: Any = kind
+        return tuple(value for value in values if value not in needed)
+
+
+def with_options(
+    act: Callable[[Mapping[str, Any]], None],
+    options: Sequence[Options[Any]],
+    help_text: str,
+    more: Sequence[Parameter] = (),
+) -> Callable[..., None]:
+    """Return a function for typer, with a parameter for each option.
+
+    Args:
+        act: what the command does, with the values of all options by the names of parameters.
+        options: of the command, in the order of its help.
+        help_text: of the command.
+        more: parameters that no configuration has, such as arguments.
+    """
+    parameters = [*more, *(each for group in options for each in group.parameters())]
+
+    def command(context: typer.Context, **values: Any) -> None:
+        def is_default(name: str) -> bool:
+            source = context.get_parameter_source(name)
+            return source is None or source.name == "DEFAULT"
+
+        # In the order of the command line, which decides between two names of one setting.
+        act({name: None if is_default(name) else values[name] for name in context.params})
+
+    own = Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    command.__doc__ = help_text
+    command.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in (own, *parameters)}
+    return command
+
+
+def _configurations(config: Any) -> Iterator[Any]:
+    """Return a configuration and all that it holds."""
+    yield config
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, Config):
+            yield from _configurations(value)
+
+
+# -- from settings to parameters -------------------------------------------------------------------
+
+
+def parameter_name(name: str) -> str:
+    """Return the name of the parameter of an option: ``batch_size`` for ``--batch-size``."""
+    parameter = name.removeprefix("--").replace("-", "_")
+    return f"{parameter}_" if keyword.iskeyword(parameter) else parameter
+
+
+def _parameter(
+    setting: Setting, name: str, kind: Any, text: str, *, default: Any, hidden: bool = False
+) -> Parameter:
+    option = setting.option
+    parser: Any = {Path: read_path, int: read_integer}.get(kind)
+    if option.reads is Reads.NAME:
+        parser = read_name
+    elif callable(option.reads):
+        kind, default = str, None  # the configuration reads it
+    if get_origin(kind) is tuple:
+        kind, default = list[get_args(kind)[0]], None  # type: ignore[misc]
+    complete = None
+    if option.completions:
+
+        def complete(incomplete: str) -> list[str]:
+            return [each for each in option.completions if each.startswith(incomplete)]
+
+    info = typer.Option(
+        name,
+        help=text,
+        rich_help_panel=option.panel,
+        metavar=option.metavar or ("INTEGER" if kind is int else None),
+        show_default=option.shown or default is not None,
+        envvar=option.env,
+        parser=parser,
+        hidden=hidden,
+        autocompletion=complete,
+    )
+    annotation: Any = Annotated[kind if default is not None else kind | None, info]
+    return keyword_only(parameter_name(name), annotation, default)
+
+
+def keyword_only(name: str, annotation: Any, default: Any = Parameter.empty) -> Parameter:
+    """Return a parameter for :func:`with_options`; without a default it is required."""
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+# -- from a command line to a configuration --------------------------------------------------------
+
+
+def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
+    """Return what a command line says about a setting; None: nothing."""
+    names = setting.flags or setting.names
+    by_parameter = {parameter_name(name): name for name in names}
+    said = {
+        by_parameter[parameter]: value
+        for parameter, value in given.items()
+        if parameter in by_parameter and value is not None
+    }
+    if setting.flags:
+        chosen = [flag for flag in setting.flags if said.get(flag)]
+        if len({setting.flags[flag] for flag in chosen}) > 1:
+            raise OptionError(chosen[0], f"{chosen[-1]} too", "one of the two")
+        return setting.flags[chosen[0]] if chosen else None
+    if setting.option.takes_arguments and (more := given[_ARGUMENTS]) and not said:
+        expected = f"options; what stands behind {setting.names[0]} belongs to it"
+        raise OptionError(_ARGUMENTS, " ".join(more), expected)
+    if not said:
+        return None
+    name, value = [*said.items()][-1]  # the last one counts, as of one option
+    if setting.kind is bool:
+        return setting.name.partition("/")[2] != name
+    if get_origin(setting.kind) is not tuple:
+        return value
+    return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
+
+
+def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
+    """Return a configuration with other values of some settings, wherever they are in it."""
+    own: dict[str, Any] = {keys[0]: value for keys, value in changes.items() if len(keys) == 1}
+    inner: dict[str, dict[Keys, Any]] = {}
+    for keys, value in changes.items():
+        if len(keys) > 1:
+            inner.setdefault(keys[0], {})[keys[1:]] = value
+    for name, within in inner.items():
+        own[name] = _changed(own.get(name, getattr(config, name)), within)
+    return dataclasses.replace(config, **own)
+
+
+def _find(config: Any, name: str) -> Any:
+    """Return the value of a field of a configuration, or of one that it holds."""
+    return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
