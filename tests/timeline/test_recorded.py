@@ -16,8 +16,9 @@ from shardwise.insight.timeline.rank import RankTimeline, Step
 from shardwise.insight.timeline.recorded import (
     SmallTraining,
     equations,
-    host_seconds,
+    costs_on_device,
     measure_machine,
+    seconds_of_op,
     solve,
     work_of_parts,
 )
@@ -100,7 +101,20 @@ def test_parts_of_equal_work_are_one_equation() -> None:
 def test_times_of_the_device_count_where_they_are_known() -> None:
     ranks = [recorded((0, 1, 3, 6), device=2.0)]
     assert [seconds for _, seconds in equations(log(*EVENTS), ranks)] == [1, 2, 5]
-    assert host_seconds(log(*EVENTS), ranks) == 6 / 5
+    assert seconds_of_op(log(*EVENTS), ranks) == 6 / 5
+
+
+def test_steps_whose_device_waited_for_work_tell_of_the_host_only() -> None:
+    product = replace(EVENTS[6], flops=500)
+    more = log(*EVENTS[:6], product, *EVENTS[7:])
+    pairs = [
+        (log(*EVENTS), [recorded((0, 2, 1002, 1010))]),
+        (more, [recorded((0, 2, 502, 510))]),
+        (more, [recorded((0, 100, 200, 300))]),  # too short for the host
+    ]
+    found = costs_on_device(pairs)
+    assert found["host"] == 300 / 5
+    assert found["product.float32"] == pytest.approx(1.0)
 
 
 def test_costs_solve_all_equations() -> None:

@@ -52,8 +52,8 @@ _MOST_PROCESSES = 16  # at once
 STEPS = 8  # of each training that are recorded
 _WARMUP = 2  # and that are not
 _LAYERS, _VOCABULARY = 3, 2048
-#: A step took this many times as long as its host needs: the device was never waiting for work.
-_AHEAD = 2
+#: From how many times the time of its host on a step shows what the device takes for its work.
+_AHEAD = 1.2
 #: How much more an equation counts if its part takes longer: between 0.5, which fits noise that
 #: grows with the root of the time, and 1, with which only the longest parts count.
 _WEIGHT = 0.75
@@ -145,10 +145,7 @@ def costs_of_ranks(ranks: int) -> dict[str, float]:
     pairs = list(zip(logs, launch(_record, (trainings, STEPS), nproc=ranks)[0], strict=True))
     if on_cpus:
         return solve([each for pair in pairs for each in equations(*pair)])
-    each_op = [seconds_of_op(*pair) for pair in pairs]
-    host = min(each_op)
-    waited = [pair for pair, took in zip(pairs, each_op, strict=True) if took > _AHEAD * host]
-    return {"host": host, **solve([each for pair in waited or pairs for each in equations(*pair)])}
+    return costs_on_device(pairs)
 
 
 def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[RankTimeline]]:
@@ -248,6 +245,18 @@ def _times_of_parts(rank: RankTimeline) -> Iterator[list[float]]:
             yield [*(begin for begin, _ in on_device[: len(begins) + 1]), on_device[-1][1]]
         else:
             yield [*(span.begin for span in (*begins, stepping[0])), step.end]
+
+
+def costs_on_device(pairs: Sequence[tuple[Log, Sequence[RankTimeline]]]) -> dict[str, float]:
+    """Return what work costs an accelerator, and what each operation costs its host.
+
+    The host sets the time of the step with the least work. Of the others, those that took longer
+    for each operation kept the device busy; all of them do if the host is fast.
+    """
+    each_op = [seconds_of_op(*pair) for pair in pairs]
+    host = min(each_op)
+    busy = [pair for pair, took in zip(pairs, each_op, strict=True) if took > _AHEAD * host]
+    return {"host": host, **solve([each for pair in busy or pairs for each in equations(*pair)])}
 
 
 def seconds_of_op(log: Log, ranks: Sequence[RankTimeline]) -> float:
