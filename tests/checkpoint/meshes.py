@@ -63,7 +63,7 @@ def build(setup: Setup, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
     groups = [{"params": matrices, "lr": 0.5}, {"params": others, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW([group for group in groups if group["params"]])
+    return model, torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
 
 
 def give_state(optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ ROWS = 4  # of a replica's batch, however many ranks share it
 def make_inner(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     """Return the inner optimizer of most tests."""
     # A large epsilon: otherwise the sign of a rounding error becomes a full step.
-    return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3)
+    return torch.optim.AdamW(parameters, lr=0.02, eps=1e-3, fused=True)
 
 
 def adamw_of(model: nn.Module) -> torch.optim.Optimizer:

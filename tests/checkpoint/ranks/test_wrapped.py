@@ -48,7 +48,7 @@ def test_a_wrapped_model_is_saved_as_shards_and_loaded_anywhere(
     rank: int, world_size: int, tmp_path: Path, cls: Any
 ) -> None:
     net = _wrapped(cls)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
     _step(net, optimizer, rank, 0)
     checkpoint.save(tmp_path / "one", net, optimizer)
     weights = {entry.fqn: entry for entry in read_manifest(tmp_path / "one").section("model")}
@@ -58,7 +58,7 @@ def test_a_wrapped_model_is_saved_as_shards_and_loaded_anywhere(
 
     expected = _whole(net)
     for made in (_sharded(), _wrapped(cls)):
-        other = torch.optim.AdamW(made.parameters(), lr=0.1)
+        other = torch.optim.AdamW(made.parameters(), lr=0.1, fused=True)
         checkpoint.load(tmp_path / "one", made, other)
         _step(made, other, rank, 1)
         for name, value in _whole(made).items():
