@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
+from shardwise.base import devices
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -246,6 +248,25 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     ranks(train, 1, small_config(tmp_path, steps=4, batch_size=2, existing=Existing.RESUME))
     [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
     assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
+
+
+def _train_beside_a_gpu(rank: int, world_size: int, config: LmConfig) -> str:
+    with (
+        mock.patch.object(devices, "count", return_value=1),
+        mock.patch.object(devices, "default_type", return_value="cuda"),
+    ):
+        return train_one(rank, world_size, config)
+
+
+def test_ranks_on_cpus_name_the_accelerators_that_they_leave_idle(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks(_train_beside_a_gpu, 2, small_config(tmp_path, steps=1))
+    [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
+    assert warning == (
+        "warning    2 ranks on this host train on CPUs, as it has 1 cuda device; "
+        "--nproc 1 trains there"
+    )
 
 
 def test_a_complete_run_without_its_results_goes_on_to_make_them(

@@ -321,6 +321,13 @@ def _introduce(run: _Run, position: Position) -> None:
     mine = shard_bytes(task.module) / 2**20
     whole = sum(p.numel() * p.element_size() for p in parameters) / 2**20
     say(f"model      {task.model_name}, {count(parameters):,} parameters, {place.device.type}")
+    if (found := devices.count()) and place.device == devices.CPU and config.device == AUTO:
+        ranks = counted(place.world.local_size, "rank")
+        idle = counted(found, f"{devices.default_type()} device")
+        say(
+            f"warning    {ranks} on this host train on CPUs, as it has {idle}; --nproc {found} "
+            "trains there"
+        )
     say(
         f"sharding   {sharding.strategy.value} over {place.plan}, transport "
         f"{transport_name(task.module)}; {mine:.1f} of {whole:.1f} MiB of parameters on this rank"
