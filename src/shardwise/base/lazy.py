@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ast
 import functools
+import pkgutil
 import sys
 from collections.abc import Callable
-from importlib import import_module, resources
+from importlib import import_module
 from typing import Any
 
 
@@ -57,5 +58,6 @@ def resource(module: str, name: str) -> str:
         module: the module's ``__name__``.
         name: of the file, from the folder of the module.
     """
-    package = resources.files(module.rpartition(".")[0])
-    return package.joinpath(name).read_text(encoding="utf-8").strip()
+    content = pkgutil.get_data(module.rpartition(".")[0], name)
+    assert content is not None, f"{name} is not installed beside {module}"
+    return content.decode().strip()

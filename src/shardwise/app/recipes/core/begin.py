@@ -8,10 +8,8 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from shardwise.app.recipes.core.checkpointing import Checkpoints
-from shardwise.app.recipes.core.journal import check_metrics
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import Inputs
 from shardwise.app.recipes.core.rundir import RunDir, check_same
@@ -21,6 +19,9 @@ from shardwise.insight.planning import presets as planning
 from shardwise.insight.schema.option import OptionError, flatten, naming
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing, LogName, OptimizerName, OutputConfig
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.core.checkpointing import Checkpoints
 
 # A checkpoint brings these back whatever the options say, or they change the order of the data.
 _FIXED = {
@@ -102,6 +103,10 @@ def check_folder(inputs: Inputs) -> Position:
         OptionError: a run is there that would be lost, or none to resume, or another one.
         UserError: the newest checkpoint is damaged, or a file about the run.
     """
+    # The command's help needs neither, and nobody likes to wait for it.
+    from shardwise.app.recipes.core.checkpointing import Checkpoints
+    from shardwise.app.recipes.core.journal import check_metrics
+
     output = decided(inputs.train.output)
     files = RunDir(output.out)
     files.check(output)

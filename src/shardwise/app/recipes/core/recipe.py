@@ -18,7 +18,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
 
-from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.world import ReplicaWorld, World
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from shardwise import FSDPModule
+    from shardwise.app.recipes.core.checkpointing import Resumable
     from shardwise.app.recipes.core.progress import Display  # imports rich's progress bars
     from shardwise.app.recipes.core.replicas import Replicas
     from shardwise.insight.blueprint import Blueprint

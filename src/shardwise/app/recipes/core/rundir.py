@@ -28,7 +28,6 @@ from typing import Any
 from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import is_partial
 from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import open_file, replace_file
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
@@ -107,6 +106,8 @@ class RunDir(RunFiles):
         A partial folder is none. Neither is what further replicas saved, of which the first is
         committed last.
         """
+        from shardwise.checkpoint.disk.commit import is_partial  # not for the command's help
+
         if not self.checkpoints.is_dir():
             return False
         return any(
