@@ -330,8 +330,10 @@ class UnderWay:
             PeerLostError: a peer died, left, or did not answer in time.
             RanksDivergedError: a peer made another call.
         """
-        for work in [each for each in self._arrive if each() is None]:
-            self._arrive.pop(work)()
+        for work, arrive in list(self._arrive.items()):  # another thread may wait meanwhile
+            if work() is None:
+                del self._arrive[work]
+                arrive()
 
     def add(self, arrive: Callable[[], object], finish: Callable[[], None]) -> PendingWork:
         """Make a work.
