@@ -13,8 +13,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean, median
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +36,7 @@ def in_turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
             yield index, name
 
 
-class Turns:
+class Turns(ExitStack):
     """The worlds of all contenders, in rounds, while the context is open.
 
     Args:
@@ -63,21 +62,10 @@ class Turns:
         failed: dict[str, str] | None = None,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
+        super().__init__()
         self._names, self._start, self._say = list(names), start, say
         self._is_resident, self._deadline, self._failed = is_resident, deadline, failed
-        self._open = ExitStack()
         self.worlds: dict[str, World] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
 
     def play(self, rounds: int, turn: Turn) -> dict[str, list[Any]]:
         """Let all contenders take turns.
@@ -116,7 +104,7 @@ class Turns:
         if not self._is_resident:
             with self._start(name) as world:
                 return turn(name, world, True)
-        self.worlds[name] = self._open.enter_context(self._start(name))
+        self.worlds[name] = self.enter_context(self._start(name))
         return turn(name, self.worlds[name], True)
 
 

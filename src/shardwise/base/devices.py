@@ -63,6 +63,11 @@ def count() -> int:
     return 0 if accelerator() is None else torch.accelerator.device_count()
 
 
+def type_for(ranks: int) -> str:
+    """Return the type of device for the ranks of one host: accelerators, if each can have one."""
+    return default_type() if count() >= ranks else CPU.type
+
+
 def take(kind: str, index: int) -> torch.device:
     """Make an accelerator the current device of this thread, and return the current device.
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.base.units import counted
 from shardwise.elastic.clock import Timers
 from shardwise.elastic.hosts import UNNUMBERED, Nodes
 from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
@@ -137,11 +138,6 @@ def names(hosts: Sequence[Host]) -> str:
     return " and ".join(host.name for host in hosts)
 
 
-def counted(hosts: int) -> str:
-    """Return ``1 host``, ``2 hosts``."""
-    return f"{hosts} {'host' if hosts == 1 else 'hosts'}"
-
-
 class Next(enum.Enum):
     """What follows a generation."""
 
@@ -210,7 +206,7 @@ class Rules:
             problem = self.why_not(count)
             if problem is None:
                 return count, why
-            why = why or f"the job cannot run over {counted(count)}: {problem}"
+            why = why or f"the job cannot run over {counted(count, 'host')}: {problem}"
         return 0, why
 
 
@@ -348,7 +344,9 @@ class JobState:
         kept = {0} if self.generation < 0 else set()
         places = kept | {other.number for other in self.hosts}
         if host.number not in kept and len(places) >= nodes.count:
-            return f"--nnodes: the job at {nodes.where} has its {counted(nodes.count)} already"
+            return (
+                f"--nnodes: the job at {nodes.where} has its {counted(nodes.count, 'host')} already"
+            )
         # Another host may have noted it, and clocks differ, or are set.
         since = time.time() - self.failed.get(host.address, -REST)
         if self.generation < 0 or abs(since) >= REST:
@@ -470,7 +468,7 @@ class JobState:
         if joining:
             self.regrouping = True
             join = "joins" if len(joining) == 1 else "join"
-            text = f"{names(joining)} {join}; saving, to continue with {counted(fitting)}"
+            text = f"{names(joining)} {join}; saving, to continue with {counted(fitting, 'host')}"
             self._notify(text)
 
     def _decide(self, rules: Rules, timers: Timers) -> None:
@@ -565,7 +563,7 @@ class JobState:
         text = why
         if next_.begins_again:
             fitting, _ = rules.most(len(self.hosts))
-            follows = f"continuing with {counted(fitting)}"
+            follows = f"continuing with {counted(fitting, 'host')}"
             if not fitting:
                 follows = f"waiting for more hosts than {len(self.hosts)}"
             text += ("; " if text else "") + follows

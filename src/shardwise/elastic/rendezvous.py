@@ -49,6 +49,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
+from shardwise.base.units import counted
 from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes, Terms
@@ -61,7 +62,6 @@ from shardwise.elastic.membership import (
     Rules,
     Standing,
     Verdict,
-    counted,
 )
 from shardwise.elastic.network import (
     address_towards,
@@ -514,7 +514,7 @@ class Rendezvous(RendezvousHandler):
         last = first + self.nproc - 1
         ranks = f"rank {last}" if self.nproc == 1 else f"ranks {first} to {last}"
         size = self.hosts * self.nproc
-        say(f"hosts      {counted(self.hosts)}; {ranks} of {size} here")
+        say(f"hosts      {counted(self.hosts, 'host')}; {ranks} of {size} here")
 
     # -- staying in touch --------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.strict import FREE, MAX_DEPTH, Collisions
 
 _BYTES_EACH = 3  # bytes that the pickle must have for each container
@@ -335,7 +336,7 @@ class _Machine:
             RuntimeError,
             OverflowError,
         ) as error:
-            reason = " ".join(str(error).split())[:160]
+            reason = one_line(error, 160)
             raise PickleError(f"it calls {maker.name} with wrong arguments ({reason})") from None
 
     def build(self) -> None:

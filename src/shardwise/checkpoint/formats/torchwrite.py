@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 import torch
 
 from shardwise._torch import fake
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.formats.archive import write_checksums
@@ -83,8 +84,7 @@ def save(value: Any, file: Path | BinaryIO) -> None:
         torch.save(value, file)
     except RuntimeError as error:
         name = str(file if isinstance(file, Path) else file.name)
-        reason = " ".join(str(error).split())[:80]
-        message = f"torch.save could not write it; is the disk full? ({reason})"
+        message = f"torch.save could not write it; is the disk full? ({one_line(error, 80)})"
         raise OSError(errno.EIO, message, name) from error
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
 from shardwise.base.places import OffloadPlace
+from shardwise.base.units import counted
 from shardwise.frontends.strategies import (
     HOST,
     REPLICATE,
@@ -371,7 +372,7 @@ def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPla
     require(
         ranks == world_size,
         "--mesh",
-        f"{config.mesh}, a mesh of {ranks} {'rank' if ranks == 1 else 'ranks'}",
+        f"{config.mesh}, a mesh of {counted(ranks, 'rank')}",
         f"one of {world_size}, the number of processes",
     )
     return _resolve("--mesh", config.strategy, world_size, replicas, hosts, "")

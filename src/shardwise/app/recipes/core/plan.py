@@ -152,8 +152,7 @@ def _machine_for(config: TrainConfig, world: World) -> tuple[torch.device, Machi
     """Return the device that ranks will compute on, and the machine if its speed is known."""
     kind, on_host = config.device, MachineConfig(ranks_per_host=world.local_size)
     if kind == AUTO:
-        enough = devices.count() >= world.local_size
-        kind = devices.default_type() if enough else devices.CPU.type
+        kind = devices.type_for(world.local_size)
     if kind == devices.CPU.type:
         return devices.CPU, find_machine(on_host, world.size)
     device = torch.device(kind)

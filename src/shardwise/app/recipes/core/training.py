@@ -400,15 +400,13 @@ def _choose_device(wanted: str, world: World) -> torch.device:
     Raises:
         OptionError: this process cannot compute on what is asked for, or there are too few.
     """
-    found = devices.count()
-    enough = found >= world.local_size
     if wanted == AUTO:
-        wanted = devices.default_type() if enough else devices.CPU.type
+        wanted = devices.type_for(world.local_size)
     with naming("--device"):
         devices.check_type(wanted)
     if wanted == devices.CPU.type:
         return devices.CPU
-    if not enough:
+    if (found := devices.count()) < world.local_size:
         raise OptionError(
             "--device",
             f"{wanted}, of which this host has {found}",

@@ -29,7 +29,7 @@ import xxhash
 
 from shardwise.app.recipes.core.begin import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
-from shardwise.base.units import counted
+from shardwise.base.units import counted, one_line
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import OptionError
 
@@ -303,7 +303,7 @@ def _line(error: BaseException) -> str:
     """Return the innermost reason, on one line."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return f"{type(error).__name__}: {one_line(error)}"
 
 
 def _is_held_back(text: str) -> bool:
