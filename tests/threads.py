@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import PeerLostError
-from shardwise.insight.simulated.turns import InOrder, Schedule
+from shardwise.insight.simulated.schedules import InOrder, Schedule
 from shardwise.insight.simulated.world import World
 from shardwise.transport import select
 from shardwise.transport.peers import Peers

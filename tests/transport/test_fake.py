@@ -68,7 +68,9 @@ def test_a_rank_that_never_comes_is_named_at_once() -> None:
         if transport.rank != 1:
             _gather(transport, "layers.0")
 
-    with pytest.raises(PeerLostError, match=r"forever in all-gather of layers\.0,.*rank 1 has ended"):
+    with pytest.raises(
+        PeerLostError, match=r"forever in all-gather of layers\.0,.*rank 1 has ended"
+    ):
         run_transports(each_rank, 3)
 
 

@@ -241,7 +241,9 @@ def worlds_of_threads(
     ) -> Any:
         # By who is in it: meshes that torch has cached find groups of the same ranks later on.
         name = ",".join(map(str, members or range(size)))
-        number = sum(each.partition("/")[0] == name for each in _worlds_of_threads.pg_names.values())
+        number = sum(
+            each.partition("/")[0] == name for each in _worlds_of_threads.pg_names.values()
+        )
         name = f"{name}/{number}" if number else name
         return new_group(size, rank, members, dist.Backend(_THREADED), store, name, **kw)
 

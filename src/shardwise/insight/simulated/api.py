@@ -13,11 +13,13 @@ from typing import Any, NoReturn, overload
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import ShardwiseError
-from shardwise.insight.simulated.turns import Exhaustive, InOrder, Order, Outcome, Schedule
+from shardwise.insight.simulated.schedules import Exhaustive, InOrder, Order, Schedule
+from shardwise.insight.simulated.turns import Outcome
 from shardwise.insight.simulated.world import World
 
 _HERE = Path(__file__).parent
@@ -268,7 +270,7 @@ def _bits(value: Any) -> list[object]:
         if isinstance(leaf, nn.Module):
             found += _bits(dict(leaf.state_dict()))
         elif isinstance(leaf, torch.Tensor):
-            local = dtensor.local_of(leaf) if isinstance(leaf, dtensor.DTensor) else leaf
+            local = dtensor.local_of(leaf) if isinstance(leaf, DTensor) else leaf
             found.append(bytes(local.detach().cpu().contiguous().view(torch.uint8).flatten()))
         elif isinstance(leaf, int | float | str | bytes | None):
             found.append(leaf)

@@ -91,10 +91,12 @@ class Channel:
         here[rank] = exchange
         failure: BaseException | None = None
         if (first.name, first.alike) != (exchange.name, exchange.alike):
-            each = {self.members[r]: f"{e.name} of {e.alike}" for r, e in sorted(here.items())}
+            calls = ", ".join(
+                f"rank {self.members[place]} calls {theirs.name} of {theirs.alike}"
+                for place, theirs in sorted(here.items())
+            )
             failure = RanksDivergedError(
-                f"ranks have diverged at collective number {number} of group {self.name}: " + ", "
-                .join(f"rank {member} calls {what}" for member, what in each.items())
+                f"ranks have diverged at collective number {number} of group {self.name}: {calls}"
             )
         elif len(here) == len(self.members):
             try:
@@ -231,7 +233,11 @@ def _sizes(tensors: Tensors) -> str:
     return ", ".join(f"{each.numel()} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
 
 
-class SimulatedGroup(dist.ProcessGroup):
+#: Its methods have other names for their arguments, which torch does not pass by name.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class SimulatedGroup(_ProcessGroup):
     """One rank of a process group: the methods that ``torch.distributed`` calls.
 
     Args:
@@ -266,7 +272,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def _post(self, name: str, alike: object, **given: Any) -> SimulatedWork:
         return self.channel.post(self._place, Exchange(name, alike, **given))
 
-    def _reduce(self, name: str, opts: Any, parts: Sequence[Tensors], sums: Tensors) -> Any:
+    def _reduce(
+        self, name: str, opts: Any, parts: Sequence[Tensors], sums: Tensors
+    ) -> SimulatedWork:
         """Reduce ``parts``, of which each rank has one."""
         op = opts.reduceOp
         kind = str(getattr(op, "op", op)).rpartition(".")[2]
@@ -388,7 +396,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
         def rows(tensor: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
             even = [len(tensor) // len(self._everybody)] * len(self._everybody)
-            return list(tensor.detach().split(list(sizes) or even))
+            return list(torch.split(tensor.detach(), list(sizes) or even))
 
         return self.alltoall(rows(output, output_sizes), rows(given, input_sizes))
 

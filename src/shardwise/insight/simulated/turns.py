@@ -1,11 +1,8 @@
-"""Ranks that are threads and take turns, and who decides whose turn is next.
+"""Ranks that are threads and take turns.
 
 Exactly one rank runs. It keeps the turn until it has to wait for another, or ends. So there are no
 races, and nothing depends on timing: a program does the same every time, and a breakpoint stops all
 ranks. Where every rank waits for another, all of them fail at once.
-
-A :class:`Schedule` may pass the turn more often, and in another order: right programs do the same
-in every order.
 """
 
 from __future__ import annotations
@@ -13,112 +10,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
-import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-
-
-class Schedule(Protocol):
-    """Decides whose turn is next.
-
-    Attributes:
-        is_everywhere: whether the turn may pass at every operation on what ranks share, and not
-            only where a rank has to wait.
-    """
-
-    @property
-    def is_everywhere(self) -> bool: ...
-
-    def choose(self, count: int) -> int:
-        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
-
-
-class InOrder:
-    """The turn passes to the next rank that can go on, where one has to wait."""
-
-    is_everywhere = False
-
-    def choose(self, count: int) -> int:
-        """Choose the next one."""
-        return 0
-
-    def __repr__(self) -> str:
-        return "InOrder()"
-
-
-class Random:
-    """The turn passes at random, at every operation on what ranks share.
-
-    Args:
-        seed: the same seed is the same order.
-    """
-
-    is_everywhere = True
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._random = random.Random(seed)
-
-    def choose(self, count: int) -> int:
-        """Choose one at random."""
-        return self._random.randrange(count)
-
-    def __repr__(self) -> str:
-        return f"Random({self._seed})"
-
-
-class Order:
-    """The turn passes as it did in another run, which printed this.
-
-    Args:
-        choices: what was chosen, one after the other; behind them, the next rank that can go on.
-    """
-
-    is_everywhere = True
-
-    def __init__(self, choices: Sequence[int]) -> None:
-        self._choices = list(choices)
-        #: What was chosen, and between how many.
-        self.made: list[tuple[int, int]] = []
-
-    def choose(self, count: int) -> int:
-        """Choose as that run did."""
-        at = len(self.made)
-        choice = self._choices[at] if at < len(self._choices) else 0
-        self.made.append((min(choice, count - 1), count))
-        return self.made[-1][0]
-
-    def following(self) -> Order | None:
-        """Return the next order of all that there are; ``None`` behind the last one."""
-        made = list(self.made)
-        while made and made[-1][0] + 1 == made[-1][1]:
-            made.pop()
-        if not made:
-            return None
-        return Order([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
-
-    def __repr__(self) -> str:
-        choices = [choice for choice, _ in self.made]
-        while choices and not choices[-1]:
-            choices.pop()
-        return f"Order({choices})"
-
-
-@dataclass(frozen=True)
-class Exhaustive:
-    """All orders of a small program, one run for each.
-
-    Attributes:
-        limit: the most runs.
-    """
-
-    limit: int
+from shardwise.insight.simulated.schedules import InOrder, Schedule
 
 
 @dataclass

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from shardwise._torch import c10d
 from shardwise.base import devices
 from shardwise.base.devices import Backend
-from shardwise.insight.simulated.group import Channel, Exchange, SimulatedGroup, SimulatedWork
-from shardwise.insight.simulated.turns import InOrder, Outcome, Schedule, Turns
-from shardwise.transport.base import Call, Transport, Work
+from shardwise.insight.simulated.group import Channel, Exchange, SimulatedGroup
+from shardwise.insight.simulated.schedules import InOrder, Schedule
+from shardwise.insight.simulated.turns import Outcome, Turns
+from shardwise.transport.base import Call, PendingWork, Transport, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.peers import Peers
@@ -262,9 +263,7 @@ class SimulatedTransport(Transport):
             ]
 
         mine = of(self.rank)
-        sums = [
-            shard[: part.numel()] for shard, part in zip(call.outputs, mine, strict=True)
-        ]
+        sums = [shard[: part.numel()] for shard, part in zip(call.outputs, mine, strict=True)]
         parts = {rank: of(rank) for rank in range(self.world_size)}
         return self._post(call, parts=parts, sums=sums)
 
@@ -273,9 +272,14 @@ class SimulatedTransport(Transport):
         parts = dict.fromkeys(range(self.world_size), call.outputs)
         return self._post(call, parts=parts, sums=call.outputs)
 
-    def _post(self, call: Call, **given: Any) -> SimulatedWork:
+    def _post(self, call: Call, **given: Any) -> Work:
         op = f" with {call.op.name}" if "sums" in given else ""
         name = f"{call.kind.value} of {call.label.name or 'tensors'}{op}"
         sizes = [each.numel() for each in call.outputs], [each.dtype for each in call.outputs]
         alike = (*sizes, call.label.detail)
-        return self._channel.post(self.rank, Exchange(name, alike, **given))
+        work = self._channel.post(self.rank, Exchange(name, alike, **given))
+
+        def finish() -> None:
+            work.wait()
+
+        return PendingWork(finish)
