@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, overload
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import ShardwiseError
+from shardwise.insight.simulated.recorded import RankRecorders
 from shardwise.insight.simulated.schedules import Exhaustive, InOrder, Order, Schedule
 from shardwise.insight.simulated.turns import Outcome
 from shardwise.insight.simulated.world import World
+from shardwise.insight.timeline.steps import Timeline
+
+T = TypeVar("T")
 
 _HERE = Path(__file__).parent
 
@@ -47,13 +51,30 @@ class Ranks(Sequence[Rank]):
         orders: how many orders of the ranks' turns were tried.
     """
 
-    def __init__(self, world: World, outcomes: Sequence[Outcome], orders: int = 1) -> None:
+    def __init__(
+        self, world: World, outcomes: Sequence[Outcome], recorders: RankRecorders, orders: int = 1
+    ) -> None:
         self.orders = orders
         self._world = world
+        self._recorders = recorders
         self._ranks = [
             Rank(outcome.value, "".join(output))
             for outcome, output in zip(outcomes, world.outputs, strict=True)
         ]
+
+    def timeline(self) -> Timeline:
+        """Return what the ranks did, in order: a millisecond of it is one thing that happened.
+
+        What is reported of gathers, reductions, computation and memory is there, unless the
+        function recorded a timeline of its own.
+        """
+        return self._recorders.timeline()
+
+    def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function(value)`` on every rank, with what the rank has returned."""
+        outcomes = self._world.run(lambda rank: function(self._ranks[rank].value), InOrder())
+        _check_outcomes(outcomes, InOrder())
+        return [each.value for each in outcomes]
 
     @overload
     def __getitem__(self, at: int) -> Rank: ...
@@ -226,16 +247,23 @@ def _run_once(
 def _run(
     world: World, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
 ) -> Ranks:
-    outcomes = world.run(lambda rank: function(*args), schedule)
-    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-    if failed:
+    recorders = RankRecorders(world.turns)
+    with recorders.recording():
+        outcomes = world.run(lambda rank: function(*args), schedule)
+    try:
+        _check_outcomes(outcomes, schedule)
+    except BaseException:
         world.end()
-        _raise(outcomes, schedule, next((r for r in failed if not outcomes[r].doing), failed[0]))
-    return Ranks(world, outcomes)
+        raise
+    return Ranks(world, outcomes, recorders)
 
 
-def _raise(outcomes: Sequence[Outcome], schedule: Schedule, rank: int) -> NoReturn:
+def _check_outcomes(outcomes: Sequence[Outcome], schedule: Schedule) -> None:
     """Raise what a rank raised first, with a traceback that begins in its function."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if not failed:
+        return
+    rank = next((each for each in failed if not outcomes[each].doing), failed[0])
     error = outcomes[rank].error
     assert error is not None
     others = [f"rank {r} {each.doing}" for r, each in enumerate(outcomes) if each.doing]

@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch import c10d
-from shardwise.base import devices
+from shardwise.base import devices, observe
 from shardwise.base.devices import Backend
+from shardwise.base.observe import Activity
 from shardwise.insight.simulated.group import Channel, Exchange, SimulatedGroup
 from shardwise.insight.simulated.schedules import InOrder, Schedule
 from shardwise.insight.simulated.turns import Outcome, Turns
-from shardwise.transport.base import Call, PendingWork, Transport, Work
+from shardwise.transport.base import Call, Kind, PendingWork, Transport, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.peers import Peers
@@ -238,6 +239,7 @@ class SimulatedTransport(Transport):
         self.rank = peers.rank
         self.world_size = peers.size
         self._channel = channel
+        self._wire = peers.wire(self.name)
 
     def _all_gather(self, call: Call) -> Work:
         """Copy every shard to its place at once; the others take it from there."""
@@ -277,9 +279,17 @@ class SimulatedTransport(Transport):
         name = f"{call.kind.value} of {call.label.name or 'tensors'}{op}"
         sizes = [each.numel() for each in call.outputs], [each.dtype for each in call.outputs]
         alike = (*sizes, call.label.detail)
+        issued = 0
+        if observe.is_observed():
+            fulls = call.inputs if call.kind is Kind.REDUCE_SCATTER else call.outputs
+            nbytes = sum(full.nbytes for full in fulls)
+            activity = Activity(call.kind.value)
+            issued = observe.collective(activity, call.label.name, self._wire, nbytes, 1)
         work = self._channel.post(self.rank, Exchange(name, alike, **given))
 
         def finish() -> None:
-            work.wait()
+            with observe.during(Activity.WAIT, call.label.name, self._wire.dimension):
+                work.wait()
+            observe.end(issued)
 
         return PendingWork(finish)
