@@ -156,6 +156,27 @@ def test_gradients_that_are_not_synchronized_are_reported() -> None:
     assert notes.memory_now[Memory.GRADIENTS] == 4 * (64 + 8 + 24 + 3 + 6)
 
 
+def _fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    output.register_hook(fail)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_was_frozen_is_not_reduced_any_more() -> None:
+    seen = []
+    for steps in (0, 1):
+        model, notes = _sharded(), Notes()
+        for _ in range(steps):
+            _step(model)
+        model[0].bias.requires_grad_(False)
+        with observe.observing(notes):
+            _step(model)
+        seen.append(notes.lines)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_exception_in_forward_or_backward_ends_what_was_begun() -> None:
     class Fails(nn.Module):
@@ -173,6 +194,13 @@ def test_an_exception_in_forward_or_backward_ends_what_was_begun() -> None:
         out.register_hook(lambda grad: torch.ones(5))
         with pytest.raises(RuntimeError):
             out.sum().backward()
+        _step(model)
+        assert not notes.open
+        handle = model[0].register_forward_hook(_fail_in_backward)
+        with pytest.raises(ValueError, match="no"):
+            _step(model)
+        assert set(notes.open.values()) == {"backward of the root group", "backward of 0"}
+        handle.remove()
         _step(model)
     assert not notes.open
 
