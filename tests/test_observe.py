@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise._torch import c10d
+from shardwise._torch import autograd, c10d
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
 from shardwise.frontends.module import FSDPModule
@@ -116,6 +117,27 @@ def test_a_backward_begins_with_the_first_of_several_outputs() -> None:
     with observe.observing(notes):
         torch.cat(model(torch.ones(2, 8))).sum().backward()
     assert notes.lines.count("backward of the root group") == 1
+
+
+class _Inside(nn.Linear):
+    """Runs inside itself, and is recomputed in backward."""
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        if times == 2 and not autograd.in_backward():
+            return checkpoint(super().__call__, x, 1, use_reentrant=False)  # type: ignore[no-any-return]
+        y = super().forward(x).relu()
+        return self(y, times - 1) if times else y  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_recomputed_inside_itself_ends() -> None:
+    model, notes = nn.Sequential(_Inside(8, 8)), Notes()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)), transport="collectives")
+    with observe.observing(notes):
+        _step(model)
+    begun = [line for line in notes.lines if line.startswith("forward")]
+    assert len(begun) > 1, "it was recomputed"
+    assert not notes.open
 
 
 @pytest.mark.usefixtures("alone")
