@@ -172,6 +172,8 @@ def simulate(
         RanksDivergedError: ranks wait for each other in different collectives.
         ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
         RuntimeError: this process has a process group already, or is itself a simulated rank.
+        TypeError: ``function`` cannot be called.
+        ValueError: there is no rank, there is not a host for each of them, or ``limit`` is 0.
     """
     _check(function)
     if not isinstance(schedule, Exhaustive):
@@ -206,6 +208,13 @@ def simulation(
         world_size: as for :func:`simulate`.
         hosts: as there.
         schedule: as there; not ``Exhaustive``.
+
+    Yields:
+        The ranks, whose ``run(function, *args)`` returns what :func:`simulate` does, and raises
+        what it raises. ``world[rank]`` is what came of the last function on a rank.
+
+    Raises:
+        ValueError: as there.
     """
     world = _world(world_size, hosts)
     try:
