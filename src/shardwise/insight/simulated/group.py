@@ -111,8 +111,8 @@ class Channel:
             for each in here.values():
                 each.failure, each.is_over = failure, True
             del self._open[number]  # after a failure, those who come later find nobody
-        doing = f"{mine.name}, collective number {number} of group {self.name}"
-        return SimulatedWork(self.turns, mine, doing)
+        where = f", collective number {number} of group {self.name}"
+        return SimulatedWork(self.turns, mine, where)
 
     def send(self, rank: int, to: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Send a message; it leaves at once."""
@@ -122,16 +122,16 @@ class Channel:
         )
         self._sent.setdefault((rank, to, tag), []).append(sent)
         self._deliver((rank, to, tag))
-        return SimulatedWork(self.turns, sent, "a send")
+        return SimulatedWork(self.turns, sent)
 
     def receive(self, rank: int, source: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Receive the next message of a rank that was not yet asked for."""
         self.turns.pause()
-        awaited = Contribution("receive", (), into={source: tensors})
+        name = f"the receiving of a message from rank {self.members[source]}"
+        awaited = Contribution(name, (), into={source: tensors})
         self._awaited.setdefault((source, rank, tag), []).append(awaited)
         self._deliver((source, rank, tag))
-        doing = f"the receiving of a message from rank {self.members[source]}"
-        return SimulatedWork(self.turns, awaited, doing)
+        return SimulatedWork(self.turns, awaited)
 
     def source(self, rank: int, tag: int) -> int:
         """Wait for a message from anybody, and return who sent it."""
@@ -156,8 +156,8 @@ class Channel:
 
 def _exchange(ranks: Sequence[Contribution]) -> None:
     """Let all ranks have what they get. What is read and written may be the same tensors."""
-    kinds = {part.device for mine in ranks for part in (*mine.sums, *_first(mine.parts))}
-    for device in kinds - {devices.CPU}:  # each rank has a stream of its own
+    device = devices.accelerator()
+    if device is not None:  # where each rank may have streams of its own
         devices.synchronize(device)
     made: dict[tuple[object, ...], list[torch.Tensor]] = {}
     results: list[list[torch.Tensor]] = []
@@ -175,12 +175,8 @@ def _exchange(ranks: Sequence[Contribution]) -> None:
         results.append(made[key])
     for mine, sums in zip(ranks, results, strict=True):
         _copy(sums, mine.sums)
-    for device in kinds - {devices.CPU}:
+    if device is not None:
         devices.synchronize(device)
-
-
-def _first(parts: Mapping[int, Tensors]) -> Tensors:
-    return next(iter(parts.values()), ())
 
 
 def _copy(source: Tensors, into: Tensors) -> None:
@@ -195,14 +191,14 @@ class SimulatedWork(dist.Work):
     Args:
         turns: of the world.
         mine: this rank's part in it.
-        doing: what it is, for messages.
+        where: which one it is, for messages.
     """
 
-    def __init__(self, turns: RankTurns, mine: Contribution, doing: str) -> None:
+    def __init__(self, turns: RankTurns, mine: Contribution, where: str = "") -> None:
         super().__init__()
         self._turns = turns
         self._mine = mine
-        self._doing = doing
+        self._where = where
 
     def wait(self, timeout: object = None) -> bool:
         """Return when it has happened.
@@ -212,7 +208,7 @@ class SimulatedWork(dist.Work):
             PeerLostError: a rank never calls.
         """
         mine = self._mine
-        self._turns.wait_for(lambda: mine.is_over, self._doing)
+        self._turns.wait_for(lambda: mine.is_over, f"{mine.name}{self._where}")
         if mine.failure is not None:
             raise copy.copy(mine.failure)  # each rank has a traceback of its own
         return True
