@@ -4,8 +4,9 @@ And the reference has every public name; what it says of each, tests/test_public
 
 A fenced ``python`` block is preceded by a comment that says how it is run:
 
-    <!-- run on 2 ranks -->     as a program of its own
-    <!-- continued -->          behind the block before it, in the same program
+    <!-- run on 2 ranks -->         as a program of its own, on simulated ranks
+    <!-- run on 2 processes -->     the same, for what needs processes
+    <!-- continued -->              behind the block before it, in the same program
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ import re
 import types
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+import shardwise
 
 from tests.worlds import Ranks
 
@@ -25,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) ranks?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
+    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) (?P<kind>rank|process)(?:s|es)?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)|src=\"(?P<source>[^\"]+)\"")
@@ -38,6 +43,7 @@ class Program:
     document: Path
     line: int
     ranks: int
+    kind: str
     code: str
 
     def __str__(self) -> str:
@@ -56,21 +62,39 @@ def _programs(document: Path) -> list[Program]:
             program.code += "\n" * (line - program.code.count("\n")) + block["code"]
         else:
             code = "\n" * line + block["code"]
-            programs.append(Program(document, line, int(block["ranks"]), code))
+            programs.append(Program(document, line, int(block["ranks"]), block["kind"], code))
     return programs
 
 
 PROGRAMS = [program for document in DOCUMENTS for program in _programs(document)]
 
 
-def _run(rank: int, world_size: int, program: Program, folder: Path) -> None:
-    with contextlib.chdir(folder):  # where it may write
-        exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+def _run(program: Program) -> None:
+    exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+
+
+def _be_process(rank: int, world_size: int, program: Program, folder: Path) -> None:
+    with contextlib.chdir(folder):
+        _run(program)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_programs_run(ranks: Ranks, program: Program, tmp_path: Path) -> None:
-    ranks(_run, program.ranks, program, tmp_path, backend=None)
+def test_programs_run(
+    ranks: Ranks, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program.kind == "process":
+        ranks(_be_process, program.ranks, program, tmp_path, backend=None)
+        return
+    join = dist.init_process_group
+
+    def init_process_group(*args: Any, **options: Any) -> None:
+        """Do nothing for a program, which begins in a world."""
+        if not dist.is_initialized():
+            join(*args, **options)
+
+    monkeypatch.setattr(dist, "init_process_group", init_process_group)
+    monkeypatch.chdir(tmp_path)  # where it may write
+    shardwise.simulate(_run, program.ranks, program)
 
 
 @pytest.mark.parametrize(
