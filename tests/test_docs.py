@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import types
 from importlib import import_module
@@ -23,14 +24,15 @@ import pytest
 import torch.distributed as dist
 
 import shardwise
-
 from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) (?P<kind>rank|process)(?:s|es)?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
+    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) (?P<kind>rank|process)(?:s|es)?|continued) -->\n)?"
+    r"```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)|src=\"(?P<source>[^\"]+)\"")
@@ -97,6 +99,37 @@ def test_programs_run(
     shardwise.simulate(_run, program.ranks, program)
 
 
+def _cells() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
+    return found
+
+
+def test_the_notebook_has_the_form_of_one_and_no_outputs() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4
+    assert notebook["nbformat_minor"] == 5  # cells have ids
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in _cells()]
+    assert len(set(ids)) == len(ids)
+    for cell in _cells():
+        assert all(isinstance(line, str) for line in cell["source"])
+        common = {"cell_type", "id", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            assert set(cell) == common | {"execution_count", "outputs"}
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+        else:
+            assert cell["cell_type"] == "markdown"
+            assert set(cell) == common
+
+
+def test_the_notebook_runs() -> None:
+    names = {"__name__": "__main__"}
+    for cell in _cells():
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
+
+
 @pytest.mark.parametrize(
     "package",
     [
@@ -129,7 +162,7 @@ def test_the_readme_shows_a_program() -> None:
     assert any(program.document.name == "README.md" for program in PROGRAMS)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, NOTEBOOK], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text()
     broken = []
