@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from shardwise.base.errors import PeerLostError
 from shardwise.insight.simulated.schedules import InOrder, Schedule
-from shardwise.insight.simulated.world import World
+from shardwise.insight.simulated.world import SimulatedWorld
 from shardwise.transport import select
 from shardwise.transport.peers import Peers
 from tests.transport.fake import FakeTransport
 
 #: Worlds whose threads wait for the next test, by size.
-_kept: dict[int, World] = {}
+_kept: dict[int, SimulatedWorld] = {}
 #: The hosts of the ranks, by rank; empty: all are on one.
 _hosts: list[str] = []
 
@@ -68,8 +68,8 @@ def run_threads(
     Raises:
         Exception: what a rank raised; if several did, one that did not only miss another rank.
     """
-    world = World(world_size, _hosts) if _hosts else _kept.pop(world_size, None)
-    world = world or World(world_size)
+    world = SimulatedWorld(world_size, _hosts) if _hosts else _kept.pop(world_size, None)
+    world = world or SimulatedWorld(world_size)
 
     def be(rank: int) -> Any:
         torch.manual_seed(0)
@@ -89,7 +89,9 @@ def run_threads(
     return [each.value for each in outcomes]
 
 
-def _choice(name: str, world: World) -> Callable[[dist.ProcessGroup, torch.device], FakeTransport]:
+def _choice(
+    name: str, world: SimulatedWorld
+) -> Callable[[dist.ProcessGroup, torch.device], FakeTransport]:
     """Return what creates the fake that stands for the transport called ``name``."""
 
     def choose(group: dist.ProcessGroup, device: torch.device) -> FakeTransport:

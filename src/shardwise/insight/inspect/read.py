@@ -380,7 +380,8 @@ def inspect(
 def _inspect_own(own: object, mesh: DeviceMesh | None, name: str | None) -> ModelReport:
     if not isinstance(own, nn.Module):
         raise TypeError(
-            f"model: found a {type(own).__name__}, expected each rank to return a model"
+            f"model: found a value of type {type(own).__name__}, expected each rank to return a "
+            "model"
         )
     return inspect(own, mesh=mesh, values=True, name=name)
 

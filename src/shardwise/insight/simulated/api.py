@@ -14,14 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
-from shardwise._torch import dtensor
+from shardwise._torch import dtensor, threads
 from shardwise.base.errors import ShardwiseError
 from shardwise.insight.simulated.recorded import RankRecorders
-from shardwise.insight.simulated.schedules import Exhaustive, InOrder, Order, Schedule
-from shardwise.insight.simulated.turns import Outcome
-from shardwise.insight.simulated.world import World
+from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, InOrder, Schedule
+from shardwise.insight.simulated.turns import RankOutcome
+from shardwise.insight.simulated.world import SimulatedWorld
 from shardwise.insight.timeline.steps import Timeline
 
 T = TypeVar("T")
@@ -30,7 +29,7 @@ _HERE = Path(__file__).parent
 
 
 @dataclass(frozen=True)
-class Rank:
+class SimulatedRank:
     """What came of a function on one rank.
 
     Attributes:
@@ -42,7 +41,7 @@ class Rank:
     output: str
 
 
-class Ranks(Sequence[Rank]):
+class SimulatedRanks(Sequence[SimulatedRank]):
     """What came of a function on all ranks, by rank.
 
     Their world stays alive with this object, so that :func:`shardwise.inspect` can look into it.
@@ -52,13 +51,17 @@ class Ranks(Sequence[Rank]):
     """
 
     def __init__(
-        self, world: World, outcomes: Sequence[Outcome], recorders: RankRecorders, orders: int = 1
+        self,
+        world: SimulatedWorld,
+        outcomes: Sequence[RankOutcome],
+        recorders: RankRecorders,
+        orders: int = 1,
     ) -> None:
         self.orders = orders
         self._world = world
         self._recorders = recorders
         self._ranks = [
-            Rank(outcome.value, "".join(output))
+            SimulatedRank(outcome.value, "".join(output))
             for outcome, output in zip(outcomes, world.outputs, strict=True)
         ]
 
@@ -77,10 +80,10 @@ class Ranks(Sequence[Rank]):
         return [each.value for each in outcomes]
 
     @overload
-    def __getitem__(self, at: int) -> Rank: ...
+    def __getitem__(self, at: int) -> SimulatedRank: ...
     @overload
-    def __getitem__(self, at: slice) -> Sequence[Rank]: ...
-    def __getitem__(self, at: int | slice) -> Rank | Sequence[Rank]:
+    def __getitem__(self, at: slice) -> Sequence[SimulatedRank]: ...
+    def __getitem__(self, at: int | slice) -> SimulatedRank | Sequence[SimulatedRank]:
         return self._ranks[at]
 
     def __len__(self) -> int:
@@ -94,12 +97,12 @@ class Ranks(Sequence[Rank]):
 class Simulation:
     """A world of ranks that stays for several functions; see :func:`simulation`."""
 
-    def __init__(self, world: World, schedule: Schedule) -> None:
+    def __init__(self, world: SimulatedWorld, schedule: Schedule) -> None:
         self._world = world
         self._schedule = schedule
-        self._ranks: Ranks | None = None
+        self._ranks: SimulatedRanks | None = None
 
-    def run(self, function: Callable[..., Any], *args: Any) -> Ranks:
+    def run(self, function: Callable[..., Any], *args: Any) -> SimulatedRanks:
         """Call ``function(*args)`` on every rank.
 
         Every rank gets the same arguments: the same objects.
@@ -114,7 +117,7 @@ class Simulation:
         self._ranks = _run(self._world, self._schedule, function, args)
         return self._ranks
 
-    def __getitem__(self, rank: int) -> Rank:
+    def __getitem__(self, rank: int) -> SimulatedRank:
         """Return what came of the last function on a rank."""
         if self._ranks is None:
             raise RuntimeError("nothing has run in this simulation: call run(function)")
@@ -130,7 +133,7 @@ def simulate(
     *args: Any,
     hosts: Sequence[str] = (),
     schedule: Schedule | Exhaustive | None = None,
-) -> Ranks:
+) -> SimulatedRanks:
     """Call ``function(*args)`` on several ranks in this process.
 
         def train(steps):
@@ -173,8 +176,8 @@ def simulate(
     _check(function)
     if not isinstance(schedule, Exhaustive):
         return _run_once(world_size, hosts, schedule or InOrder(), function, args)
-    order: Order | None = Order(())
-    first: Ranks | None = None
+    order: FixedOrder | None = FixedOrder(())
+    first: SimulatedRanks | None = None
     tried = 0
     while order is not None and tried < schedule.limit:
         ranks = _run_once(world_size, hosts, order, function, args)
@@ -222,12 +225,12 @@ def _check(function: object) -> None:
         )
 
 
-def _world(world_size: int, hosts: Sequence[str]) -> World:
+def _world(world_size: int, hosts: Sequence[str]) -> SimulatedWorld:
     if not isinstance(world_size, int) or world_size < 1:
         raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
     if hosts and len(hosts) != world_size:
         raise ValueError(f"hosts: found {len(hosts)} names, expected one for each of {world_size}")
-    return World(world_size, hosts)
+    return SimulatedWorld(world_size, hosts)
 
 
 def _run_once(
@@ -236,7 +239,7 @@ def _run_once(
     schedule: Schedule,
     function: Callable[..., Any],
     args: Sequence[Any],
-) -> Ranks:
+) -> SimulatedRanks:
     """Run in a world that ends with what is returned."""
     world = _world(world_size, hosts)
     ranks = _run(world, schedule, function, args)
@@ -245,8 +248,8 @@ def _run_once(
 
 
 def _run(
-    world: World, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
-) -> Ranks:
+    world: SimulatedWorld, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
+) -> SimulatedRanks:
     recorders = RankRecorders(world.turns)
     with recorders.recording():
         outcomes = world.run(lambda rank: function(*args), schedule)
@@ -255,10 +258,10 @@ def _run(
     except BaseException:
         world.end()
         raise
-    return Ranks(world, outcomes, recorders)
+    return SimulatedRanks(world, outcomes, recorders)
 
 
-def _check_outcomes(outcomes: Sequence[Outcome], schedule: Schedule) -> None:
+def _check_outcomes(outcomes: Sequence[RankOutcome], schedule: Schedule) -> None:
     """Raise what a rank raised first, with a traceback that begins in its function."""
     failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
     if not failed:
@@ -281,20 +284,20 @@ def _of_function(found: TracebackType | None) -> TracebackType | None:
     return at or found
 
 
-def _compare(first: Ranks, ranks: Ranks, order: Order) -> None:
+def _compare(first: SimulatedRanks, ranks: SimulatedRanks, order: FixedOrder) -> None:
     """Check that ranks return the same values in two orders, as far as these are numbers."""
     for rank, (one, other) in enumerate(zip(first, ranks, strict=True)):
         if one.output != other.output or _bits(one.value) != _bits(other.value):
             raise ShardwiseError(
                 f"rank {rank} returns or prints other values with schedule={order!r} than with "
-                "schedule=Order([]): the program depends on whose turn is next"
+                "schedule=FixedOrder([]): the program depends on whose turn is next"
             )
 
 
 def _bits(value: Any) -> list[object]:
     """Return what can be compared of a value."""
     found: list[object] = []
-    for leaf in pytree.tree_leaves(value):
+    for leaf in threads.leaves_of(value):
         if isinstance(leaf, nn.Module):
             found += _bits(dict(leaf.state_dict()))
         elif isinstance(leaf, torch.Tensor):

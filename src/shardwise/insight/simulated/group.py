@@ -1,8 +1,8 @@
 """A process group of ranks that are threads, on which all collectives of torch work.
 
-Every collective is an :class:`Exchange`: what a rank has for each of the others, and where it puts
-what they have for it, or their sum. It happens when the last rank of the group calls it, all at
-once, in the thread of that rank. Sums are made in the order of ranks.
+In every collective, each rank makes a :class:`Contribution`: what it has for each of the others,
+and where it puts what they have for it, or their sum. The collective happens when the last rank of
+the group calls it, all at once, in the thread of that rank. Sums are made in the order of ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
+from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
-from shardwise.insight.simulated.turns import Turns
+from shardwise.insight.simulated.turns import RankTurns
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,7 +43,7 @@ _REDUCTIONS: dict[str, Callable[[Tensors], torch.Tensor]] = {
 
 
 @dataclass(eq=False)
-class Exchange:
+class Contribution:
     """One rank's part in a collective.
 
     Attributes:
@@ -65,7 +66,7 @@ class Exchange:
 
 
 class Channel:
-    """The exchanges of the ranks of one group, in the order of their calls.
+    """The collectives and messages of the ranks of one group, in the order of their calls.
 
     Args:
         name: of the group, for messages.
@@ -73,25 +74,25 @@ class Channel:
         turns: of the world.
     """
 
-    def __init__(self, name: str, members: Sequence[int], turns: Turns) -> None:
+    def __init__(self, name: str, members: Sequence[int], turns: RankTurns) -> None:
         self.name = name
         self.members = list(members)
         self.turns = turns
         self._counts = [0] * len(members)
-        self._open: dict[int, dict[int, Exchange]] = {}
-        self._sent: dict[tuple[int, int, int], list[Exchange]] = {}
-        self._awaited: dict[tuple[int, int, int], list[Exchange]] = {}
+        self._open: dict[int, dict[int, Contribution]] = {}
+        self._sent: dict[tuple[int, int, int], list[Contribution]] = {}
+        self._awaited: dict[tuple[int, int, int], list[Contribution]] = {}
 
-    def post(self, rank: int, exchange: Exchange) -> SimulatedWork:
-        """Take part in the next exchange of the group; the last rank makes it happen."""
+    def post(self, rank: int, mine: Contribution) -> SimulatedWork:
+        """Take part in the next collective of the group; the last rank makes it happen."""
         self.turns.pause()
         number = self._counts[rank]
         self._counts[rank] += 1
         here = self._open.setdefault(number, {})
-        first = next(iter(here.values()), exchange)
-        here[rank] = exchange
+        first = next(iter(here.values()), mine)
+        here[rank] = mine
         failure: BaseException | None = None
-        if (first.name, first.alike) != (exchange.name, exchange.alike):
+        if (first.name, first.alike) != (mine.name, mine.alike):
             calls = ", ".join(
                 f"rank {self.members[place]} calls {theirs.name} of {theirs.alike}"
                 for place, theirs in sorted(here.items())
@@ -108,16 +109,16 @@ class Channel:
         if failure is not None or len(here) == len(self.members):
             for each in here.values():
                 each.failure, each.is_over = failure, True
-            del self._open[number]
-            if failure is not None and len(here) < len(self.members):
-                self._open[number] = {rank: exchange}  # those who come later fail, too
-        doing = f"{exchange.name}, collective number {number} of group {self.name}"
-        return SimulatedWork(self.turns, exchange, doing)
+            del self._open[number]  # after a failure, those who come later find nobody
+        doing = f"{mine.name}, collective number {number} of group {self.name}"
+        return SimulatedWork(self.turns, mine, doing)
 
     def send(self, rank: int, to: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Send a message; it leaves at once."""
         self.turns.pause()
-        sent = Exchange("send", (), {0: [each.detach().clone() for each in tensors]}, is_over=True)
+        sent = Contribution(
+            "send", (), {0: [each.detach().clone() for each in tensors]}, is_over=True
+        )
         self._sent.setdefault((rank, to, tag), []).append(sent)
         self._deliver((rank, to, tag))
         return SimulatedWork(self.turns, sent, "a send")
@@ -125,7 +126,7 @@ class Channel:
     def receive(self, rank: int, source: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Receive the next message of a rank that was not yet asked for."""
         self.turns.pause()
-        awaited = Exchange("receive", (), into={0: tensors})
+        awaited = Contribution("receive", (), into={source: tensors})
         self._awaited.setdefault((source, rank, tag), []).append(awaited)
         self._deliver((source, rank, tag))
         doing = f"the receiving of a message from rank {self.members[source]}"
@@ -146,14 +147,17 @@ class Channel:
         while sent and awaited:
             message, arrival = sent.pop(0), awaited.pop(0)
             try:
-                _copy(message.parts[0], arrival.into[0])
+                _copy(message.parts[0], *arrival.into.values())
             except Exception as error:
                 arrival.failure = error
             arrival.is_over = True
 
 
-def _exchange(ranks: Sequence[Exchange]) -> None:
+def _exchange(ranks: Sequence[Contribution]) -> None:
     """Let all ranks have what they get. What is read and written may be the same tensors."""
+    kinds = {part.device for mine in ranks for part in (*mine.sums, *_first(mine.parts))}
+    for device in kinds - {devices.CPU}:  # each rank has a stream of its own
+        devices.synchronize(device)
     made: dict[tuple[object, ...], list[torch.Tensor]] = {}
     results: list[list[torch.Tensor]] = []
     for rank, mine in enumerate(ranks):
@@ -170,6 +174,12 @@ def _exchange(ranks: Sequence[Exchange]) -> None:
         results.append(made[key])
     for mine, sums in zip(ranks, results, strict=True):
         _copy(sums, mine.sums)
+    for device in kinds - {devices.CPU}:
+        devices.synchronize(device)
+
+
+def _first(parts: Mapping[int, Tensors]) -> Tensors:
+    return next(iter(parts.values()), ())
 
 
 def _copy(source: Tensors, into: Tensors) -> None:
@@ -183,14 +193,14 @@ class SimulatedWork(dist.Work):
 
     Args:
         turns: of the world.
-        exchange: that it waits for.
+        mine: this rank's part in it.
         doing: what it is, for messages.
     """
 
-    def __init__(self, turns: Turns, exchange: Exchange, doing: str) -> None:
+    def __init__(self, turns: RankTurns, mine: Contribution, doing: str) -> None:
         super().__init__()
         self._turns = turns
-        self._exchange = exchange
+        self._mine = mine
         self._doing = doing
 
     def wait(self, timeout: object = None) -> bool:
@@ -200,27 +210,29 @@ class SimulatedWork(dist.Work):
             RanksDivergedError: another rank calls something else.
             PeerLostError: a rank never calls.
         """
-        exchange = self._exchange
-        self._turns.wait_for(lambda: exchange.is_over, self._doing)
-        if exchange.failure is not None:
-            raise copy.copy(exchange.failure)  # each rank has a traceback of its own
+        mine = self._mine
+        self._turns.wait_for(lambda: mine.is_over, self._doing)
+        if mine.failure is not None:
+            raise copy.copy(mine.failure)  # each rank has a traceback of its own
         return True
 
     def is_completed(self) -> bool:
         """Whether it has happened; others may come to it while this rank asks."""
-        if not self._exchange.is_over:
+        if not self._mine.is_over:
             self._turns.pause()
-        return self._exchange.is_over
+        return self._mine.is_over
 
     def is_success(self) -> bool:
         """Whether it has happened without an error."""
-        return self._exchange.is_over and self._exchange.failure is None
+        return self._mine.is_over and self._mine.failure is None
 
     def result(self) -> list[torch.Tensor]:
         """Return what it has written to."""
-        return [*(each for into in self._exchange.into.values() for each in into)] or [
-            *self._exchange.sums
-        ]
+        return [*(each for into in self._mine.into.values() for each in into)] or [*self._mine.sums]
+
+    def _source_rank(self) -> int:
+        """Return who sent the message."""
+        return next(iter(self._mine.into))
 
     def get_future(self) -> Any:
         """Wait, and return a future that is over."""
@@ -275,7 +287,7 @@ class SimulatedGroup(_ProcessGroup):
         )
 
     def _post(self, name: str, alike: object, **given: Any) -> SimulatedWork:
-        return self.channel.post(self._place, Exchange(name, alike, **given))
+        return self.channel.post(self._place, Contribution(name, alike, **given))
 
     def _reduce(
         self, name: str, opts: Any, parts: Sequence[Tensors], sums: Tensors

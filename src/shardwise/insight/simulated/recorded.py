@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
-from shardwise.insight.simulated.turns import Turns
+from shardwise.insight.simulated.turns import RankTurns
 from shardwise.insight.timeline.recorder import Recorder, watching_optimizers
 from shardwise.insight.timeline.steps import Timeline
 
@@ -25,7 +25,7 @@ class RankRecorders:
         turns: of the ranks.
     """
 
-    def __init__(self, turns: Turns) -> None:
+    def __init__(self, turns: RankTurns) -> None:
         ticks = itertools.count(0, _TICK)
         self._turns = turns
         self._ranks = [Recorder(_SPANS, now=lambda: next(ticks)) for _ in range(turns.world_size)]

@@ -63,7 +63,7 @@ class Random:
         return f"Random({self._seed})"
 
 
-class Order:
+class FixedOrder:
     """The turn passes as it did in another run, which printed this.
 
     Args:
@@ -84,20 +84,20 @@ class Order:
         self.made.append((min(choice, count - 1), count))
         return self.made[-1][0]
 
-    def following(self) -> Order | None:
+    def following(self) -> FixedOrder | None:
         """Return the next order of all that there are; ``None`` behind the last one."""
         made = list(self.made)
         while made and made[-1][0] + 1 == made[-1][1]:
             made.pop()
         if not made:
             return None
-        return Order([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
+        return FixedOrder([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
 
     def __repr__(self) -> str:
         choices = [choice for choice, _ in self.made]
         while choices and not choices[-1]:
             choices.pop()
-        return f"Order({choices})"
+        return f"FixedOrder({choices})"
 
 
 @dataclass(frozen=True)

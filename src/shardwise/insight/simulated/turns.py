@@ -22,7 +22,7 @@ from shardwise.insight.simulated.schedules import InOrder, Schedule
 
 
 @dataclass
-class Outcome:
+class RankOutcome:
     """What a function came to on one rank.
 
     Attributes:
@@ -47,7 +47,7 @@ class Process(Protocol):
         """Put it back."""
 
 
-class Turns:
+class RankTurns:
     """The threads of a world.
 
     Args:
@@ -64,7 +64,7 @@ class Turns:
         self._gates = [threading.Semaphore(0) for _ in range(world_size)]
         self._is_over = threading.Semaphore(0)
         self._function: Callable[[int], Any] | None = None
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[RankOutcome] = []
         self._ready: set[int] = set()
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._stuck: dict[int, BaseException] = {}
@@ -90,14 +90,14 @@ class Turns:
         """Whether the calling thread is a rank of this world."""
         return hasattr(self._here, "rank")
 
-    def run(self, function: Callable[[int], Any]) -> list[Outcome]:
+    def run(self, function: Callable[[int], Any]) -> list[RankOutcome]:
         """Call ``function(rank)`` for every rank, and return what came of it, by rank."""
         before = self._process.save()
         self._saved = self._saved or [copy.deepcopy(before) for _ in range(self.world_size)]
         if not self._threads:
             self._start()
         self._function = function
-        self._outcomes = [Outcome() for _ in range(self.world_size)]
+        self._outcomes = [RankOutcome() for _ in range(self.world_size)]
         self._ready = set(range(self.world_size))
         try:
             self._gates[self._next(self.world_size - 1)].release()

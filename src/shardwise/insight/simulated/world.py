@@ -16,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise._torch import c10d
+from shardwise._torch import threads
 from shardwise.base import devices, observe
 from shardwise.base.devices import Backend
 from shardwise.base.observe import Activity
-from shardwise.insight.simulated.group import Channel, Exchange, SimulatedGroup
+from shardwise.insight.simulated.group import Channel, Contribution, SimulatedGroup
 from shardwise.insight.simulated.schedules import InOrder, Schedule
-from shardwise.insight.simulated.turns import Outcome, Turns
+from shardwise.insight.simulated.turns import RankOutcome, RankTurns
 from shardwise.transport.base import Call, Kind, PendingWork, Transport, Work
 from shardwise.transport.buckets import as_rows
 from shardwise.transport.carrier import Announced, Carrier, carried_by
@@ -32,7 +32,7 @@ _BACKEND = Backend("simulated", shares_memory=True, averages=True)
 _numbers = itertools.count()
 
 
-class World:
+class SimulatedWorld:
     """Ranks that are threads.
 
     Args:
@@ -45,7 +45,7 @@ class World:
     """
 
     def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
-        self.turns = Turns(world_size, _Process())
+        self.turns = RankTurns(world_size, _Process())
         self.outputs: list[list[str]] = [[] for _ in range(world_size)]
         self._hosts = hosts or ["host"] * world_size
         self._number = next(_numbers)
@@ -53,7 +53,7 @@ class World:
         self._wires: dict[tuple[str, int], str] = {}
         self._has_joined: set[int] = set()
 
-    def run(self, function: Callable[[int], Any], schedule: Schedule) -> list[Outcome]:
+    def run(self, function: Callable[[int], Any], schedule: Schedule) -> list[RankOutcome]:
         """Call ``function(rank)`` on every rank, and return what came of it.
 
         Args:
@@ -71,8 +71,9 @@ class World:
         self.outputs = [[] for _ in self.outputs]
         self.turns.schedule = schedule
         output = _Output(sys.stdout, self)
+        kinds = sorted({devices.CPU.type, devices.default_type()})
         with (
-            c10d.worlds_of_threads(self._create, self._number_of_rank),
+            threads.worlds_of_threads(self._create, self._number_of_rank, kinds),
             carried_by(_Threads(self)),
             contextlib.redirect_stdout(output),
         ):
@@ -124,7 +125,7 @@ class World:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank % count), WORLD_SIZE=str(size), GROUP_RANK="0"
         )
-        c10d.join_world_of_threads(rank, size)
+        threads.join_world_of_threads(rank, size)
 
     def _create(self, rank: int, members: Sequence[int], name: str) -> dist.ProcessGroup:
         return SimulatedGroup(rank, self.channel(name, members))
@@ -152,7 +153,7 @@ class _Process:
             random.getstate(),
             None if numpy is None else numpy.random.get_bit_generator(),
             torch.get_default_dtype(),
-            _environment().copy(),
+            threads.variables_of_process().copy(),
             os.getcwd(),
         )
 
@@ -167,25 +168,18 @@ class _Process:
             sys.modules["numpy"].random.set_bit_generator(of_numpy)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
-        if _environment() != environment:
-            for name in _environment().keys() - environment.keys():
+        if threads.variables_of_process() != environment:
+            for name in threads.variables_of_process().keys() - environment.keys():
                 del os.environb[name]
-            os.environb.update(environment.items() - _environment().items())
+            os.environb.update(environment.items() - threads.variables_of_process().items())
         if os.getcwd() != folder:
             os.chdir(folder)
-
-
-def _environment() -> dict[bytes, bytes]:
-    """Return the environment variables; to read them all one by one takes longer than a turn."""
-    environment: Any = os.environ
-    found: dict[bytes, bytes] = environment._data
-    return found
 
 
 class _Output(io.TextIOBase):
     """Passes on what is printed, and keeps what ranks print."""
 
-    def __init__(self, shown: Any, world: World) -> None:
+    def __init__(self, shown: Any, world: SimulatedWorld) -> None:
         self._shown = shown
         self._world = world
 
@@ -207,7 +201,7 @@ class _Output(io.TextIOBase):
 class _Threads(Carrier):
     """What carries between threads, which share all memory."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: SimulatedWorld) -> None:
         self._world = world
 
     def backend(self, peers: Peers, device: torch.device) -> Backend:
@@ -285,7 +279,7 @@ class SimulatedTransport(Transport):
             nbytes = sum(full.nbytes for full in fulls)
             activity = Activity(call.kind.value)
             issued = observe.collective(activity, call.label.name, self._wire, nbytes, 1)
-        work = self._channel.post(self.rank, Exchange(name, alike, **given))
+        work = self._channel.post(self.rank, Contribution(name, alike, **given))
 
         def finish() -> None:
             with observe.during(Activity.WAIT, call.label.name, self._wire.dimension):
