@@ -23,6 +23,8 @@ from shardwise.base.errors import RanksDivergedError
 from shardwise.insight.simulated.turns import RankTurns
 
 Tensors = Sequence[torch.Tensor]
+#: The number of elements and the dtype of each tensor.
+Sizes = tuple[tuple[int, torch.dtype], ...]
 
 
 def _average(parts: Tensors) -> torch.Tensor:
@@ -48,7 +50,7 @@ class Contribution:
 
     Attributes:
         name: of the collective, with its reduction.
-        alike: what has to be equal on all ranks.
+        alike: the sizes that have to be equal on all ranks.
         parts: by rank, what this one has for it. Shards and fulls may have different dtypes.
         into: by rank, where this one puts what that one has for it.
         sums: where it puts the sums of what all ranks have for it, in the dtype of these.
@@ -57,7 +59,7 @@ class Contribution:
     """
 
     name: str
-    alike: object
+    alike: Sizes = ()
     parts: Mapping[int, Tensors] = field(default_factory=dict)
     into: Mapping[int, Tensors] = field(default_factory=dict)
     sums: Tensors = ()
@@ -94,7 +96,7 @@ class Channel:
         failure: BaseException | None = None
         if (first.name, first.alike) != (mine.name, mine.alike):
             calls = ", ".join(
-                f"rank {self.members[place]} calls {theirs.name} of {theirs.alike}"
+                f"rank {self.members[place]} calls {theirs.name} of {_in_words(theirs.alike)}"
                 for place, theirs in sorted(here.items())
             )
             failure = RanksDivergedError(
@@ -242,8 +244,12 @@ class SimulatedWork(dist.Work):
         return future
 
 
-def _sizes(tensors: Tensors) -> str:
-    return ", ".join(f"{each.numel()} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
+def _sizes(tensors: Tensors) -> Sizes:
+    return tuple((each.numel(), each.dtype) for each in tensors)
+
+
+def _in_words(sizes: Sizes) -> str:
+    return ", ".join(f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes)
 
 
 #: Its methods have other names for their arguments, which torch does not pass by name.
@@ -286,7 +292,7 @@ class SimulatedGroup(_ProcessGroup):
             options=SimpleNamespace(_timeout=default_pg_timeout),
         )
 
-    def _post(self, name: str, alike: object, **given: Any) -> SimulatedWork:
+    def _post(self, name: str, alike: Sizes, **given: Any) -> SimulatedWork:
         return self.channel.post(self._place, Contribution(name, alike, **given))
 
     def _reduce(
@@ -294,7 +300,7 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Reduce ``parts``, of which each rank has one."""
         op = opts.reduceOp
-        kind = str(getattr(op, "op", op)).rpartition(".")[2]
+        kind = getattr(op, "op", op).name
         if kind not in _REDUCTIONS:
             raise NotImplementedError(f"{name} with ReduceOp.{kind} is not simulated")
         by_rank = dict(enumerate(parts))

@@ -271,15 +271,14 @@ class SimulatedTransport(Transport):
     def _post(self, call: Call, **given: Any) -> Work:
         op = f" with {call.op.name}" if "sums" in given else ""
         name = f"{call.kind.value} of {call.label.name or 'tensors'}{op}"
-        sizes = [each.numel() for each in call.outputs], [each.dtype for each in call.outputs]
-        alike = (*sizes, call.label.detail)
+        sizes = tuple((each.numel(), each.dtype) for each in call.outputs)
         issued = 0
         if observe.is_observed():
             fulls = call.inputs if call.kind is Kind.REDUCE_SCATTER else call.outputs
             nbytes = sum(full.nbytes for full in fulls)
             activity = Activity(call.kind.value)
             issued = observe.collective(activity, call.label.name, self._wire, nbytes, 1)
-        work = self._channel.post(self.rank, Contribution(name, alike, **given))
+        work = self._channel.post(self.rank, Contribution(name, sizes, **given))
 
         def finish() -> None:
             with observe.during(Activity.WAIT, call.label.name, self._wire.dimension):
