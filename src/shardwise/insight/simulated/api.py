@@ -171,6 +171,7 @@ def simulate(
             about to do.
         RanksDivergedError: ranks wait for each other in different collectives.
         ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
+        ValueError: there are no ranks, not one host for each, or no orders to try.
         RuntimeError: this process has a process group already, or is itself a simulated rank.
     """
     _check(function)
@@ -206,6 +207,9 @@ def simulation(
         world_size: as for :func:`simulate`.
         hosts: as there.
         schedule: as there; not ``Exhaustive``.
+
+    Yields:
+        The world: call its ``run``.
     """
     world = _world(world_size, hosts)
     try:
