@@ -55,8 +55,8 @@ def _step(reshard: bool) -> list[float]:
 
 @pytest.mark.parametrize(
     ("reshard", "limit"),
-    [(True, 30), *(pytest.param(each, 2000, marks=pytest.mark.long) for each in (True, False))],
+    [(True, 30), *(pytest.param(each, 500, marks=pytest.mark.long) for each in (True, False))],
 )
 def test_all_orders_of_a_step_are_the_same(reshard: bool, limit: int) -> None:
     ranks = shardwise.simulate(functools.partial(_step, reshard), 2, schedule=Exhaustive(limit))
-    assert ranks.orders == limit, "fewer orders than the limit: raise what is tried"
+    assert ranks.orders == limit  # there are more

@@ -171,8 +171,9 @@ def simulate(
             about to do.
         RanksDivergedError: ranks wait for each other in different collectives.
         ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
-        ValueError: there are no ranks, not one host for each, or no orders to try.
         RuntimeError: this process has a process group already, or is itself a simulated rank.
+        TypeError: ``function`` cannot be called.
+        ValueError: there is no rank, there is not a host for each of them, or ``limit`` is 0.
     """
     _check(function)
     if not isinstance(schedule, Exhaustive):
@@ -209,7 +210,11 @@ def simulation(
         schedule: as there; not ``Exhaustive``.
 
     Yields:
-        The world: call its ``run``.
+        The ranks, whose ``run(function, *args)`` returns what :func:`simulate` does, and raises
+        what it raises. ``world[rank]`` is what came of the last function on a rank.
+
+    Raises:
+        ValueError: as there.
     """
     world = _world(world_size, hosts)
     try:
