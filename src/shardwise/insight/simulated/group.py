@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
@@ -281,7 +282,11 @@ class SimulatedGroup(_ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what torch asks of a backend: what it can do, and its timeout."""
-        return SimpleNamespace(supports_coalescing=False, supports_tensor_alloc=lambda _: False)
+        return SimpleNamespace(
+            supports_coalescing=False,
+            supports_tensor_alloc=lambda _: False,
+            options=SimpleNamespace(_timeout=default_pg_timeout),
+        )
 
     def _post(self, name: str, alike: Sizes, **given: Any) -> SimulatedWork:
         return self.channel.post(self._place, Contribution(name, alike, **given))
