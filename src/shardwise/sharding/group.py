@@ -445,6 +445,8 @@ class ParamGroup:
                     "or shard it with reshard_after_forward=True"
                 )
             self._deliver_ties()  # otherwise this is done before the gather
+            if lease.freshness is not Freshness.CURRENT:  # and this with it
+                GroupParam.freeze_or_unfreeze_all(self.params)
         self.use_now()
         assert self._lease is not None
         self._lease.forward, self._lease.freshness = number, Freshness.CURRENT
