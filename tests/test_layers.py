@@ -68,7 +68,14 @@ INNER_LAYERS = {
         ["compat", "pretrained"],
         ["__init__"],
     ],
-    "insight": [["schema", "blueprint"], ["inspect"], ["planning"], ["timeline"], ["__init__"]],
+    "insight": [
+        ["schema", "blueprint"],
+        ["inspect"],
+        ["planning"],
+        ["timeline"],
+        ["simulated"],
+        ["__init__"],
+    ],
     "insight/schema": [["option"], ["sharding"], ["training"], ["__init__"]],
     "app": [["doctor"], ["runs"], ["recipes"], ["cli"], ["__init__"]],
     "app/recipes": [

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
     from shardwise.insight.planning.api import plan
     from shardwise.insight.planning.settings import MachineConfig, PlannedStep
     from shardwise.insight.schema.sharding import StrategyConfig
+    from shardwise.insight.simulated import schedules
+    from shardwise.insight.simulated.api import simulate, simulation
     from shardwise.optim.norms import clip_grad_norm_
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.transport.wire import Wire
@@ -115,7 +117,10 @@ __all__ = [
     "plan",
     "register_fsdp_forward_method",
     "save_pretrained",
+    "schedules",
     "share_comm_ctx",
+    "simulate",
+    "simulation",
     "timeline",
     "wrap",
 ]

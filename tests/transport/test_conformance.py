@@ -17,9 +17,9 @@ from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
-from tests.threads import run_threads
+from tests.threads import run_threads, run_transports
 from tests.transport.conformance import Checks, Item, check_all, fuzz
-from tests.transport.fake import FakeTransport, FakeWorld
+from tests.transport.fake import FakeTransport
 from tests.worlds import on_processes
 
 CPU = torch.device("cpu")
@@ -93,9 +93,10 @@ def test_one_rank_alone_needs_no_process_group() -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_the_fake_of_the_tests_keeps_the_same_promises(world_size: int) -> None:
-    world = FakeWorld(world_size)
-    world.run(lambda transport: check_all(transport, exact=True))
-    world.run(lambda transport: fuzz(Checks(transport, exact=True), 30, seed=5, largest=1000))
+    run_transports(lambda transport: check_all(transport, exact=True), world_size)
+    run_transports(
+        lambda transport: fuzz(Checks(transport, exact=True), 30, seed=5, largest=1000), world_size
+    )
 
 
 def _gather_into_a_view(rank: int, world_size: int) -> list[list[float]]:

@@ -9,7 +9,8 @@ import torch
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.transport.base import Label, Reduce, Transport
-from tests.transport.fake import FakeTransport, FakeWorld, Turns
+from tests.threads import run_transports
+from tests.transport.fake import FakeTransport
 
 CPU = torch.device("cpu")
 
@@ -21,7 +22,7 @@ def _gather(transport: Transport, name: str = "") -> torch.Tensor:
 
 
 def test_it_is_a_transport() -> None:
-    assert isinstance(FakeWorld(1).run(lambda transport: transport)[0], Transport)
+    assert isinstance(run_transports(lambda transport: transport, 1)[0], Transport)
 
 
 def test_calls_are_logged_in_order_under_the_name_that_the_caller_gave() -> None:
@@ -30,7 +31,7 @@ def test_calls_are_logged_in_order_under_the_name_that_the_caller_gave() -> None
         transport.all_reduce([torch.ones(1)], Reduce.SUM, Label("layers.1")).wait()
         return [str(call) for call in transport.log]
 
-    assert FakeWorld(2).run(each_rank) == [["all_gather layers.0", "all_reduce SUM layers.1"]] * 2
+    assert run_transports(each_rank, 2) == [["all_gather layers.0", "all_reduce SUM layers.1"]] * 2
 
 
 def _by_name(transport: FakeTransport) -> None:
@@ -59,7 +60,7 @@ def _by_memory(transport: FakeTransport) -> None:
 @pytest.mark.parametrize("differ", [_by_name, _by_kind, _by_size, _by_memory])
 def test_ranks_that_differ_fail(differ: Callable[[FakeTransport], None]) -> None:
     with pytest.raises(RanksDivergedError):
-        FakeWorld(2).run(differ)
+        run_transports(differ, 2)
 
 
 def test_a_rank_that_never_comes_is_named_at_once() -> None:
@@ -67,8 +68,10 @@ def test_a_rank_that_never_comes_is_named_at_once() -> None:
         if transport.rank != 1:
             _gather(transport, "layers.0")
 
-    with pytest.raises(PeerLostError, match=r"forever in all_gather layers\.0.*rank 1 has ended"):
-        FakeWorld(3).run(each_rank)
+    with pytest.raises(
+        PeerLostError, match=r"forever in all-gather of layers\.0,.*rank 1 has ended"
+    ):
+        run_transports(each_rank, 3)
 
 
 def test_of_several_errors_the_one_behind_the_others_is_raised() -> None:
@@ -77,9 +80,8 @@ def test_of_several_errors_the_one_behind_the_others_is_raised() -> None:
             raise KeyError("layers.3.weight")
         _gather(transport)
 
-    with pytest.raises(KeyError, match=r"layers\.3\.weight") as failure:
-        FakeWorld(3).run(each_rank)
-    assert failure.value.__notes__ == ["(on rank 1 of 3)"]
+    with pytest.raises(KeyError, match=r"layers\.3\.weight"):
+        run_transports(each_rank, 3)
 
 
 def test_a_work_that_failed_stays_failed() -> None:
@@ -90,7 +92,7 @@ def test_a_work_that_failed_stays_failed() -> None:
                 with pytest.raises(PeerLostError):
                     work.wait()
 
-    FakeWorld(2).run(each_rank)
+    run_transports(each_rank, 2)
 
 
 def test_what_a_reduction_reads_may_not_change_before_the_wait() -> None:
@@ -101,7 +103,7 @@ def test_what_a_reduction_reads_may_not_change_before_the_wait() -> None:
         work.wait()
 
     with pytest.raises(AssertionError, match="changed before the wait"):
-        FakeWorld(2).run(each_rank)
+        run_transports(each_rank, 2)
 
 
 def test_results_are_not_there_before_the_wait() -> None:
@@ -118,7 +120,7 @@ def test_results_are_not_there_before_the_wait() -> None:
         transport.reduce_scatter([torch.ones(4)], [shard], Reduce.SUM)
         assert shard.isnan().all()
 
-    FakeWorld(2).run(each_rank)
+    run_transports(each_rank, 2)
 
 
 def test_each_rank_draws_random_numbers_as_if_it_were_alone() -> None:
@@ -130,22 +132,7 @@ def test_each_rank_draws_random_numbers_as_if_it_were_alone() -> None:
         return drawn
 
     before = torch.get_rng_state()
-    one, two = FakeWorld(2).run(each_rank)
+    one, two = run_transports(each_rank, 2)
     torch.testing.assert_close(one, two, rtol=0, atol=0)
     assert not torch.equal(one[0], one[1])
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_one_rank_runs_at_a_time() -> None:
-    turns, running, most = Turns(4), 0, 0
-
-    def each_rank(rank: int) -> None:
-        nonlocal running, most
-        for _ in range(100):
-            running += 1
-            most = max(most, running)
-            torch.rand(10)  # lets other threads run, if they may
-            running -= 1
-
-    turns.run(each_rank)
-    assert most == 1

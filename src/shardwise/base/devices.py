@@ -512,6 +512,7 @@ class Backend:
         name: its name in ``torch.distributed``.
         sends_messages: tensors are sent between two ranks, with tags and in any order, by a thread
             of the backend; and a closed connection can be noticed.
+        shares_memory: ranks of one host may share memory in place of messages.
         averages: ``ReduceOp.AVG`` works; if not, a sum is divided.
         coalesces: many collectives of one kind can be launched as one.
         gathers_in_place: the input of an all-gather may be this rank's place in the output.
@@ -520,6 +521,7 @@ class Backend:
 
     name: str
     sends_messages: bool = False
+    shares_memory: bool = False
     averages: bool = False
     coalesces: bool = False
     gathers_in_place: bool = True
@@ -527,7 +529,7 @@ class Backend:
 
 
 #: The backend of host memory, which every world has for small messages.
-GLOO = Backend("gloo", sends_messages=True)
+GLOO = Backend("gloo", sends_messages=True, shares_memory=True)
 NCCL = Backend("nccl", averages=True, coalesces=True)
 
 #: The type of the devices that are known by their data sheets: ROCm's go by the same name.

@@ -115,6 +115,8 @@ class Observer(Protocol):
 
 
 _observer: Observer | None = None
+#: Who watches while nobody else does.
+_bystander: Observer | None = None
 #: The storages whose memory has been reported to this observer and not been freed, by their ids.
 _known: dict[int, _Held] = {}
 
@@ -133,7 +135,22 @@ def observing(observer: Observer) -> Iterator[None]:
     try:
         yield
     finally:
-        _observer = None
+        _observer = _bystander
+
+
+@contextlib.contextmanager
+def standing_by(observer: Observer) -> Iterator[None]:
+    """Let an observer watch this process until the end of the block, while no other one does."""
+    global _bystander, _observer
+    if _observer is not None:
+        yield
+        return
+    _bystander = _observer = observer
+    _known.clear()
+    try:
+        yield
+    finally:
+        _bystander = _observer = None
 
 
 def check_unobserved() -> None:
@@ -142,7 +159,7 @@ def check_unobserved() -> None:
     Raises:
         RuntimeError: someone does.
     """
-    if _observer is not None:
+    if _observer is not _bystander:
         raise RuntimeError(
             f"a {type(_observer).__name__} watches this process already; one observer at a time"
         )

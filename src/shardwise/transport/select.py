@@ -251,7 +251,7 @@ def _shm(group: dist.ProcessGroup, device: torch.device) -> Transport:
 
 
 def _fastest(group: dist.ProcessGroup, device: torch.device) -> Transport:
-    if carrier().backend(Peers(group), device).sends_messages:
+    if carrier().backend(Peers(group), device).shares_memory:
         found = Peers(group).once(carrier().share_memory)
         if not isinstance(found, str):
             return found

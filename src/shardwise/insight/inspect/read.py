@@ -8,10 +8,11 @@ cannot differ from what the runtime does. Only reading values communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import html
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import state_of
 
+T = TypeVar("T")
 #: The part and the number of padding elements that each rank holds.
 Held = dict[int, tuple[Part, int]]
 
@@ -285,6 +287,13 @@ class ModelReport(Report):
 
         return as_text(self)
 
+    def _repr_html_(self) -> str:
+        """Return the page in a frame: notebooks show it."""
+        from shardwise.insight.inspect.page import page
+
+        style = "width: 100%; height: 40em; border: 0"
+        return f'<iframe style="{style}" srcdoc="{html.escape(page(self))}"></iframe>'
+
     def to_html(self, path: str | Path) -> Path:
         """Write the report as one HTML page that loads nothing else.
 
@@ -322,8 +331,15 @@ class ModelReport(Report):
         return path
 
 
+class ModelOfRanks(Protocol):
+    """The model of each rank of a simulated world."""
+
+    def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
+        """Call a function on every rank, with what it has."""
+
+
 def inspect(
-    model: nn.Module,
+    model: nn.Module | ModelOfRanks,
     *,
     mesh: DeviceMesh | None = None,
     values: bool = False,
@@ -339,7 +355,8 @@ def inspect(
     communicated, and a single rank may call this.
 
     Args:
-        model: the model, in any state.
+        model: the model, in any state; or what :func:`shardwise.simulate` returned for a function
+            that returns it. Then ``values`` are shown in any case.
         mesh: the mesh to show, in place of the largest one that parameters lie on.
         values: gather the elements of small parameters (at most 256 each) to the first rank of the
             world. This is one collective over the default process group, so every rank has to make
@@ -351,10 +368,22 @@ def inspect(
 
     Raises:
         ValueError: ``values`` is set and the model is on the meta device.
+        TypeError: a simulated rank has returned something other than a model.
     """
+    if not isinstance(model, nn.Module):
+        return model.on_every_rank(lambda own: _inspect_own(own, mesh, name))[0]
     report = read(model, mesh, name)
     found = gather_values(model) if values else None
     return ModelReport(**{**vars(report), "values": found})
+
+
+def _inspect_own(own: object, mesh: DeviceMesh | None, name: str | None) -> ModelReport:
+    if not isinstance(own, nn.Module):
+        raise TypeError(
+            f"model: found a value of type {type(own).__name__}, expected each rank to return a "
+            "model"
+        )
+    return inspect(own, mesh=mesh, values=True, name=name)
 
 
 def plan(blueprint: Blueprint, wanted: WantedMesh) -> Report:

@@ -222,25 +222,29 @@ class Recorder:
         Raises:
             RuntimeError: another observer watches this process.
         """
-        with contextlib.ExitStack() as held:
-            held.enter_context(observe.observing(self))
-            before = register_optimizer_step_pre_hook(self._before_optimizer)
-            held.callback(before.remove)
-            after = register_optimizer_step_post_hook(self._after_optimizer)
-            held.callback(after.remove)
+        with observe.observing(self), watching_optimizers(lambda: self):
             if self._device is not None:
                 self._device.begin()
-            self._began = self._now()
+            self.start()
             try:
                 yield
             finally:
-                self._finished = self._now()
+                self.finish()
                 if self._device is not None:
                     self._device.end()
 
-    def _before_optimizer(
+    def start(self) -> None:
+        """Begin the recording now."""
+        self._began = self._now()
+
+    def finish(self) -> None:
+        """End the recording now."""
+        self._finished = self._now()
+
+    def before_optimizer(
         self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
     ) -> None:
+        """Note that an optimizer begins to step."""
         name = type(optimizer).__name__
         self._stepping[id(optimizer)] = self.begin(Activity.OPTIMIZER, name, "", 0)
         if id(optimizer) not in self._optimizers:
@@ -252,9 +256,10 @@ class Recorder:
             self._held[Memory.OPTIMIZER] = known + states
             self._optimizers[id(optimizer)] = len(optimizer.state), states
 
-    def _after_optimizer(
+    def after_optimizer(
         self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
     ) -> None:
+        """Note that an optimizer has stepped."""
         self.end(self._stepping.pop(id(optimizer), 0))
         self._has_stepped = True
         count, before = self._optimizers.get(id(optimizer), (0, 0))
@@ -332,6 +337,28 @@ class Recorder:
             error=error,
             uncertainty=uncertainty,
         )
+
+
+@contextlib.contextmanager
+def watching_optimizers(recorder: Callable[[], Recorder]) -> Iterator[None]:
+    """Report the steps of all optimizers, until the end of the block.
+
+    Args:
+        recorder: returns to whom.
+    """
+
+    def before(*step: Any) -> None:
+        recorder().before_optimizer(*step)
+
+    def after(*step: Any) -> None:
+        recorder().after_optimizer(*step)
+
+    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _shared_device(

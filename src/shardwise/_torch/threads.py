@@ -1,0 +1,124 @@
+"""Private names of torch that let every thread of a process be a rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
+from torch.utils import _pytree as pytree
+
+#: The name of a backend by which torch knows that meshes of several ranks are in one process.
+_THREADED = "threaded"
+
+
+class _WorldOfThread(threading.local):
+    """What torch keeps of the process groups of a process, for each thread."""
+
+    def __init__(self) -> None:
+        self.default_pg: dist.ProcessGroup | None = None
+        self.group_count = 0
+        self.pg_map: dict[dist.ProcessGroup, tuple[str, Any]] = {}
+        self.pg_names: dict[dist.ProcessGroup, str] = {}
+        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
+        self.pg_backend_config: dict[dist.ProcessGroup, str] = {}
+        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
+        self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
+        self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
+        self.comms: list[Any] = []
+
+    @property
+    def pg_config_info(self) -> list[dict[str, Any]]:
+        """The groups, for torch's logs."""
+        return [{"pg_name": name, "ranks": [], "group_count": 0} for name in self.pg_names.values()]
+
+
+#: The groups of all threads, for as long as the process lives: worlds come back.
+_worlds_of_threads = _WorldOfThread()
+
+
+@contextmanager
+def worlds_of_threads(
+    create: Callable[[int, Sequence[int], str], dist.ProcessGroup],
+    number: Callable[[], int],
+    kinds: Sequence[str],
+) -> Iterator[None]:
+    """Let every thread have process groups of its own, until the end of the block.
+
+    Whatever backend a program asks for, it gets groups that ``create`` makes.
+
+    Args:
+        create: makes a process group of a rank in it, its members, and its name.
+        number: returns a number of the calling thread that none before it had. Torch caches by mesh
+            what depends on the rank, and knows meshes of several ranks apart by these numbers.
+        kinds: the types of devices that there are.
+    """
+    c10d_module: Any = dist.distributed_c10d
+    bindings: Any = torch._C._distributed_c10d
+    new_group = c10d_module._new_process_group_helper
+
+    def in_threads(
+        size: int, rank: int, members: Any, backend: Any, store: Any, name: str = "", **kw: Any
+    ) -> Any:
+        # By who is in it: meshes that torch has cached find groups of the same ranks later on.
+        name = ",".join(map(str, members or range(size)))
+        number = sum(
+            each.partition("/")[0] == name for each in _worlds_of_threads.pg_names.values()
+        )
+        name = f"{name}/{number}" if number else name
+        return new_group(size, rank, members, dist.Backend(_THREADED), store, name, **kw)
+
+    def make(options: Any, _: object) -> dist.ProcessGroup:
+        members = options.global_ranks_in_group or range(options.group_size)
+        return create(options.group_rank, list(members), options.group_id)
+
+    backends: Any = dist.Backend
+    backends.register_backend(_THREADED, make, extended_api=True, devices=list(kinds))
+    plugin = {_THREADED.upper(): backends._BackendPlugin(make, True)}
+    # For fake tensors on hosts without a GPU. Torch 2.11 crashes where a second thread calls it.
+    guard = "_ensureCUDADeviceGuardSet"
+    if len(kinds) == 1:
+        getattr(torch._C, guard)()
+    hook = sys.excepthook  # every process group that is made wraps it once more
+    bindings._set_thread_isolation_mode(True)
+    try:
+        with (
+            patch.object(c10d_module, "_world", _worlds_of_threads),
+            patch.object(c10d_module, "_new_process_group_helper", in_threads),
+            patch.dict(backends._plugins, plugin),
+            patch.object(torch._C, guard, lambda: None),
+            patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),
+        ):
+            yield
+    finally:
+        bindings._set_thread_isolation_mode(False)
+        sys.excepthook = hook
+
+
+def join_world_of_threads(rank: int, world_size: int) -> None:
+    """Make the calling thread a rank, in a block of :func:`worlds_of_threads`."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)
+
+
+def variables_of_process() -> dict[bytes, bytes]:
+    """Return the environment variables themselves.
+
+    To read them one by one, as ``os.environ`` does, takes longer than a turn of a rank.
+    """
+    environment: Any = os.environ
+    found: dict[bytes, bytes] = environment._data
+    return found
+
+
+def leaves_of(value: object) -> list[Any]:
+    """Return what is in lists, tuples, dicts and other containers that torch knows."""
+    return pytree.tree_leaves(value)

@@ -1,0 +1,308 @@
+"""Several ranks in one process, for notebooks, debuggers and tests."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch import dtensor, threads
+from shardwise.base.errors import ShardwiseError
+from shardwise.insight.simulated.recorded import RankRecorders
+from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, InOrder, Schedule
+from shardwise.insight.simulated.turns import RankOutcome
+from shardwise.insight.simulated.world import SimulatedWorld
+from shardwise.insight.timeline.steps import Timeline
+
+T = TypeVar("T")
+
+_HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class SimulatedRank:
+    """What came of a function on one rank.
+
+    Attributes:
+        value: what it returned: the rank's own object, such as a model with its shards.
+        output: what it printed.
+    """
+
+    value: Any
+    output: str
+
+
+class SimulatedRanks(Sequence[SimulatedRank]):
+    """What came of a function on all ranks, by rank.
+
+    Their world stays alive with this object, so that :func:`shardwise.inspect` can look into it.
+
+    Attributes:
+        orders: how many orders of the ranks' turns were tried.
+    """
+
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        outcomes: Sequence[RankOutcome],
+        recorders: RankRecorders,
+        orders: int = 1,
+    ) -> None:
+        self.orders = orders
+        self._world = world
+        self._recorders = recorders
+        self._ranks = [
+            SimulatedRank(outcome.value, "".join(output))
+            for outcome, output in zip(outcomes, world.outputs, strict=True)
+        ]
+
+    def timeline(self) -> Timeline:
+        """Return what the ranks did, in order: a millisecond of it is one thing that happened.
+
+        What is reported of gathers, reductions, computation and memory is there, unless the
+        function recorded a timeline of its own.
+        """
+        return self._recorders.timeline()
+
+    def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
+        """Call ``function(value)`` on every rank, with what the rank has returned."""
+        outcomes = self._world.run(lambda rank: function(self._ranks[rank].value), InOrder())
+        _check_outcomes(outcomes, InOrder())
+        return [each.value for each in outcomes]
+
+    @overload
+    def __getitem__(self, at: int) -> SimulatedRank: ...
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[SimulatedRank]: ...
+    def __getitem__(self, at: int | slice) -> SimulatedRank | Sequence[SimulatedRank]:
+        return self._ranks[at]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __repr__(self) -> str:
+        values = ", ".join(type(each.value).__name__ for each in self._ranks)
+        return f"<{len(self)} simulated ranks: {values}>"
+
+
+class Simulation:
+    """A world of ranks that stays for several functions; see :func:`simulation`."""
+
+    def __init__(self, world: SimulatedWorld, schedule: Schedule) -> None:
+        self._world = world
+        self._schedule = schedule
+        self._ranks: SimulatedRanks | None = None
+
+    def run(self, function: Callable[..., Any], *args: Any) -> SimulatedRanks:
+        """Call ``function(*args)`` on every rank.
+
+        Every rank gets the same arguments: the same objects.
+
+        Returns:
+            What it returned and printed, by rank.
+
+        Raises:
+            Exception: what a rank raised first.
+        """
+        _check(function)
+        self._ranks = _run(self._world, self._schedule, function, args)
+        return self._ranks
+
+    def __getitem__(self, rank: int) -> SimulatedRank:
+        """Return what came of the last function on a rank."""
+        if self._ranks is None:
+            raise RuntimeError("nothing has run in this simulation: call run(function)")
+        return self._ranks[rank]
+
+    def __len__(self) -> int:
+        return self._world.turns.world_size
+
+
+def simulate(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    hosts: Sequence[str] = (),
+    schedule: Schedule | Exhaustive | None = None,
+) -> SimulatedRanks:
+    """Call ``function(*args)`` on several ranks in this process.
+
+        def train(steps):
+            model = nn.Linear(4, 4)
+            shardwise.fully_shard(model)
+            ...
+            return model
+
+        ranks = shardwise.simulate(train, 4, 10)
+        ranks[2].value  # rank 2's model
+
+    Each rank is a thread that sees an ordinary world: ``torch.distributed`` is initialized, and
+    ``dist.get_rank()`` is the thread's rank. One rank runs at a time, until it has to wait in a
+    collective. So the program does the same every time, and a breakpoint stops all ranks.
+
+    Every rank has its own random numbers (of torch, Python and NumPy; they begin in the state that
+    they have here), default dtype, environment variables (with ``RANK``, ``LOCAL_RANK`` and
+    ``WORLD_SIZE``) and current folder. What Python keeps for all threads is shared: modules, their
+    globals, warnings, the process's number.
+
+    Args:
+        function: any function, without a rank among its arguments.
+        world_size: number of ranks.
+        args: given to every rank: the same objects.
+        hosts: the names of the hosts that ranks are to be on, by rank; by default they share one.
+        schedule: whose turn is next: by default the next rank's, where one has to wait.
+            ``Random(seed)`` passes the turn at random, at every operation on what ranks share.
+            ``Exhaustive(limit)`` tries all orders, each in a new world, but at most ``limit``.
+
+    Returns:
+        What the function returned and printed, by rank.
+
+    Raises:
+        Exception: what a rank raised first. A note names the rank, and says what the others were
+            about to do.
+        RanksDivergedError: ranks wait for each other in different collectives.
+        ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
+        RuntimeError: this process has a process group already, or is itself a simulated rank.
+    """
+    _check(function)
+    if not isinstance(schedule, Exhaustive):
+        return _run_once(world_size, hosts, schedule or InOrder(), function, args)
+    order: FixedOrder | None = FixedOrder(())
+    first: SimulatedRanks | None = None
+    tried = 0
+    while order is not None and tried < schedule.limit:
+        ranks = _run_once(world_size, hosts, order, function, args)
+        first = first or ranks
+        _compare(first, ranks, order)
+        order = order.following()
+        tried += 1
+    if first is None:
+        raise ValueError(f"schedule: found {schedule}, expected a limit of 1 or more")
+    first.orders = tried
+    return first
+
+
+@contextlib.contextmanager
+def simulation(
+    world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
+) -> Iterator[Simulation]:
+    """Simulate ranks that stay for several functions.
+
+        with shardwise.simulation(4) as world:
+            world.run(build)
+            world.run(train)
+            world[1].value
+
+    Args:
+        world_size: as for :func:`simulate`.
+        hosts: as there.
+        schedule: as there; not ``Exhaustive``.
+    """
+    world = _world(world_size, hosts)
+    try:
+        yield Simulation(world, schedule or InOrder())
+    finally:
+        world.end()
+
+
+def _check(function: object) -> None:
+    if not callable(function):
+        raise TypeError(f"function: found {function!r}, expected a function for every rank to call")
+    if dist.is_initialized():
+        raise RuntimeError(
+            f"this process is rank {dist.get_rank()} of a world of {dist.get_world_size()}: it "
+            "cannot simulate another one. Call destroy_process_group() first, or simulate in a "
+            "process of its own"
+        )
+
+
+def _world(world_size: int, hosts: Sequence[str]) -> SimulatedWorld:
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
+    if hosts and len(hosts) != world_size:
+        raise ValueError(f"hosts: found {len(hosts)} names, expected one for each of {world_size}")
+    return SimulatedWorld(world_size, hosts)
+
+
+def _run_once(
+    world_size: int,
+    hosts: Sequence[str],
+    schedule: Schedule,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+) -> SimulatedRanks:
+    """Run in a world that ends with what is returned."""
+    world = _world(world_size, hosts)
+    ranks = _run(world, schedule, function, args)
+    weakref.finalize(ranks, world.end)
+    return ranks
+
+
+def _run(
+    world: SimulatedWorld, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
+) -> SimulatedRanks:
+    recorders = RankRecorders(world.turns)
+    with recorders.recording():
+        outcomes = world.run(lambda rank: function(*args), schedule)
+    try:
+        _check_outcomes(outcomes, schedule)
+    except BaseException:
+        world.end()
+        raise
+    return SimulatedRanks(world, outcomes, recorders)
+
+
+def _check_outcomes(outcomes: Sequence[RankOutcome], schedule: Schedule) -> None:
+    """Raise what a rank raised first, with a traceback that begins in its function."""
+    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if not failed:
+        return
+    rank = next((each for each in failed if not outcomes[each].doing), failed[0])
+    error = outcomes[rank].error
+    assert error is not None
+    others = [f"rank {r} {each.doing}" for r, each in enumerate(outcomes) if each.doing]
+    error.add_note(f"On rank {rank} of {len(outcomes)}. {'; '.join(others)}".strip())
+    if schedule.is_everywhere:
+        error.add_note(f"This order of turns repeats it: schedule={schedule!r}")
+    raise error.with_traceback(_of_function(error.__traceback__))
+
+
+def _of_function(found: TracebackType | None) -> TracebackType | None:
+    """Skip the lines that are ours, before those of the function."""
+    at = found
+    while at is not None and Path(at.tb_frame.f_code.co_filename).parent == _HERE:
+        at = at.tb_next
+    return at or found
+
+
+def _compare(first: SimulatedRanks, ranks: SimulatedRanks, order: FixedOrder) -> None:
+    """Check that ranks return the same values in two orders, as far as these are numbers."""
+    for rank, (one, other) in enumerate(zip(first, ranks, strict=True)):
+        if one.output != other.output or _bits(one.value) != _bits(other.value):
+            raise ShardwiseError(
+                f"rank {rank} returns or prints other values with schedule={order!r} than with "
+                "schedule=FixedOrder([]): the program depends on whose turn is next"
+            )
+
+
+def _bits(value: Any) -> list[object]:
+    """Return what can be compared of a value."""
+    found: list[object] = []
+    for leaf in threads.leaves_of(value):
+        if isinstance(leaf, nn.Module):
+            found += _bits(dict(leaf.state_dict()))
+        elif isinstance(leaf, torch.Tensor):
+            local = dtensor.local_of(leaf) if isinstance(leaf, DTensor) else leaf
+            found.append(bytes(local.detach().cpu().contiguous().view(torch.uint8).flatten()))
+        elif isinstance(leaf, int | float | str | bytes | None):
+            found.append(leaf)
+    return found

@@ -1,0 +1,111 @@
+"""Who decides which simulated rank's turn is next.
+
+A right program does the same in every order of turns. To look for one that does not, pass the turn
+at random, or try all orders::
+
+    shardwise.simulate(train, 2, schedule=shardwise.schedules.Random(7))
+    shardwise.simulate(train, 2, schedule=shardwise.schedules.Exhaustive(500))
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Schedule(Protocol):
+    """Decides whose turn is next."""
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether the turn may pass at every operation on what ranks share.
+
+        If not, it passes only where a rank has to wait.
+        """
+
+    def choose(self, count: int) -> int:
+        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
+
+
+class InOrder:
+    """The turn passes to the next rank that can go on, where one has to wait."""
+
+    is_everywhere = False
+
+    def choose(self, count: int) -> int:
+        """Choose the next one."""
+        return 0
+
+    def __repr__(self) -> str:
+        return "InOrder()"
+
+
+class Random:
+    """The turn passes at random, at every operation on what ranks share.
+
+    Args:
+        seed: the same seed is the same order.
+    """
+
+    is_everywhere = True
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._random = random.Random(seed)
+
+    def choose(self, count: int) -> int:
+        """Choose one at random."""
+        return self._random.randrange(count)
+
+    def __repr__(self) -> str:
+        return f"Random({self._seed})"
+
+
+class FixedOrder:
+    """The turn passes as it did in another run, which printed this.
+
+    Args:
+        choices: what was chosen, one after the other; behind them, the next rank that can go on.
+    """
+
+    is_everywhere = True
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self._choices = list(choices)
+        #: What was chosen, and between how many.
+        self.made: list[tuple[int, int]] = []
+
+    def choose(self, count: int) -> int:
+        """Choose as that run did."""
+        at = len(self.made)
+        choice = self._choices[at] if at < len(self._choices) else 0
+        self.made.append((min(choice, count - 1), count))
+        return self.made[-1][0]
+
+    def following(self) -> FixedOrder | None:
+        """Return the next order of all that there are; ``None`` behind the last one."""
+        made = list(self.made)
+        while made and made[-1][0] + 1 == made[-1][1]:
+            made.pop()
+        if not made:
+            return None
+        return FixedOrder([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
+
+    def __repr__(self) -> str:
+        choices = [choice for choice, _ in self.made]
+        while choices and not choices[-1]:
+            choices.pop()
+        return f"FixedOrder({choices})"
+
+
+@dataclass(frozen=True)
+class Exhaustive:
+    """All orders of a small program, one run for each.
+
+    Attributes:
+        limit: the most runs.
+    """
+
+    limit: int
