@@ -234,7 +234,8 @@ class Execution:
             return
         # With mixed precision, what is live is another tensor in every runtime. A rank has rows of
         # its own in shards only: a full parameter that differs between ranks has no meaning.
-        if action.form == "live" and not self.program.precision and action.rank is None:
+        is_live = action.form == "live" and not self.program.precision and action.rank is None
+        if is_live:
             # A tied parameter has two forms while only one of its groups is gathered: its first
             # name is the one that an unsharded model lists.
             held = dict(self.models[self._model].named_parameters())
@@ -245,7 +246,8 @@ class Execution:
             ]
         else:
             found = self._params(action.block)
-        with torch.no_grad(), self.runtime.writing(found, action.form):
+        form = "no_grad" if action.form == "live" and not is_live else action.form
+        with torch.no_grad(), self.runtime.writing(found, form):
             if action.rank is not None:
                 for param in found:
                     self._write_rows(param, action)
@@ -268,6 +270,7 @@ class Execution:
 
     def _ema(self, action: p.Ema) -> None:
         sources, targets = self._params(action.source), self._params(action.target)
+        self.runtime.before_read(sources)
         with torch.no_grad(), self.runtime.writing(targets, action.form):
             for source, target in zip(sources, targets, strict=False):
                 if source.shape != target.shape:
@@ -283,6 +286,7 @@ class Execution:
             for name, value in self.models[self._model].state_dict().items():
                 self.trace.note(f"{label} {name}", value)
             return
+        self.runtime.before_read(self._params(action.block))
         for param in self._params(action.block):
             self.trace.note(label, _full(param) if action.form == "full" else param)
 

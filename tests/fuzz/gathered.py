@@ -41,6 +41,7 @@ class Clock:
         is_running: whether a backward is.
         syncs: whether backwards reduce gradients.
         began: the models that it has reached.
+        models: all of them, copies too.
         uncounted: parameters that were written to in a way that autograd does not count for a
             ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
         missed: whether a backward computed with values from before a write in it, or with those
@@ -52,6 +53,7 @@ class Clock:
     is_running: bool = False
     syncs: bool = True
     began: list[Gathers] = field(default_factory=list)
+    models: list[Gathers] = field(default_factory=list)
     uncounted: set[torch.Tensor] = field(default_factory=set)
     missed: bool = False
 
@@ -109,6 +111,8 @@ class Group:
     Attributes:
         ahead: the groups that are gathered when this one's forward has begun.
         ahead_in_backward: the same for backward, in place of the one that ran before it.
+        unread: parameters whose shards do not have yet what was written to the full ones that
+            modules hold after their forward or backward: docs/torch-compatibility.md says when.
     """
 
     def __init__(
@@ -133,6 +137,7 @@ class Group:
         self._snapshot: dict[_Place, torch.Tensor] | None = None
         self._held: list[Held] = []
         self._copies: list[tuple[torch.Tensor, _Place]] = []
+        self.unread: set[torch.Tensor] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Group:
         made = copy.copy(self)
@@ -257,6 +262,7 @@ class Group:
         self._restore()
         self._phase = Phase.NOT_REACHED
         self._snapshot = None
+        self.unread.clear()
         if self.gathers.keeps_after_backward and self._is_whole:
             self._leave_behind()
         else:
@@ -280,6 +286,7 @@ class Group:
         self._restore()
         self._is_whole = self._is_left = self._is_for_forward = False
         self._snapshot = None
+        self.unread.clear()
 
     def _leave_behind(self) -> None:
         """Leave what was gathered; without synchronization, the next forward uses it.
@@ -302,6 +309,24 @@ class Group:
     def drop_ahead(self) -> None:
         """Forget values for a turn that did not come."""
         self._snapshot = None
+
+    def write_kept(self, params: Sequence[torch.Tensor]) -> None:
+        """Note a write to what modules hold of these parameters.
+
+        If that was kept when their turn was over, it is what their backward computes with.
+        """
+        if not self._is_whole or self._held or self.between is Between.ALIASED:
+            return
+        for place, values in self._values.items():
+            owner, name = place
+            param = owner._parameters[name]
+            if param is None or not any(param is each for each in params):
+                continue
+            values.copy_(param.detach())
+            self.unread.add(param)
+            for copied, its in self._copies:
+                if its == place:
+                    copied.copy_(values)  # autograd counts it
 
     def _gather(self) -> None:
         now, clock = self._look(), self.gathers.clock
@@ -362,6 +387,7 @@ class Group:
             is_copy = self.dtype is None and self.between is not Between.ALIASED
             if is_copy and not torch.equal(held.copied.detach(), held.before):
                 held.param.data.copy_(held.copied.detach())
+                self._values[held.owner, held.name].copy_(held.copied.detach())
             held.owner._parameters[held.name] = held.param
         self._held = []
 
@@ -396,6 +422,7 @@ class Gathers:
         self.finished: list[Group] = []
         self._finished_before = 0
         self._marked: dict[Group, int] = {}
+        clock.models.append(self)
         for group in groups:
             group.gathers = self
 
@@ -404,6 +431,7 @@ class Gathers:
         memo[id(self)] = made
         made.groups = copy.deepcopy(self.groups, memo)
         made.finished, made._marked = [], {}
+        self.clock.models.append(made)
         return made
 
     def begin_forward(self) -> None:
@@ -420,6 +448,7 @@ class Gathers:
             del self.finished[self._finished_before :]
         for group in self.groups:
             group.drop_ahead()
+            group.unread.clear()
             if not torch.is_grad_enabled():
                 group.free_left()
 

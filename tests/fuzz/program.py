@@ -349,6 +349,18 @@ def freezes_ahead(program: Program) -> bool:
     )
 
 
+def returns_views_in_objects(program: Program) -> bool:
+    """Whether a block returns a view of its parameter in an object of a class of its own."""
+    return any(
+        block.returns == "object" and block.beside == "parameter" for block in program.blocks
+    )
+
+
+def runs_copies_on_parted_ranks(program: Program) -> bool:
+    """Whether ranks that part may run different models whose groups have the same names."""
+    return program.parts_ranks and any(isinstance(step, Copy) for step in program.steps)
+
+
 def taken_by_torch(program: Program) -> Program:
     """Make a program as much like this one as there is that torch's FSDP2 does not refuse.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -69,7 +69,13 @@ class Runtime(Protocol):
     def writing(
         self, params: Sequence[torch.Tensor], form: str
     ) -> contextlib.AbstractContextManager[object]:
-        """Around a write to parameters, in one of the forms of ``Write``."""
+        """Around a write to parameters, in one of the forms of ``Write``.
+
+        ``live`` ones are what modules hold.
+        """
+
+    def before_read(self, params: Sequence[torch.Tensor]) -> None:
+        """Note that the program reads parameters that it has held since the model was made."""
 
     def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
         """Treat parameters that a load has put in the place of others as sharding does."""
@@ -177,6 +183,9 @@ class Unsharded:
             self.clock.uncounted.update(params)
         return contextlib.nullcontext()
 
+    def before_read(self, params: Sequence[torch.Tensor]) -> None:
+        pass
+
     def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
         # Differences that docs/torch-compatibility.md tells. An unsharded model has two parameters
         # after a load that assigns to tied ones, and a sharded one of ours has one.
@@ -252,9 +261,24 @@ class Gathered(Unsharded):
         self, params: Sequence[torch.Tensor], form: str
     ) -> contextlib.AbstractContextManager[object]:
         usual = super().writing(params, form)
+        if form == "live":
+            return self._writing_live(params)
         if self._is_aliased and params and (self.clock.is_running or form in UNCOUNTED):
             return torch.autograd._unsafe_preserve_version_counter(tuple(params))
         return usual
+
+    @contextlib.contextmanager
+    def _writing_live(self, params: Sequence[torch.Tensor]) -> Iterator[None]:
+        yield
+        for gathers in self.clock.models:
+            for group in gathers.groups:
+                group.write_kept(params)
+
+    def before_read(self, params: Sequence[torch.Tensor]) -> None:
+        for gathers in self.clock.models:
+            for group in gathers.groups:
+                if not group.unread.isdisjoint(params):
+                    raise UndefinedError
 
     def assign_data(self, param: torch.Tensor, value: torch.Tensor) -> None:
         """A sharded parameter is a ``DTensor``: torch lets it be given data, and forgets them."""
@@ -318,6 +342,9 @@ class Sharded:
         self, params: Sequence[torch.Tensor], form: str
     ) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext()
+
+    def before_read(self, params: Sequence[torch.Tensor]) -> None:
+        pass
 
     def after_load(self, model: nn.Module, before: dict[str, nn.Parameter]) -> None:
         pass

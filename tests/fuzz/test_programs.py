@@ -91,6 +91,19 @@ _TOLD = [
             "Backward()))",
             "Program(blocks=(Block(beside='parameter', traits=('twice',)),), "
             "steps=(Forward(at=(At(do=Write()),)),))",
+            "Program(blocks=(Block(traits=('checkpoint',)),), root=('last',), reshard='false', "
+            "steps=(Forward(at=(At(do=Write(form='live')),)), Backward(), "
+            "Forward(at=(At(do=Write(block=-1)),))))",
+            "Program(blocks=(Block(returns='object', beside='parameter'),), "
+            "steps=(Forward(at=(At(do=Raise()),)),))",
+            "Program(blocks=(Block(), Block(shard='with_previous')), "
+            "traits=('keep_after_backward',), steps=(Sync(), Forward(at=(At(when='backward', "
+            "do=Write(form='live')),)), Backward(), "
+            "Forward(at=(At(when='body', block=1, do=Ema()),))))",
+            "Program(blocks=(Block(), Block()), reshard='false', steps=(Forward(at=("
+            "At(do=Write(form='live')), At(when='body', block=1, do=Ema()))), Forward()))",
+            "Program(blocks=(Block(),), steps=(Copy(), Forward(at=(At(do=Write()),)), "
+            "Forward(model=1), Forward(at=(At(when='body', do=Raise(rank=0)),)), Backward()))",
         ),
     ),
 ]

@@ -11,7 +11,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from tests.fuzz.program import Program, freezes_ahead, loosens_ties
+from tests.fuzz.program import (
+    Program,
+    freezes_ahead,
+    loosens_ties,
+    returns_views_in_objects,
+    runs_copies_on_parted_ranks,
+)
 from tests.fuzz.worker import Report
 
 #: Not as the unsharded program, but as torch's FSDP2.
@@ -25,6 +31,13 @@ _REFUSED_STALE = (
     # Modules hold full parameters after an exception in backward: docs/torch-compatibility.md.
     "both its full parameter, which its module holds while it runs, and its shard were written to",
 )
+
+#: There a view of what is freed cannot be replaced. Torch's module returns it, and a program that
+#: raises before it reads the view never notices.
+_REFUSED_VIEW = "returns a view of its own parameter inside an object"
+
+#: docs/torch-compatibility.md has it under "Not detected".
+_DIVERGED = "RanksDivergedError"
 
 # What is frozen after its gather is in the graph of the forward, which needs the values of before.
 _REFUSED_STEPPED = "modified by an inplace operation"
@@ -89,6 +102,9 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
     if differs:
         if as_torch:
             return Verdict(AS_TORCH)
+        if runs_copies_on_parted_ranks(program) and any(_DIVERGED in text for text in raised):
+            # A gather of one model met that of the other before the ranks noticed.
+            return Verdict("mixes up models of the same names on ranks that part")
         if as_gathered and (torch_ran != "equal" or any(each.missed for each in reports)):
             return Verdict(f"equal with values as gathered ({beside})")
         return Verdict(f"differs ({beside})", True, detail)
@@ -100,6 +116,8 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
             # torch goes on with values, or parameters, of before: no difference shows if a program
             # ends, or raises, before it uses what comes of them.
             return Verdict(f"refuses what is out of date ({beside})")
+        if returns_views_in_objects(program) and all(_REFUSED_VIEW in text for text in raised):
+            return Verdict(f"refuses a view of what is freed ({beside})")
         if freezes_ahead(program) and all(_REFUSED_STEPPED in text for text in raised):
             return Verdict(f"refuses a step between forward and backward ({beside})")
         if torch_ran == "equal":

@@ -1270,6 +1270,40 @@ def test_a_write_between_unshard_and_forward_is_noticed(
         net(x)
 
 
+@pytest.mark.parametrize("when", ["in its forward", "after its forward", "in backward"])
+@on_threads(2)
+def test_shards_have_what_was_written_to_full_parameters_that_stay_unsharded(
+    rank: int, world_size: int, when: str
+) -> None:
+    net = sharded_net(reshard_after_forward=False)
+    net.set_reshard_after_backward(False)
+    block, expected = net.blocks[0], seeded(Net).blocks[0]
+    shards = list(block.parameters())
+
+    def write(*_: object) -> None:
+        with torch.no_grad():
+            for param in (*block.parameters(), *expected.parameters()):
+                param.mul_(2.0)
+
+    def check(*_: object) -> None:
+        for param, values in zip(shards, expected.parameters(), strict=True):
+            assert isinstance(param, DTensor)
+            torch.testing.assert_close(param.full_tensor(), values.detach())
+
+    x = batches(world_size)[rank].requires_grad_()
+    if when == "in its forward":
+        block.register_forward_pre_hook(write)
+        net.blocks[1].register_forward_pre_hook(check)
+    elif when == "after its forward":
+        block.register_forward_hook(write)
+    loss = loss_of(net, x)
+    if when == "in backward":
+        x.register_hook(write)
+        loss.backward()
+    assert not isinstance(next(block.parameters()), DTensor), "they stay"
+    check()
+
+
 def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) -> None:
     """While gradients accumulate, a hook writes to the root after the root was gathered."""
     net = sharded_net(transport=transport)

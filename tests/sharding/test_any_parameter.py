@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from shardwise import clip_grad_norm_, fully_shard
+from shardwise import FSDPModule, clip_grad_norm_, fully_shard
 from shardwise.base.errors import MisuseError
 from tests.corpus.gathering import wholes
 from tests.corpus.models import EvenBlock
@@ -168,6 +168,21 @@ def _freeze_before_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
     return found + _grads(net)
 
 
+def _freeze_and_thaw_what_is_unsharded(net: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """The switches of shards after their gather are those of the forward that uses it."""
+    net.head.requires_grad_(False)
+    thawed, frozen = list(net.head.parameters()), list(net.blocks[0].parameters())
+    for module in (net, net.blocks[0]):
+        if isinstance(module, FSDPModule):
+            module.unshard()
+    for param in thawed:
+        param.requires_grad_(True)
+    for param in frozen:
+        param.requires_grad_(False)
+    net(x).square().mean().backward()
+    return _grads(net)
+
+
 def _freeze_after_its_backward(net: nn.Module, x: torch.Tensor) -> list[Any]:
     """The head has its gradient when the backward of a block comes to a hook, and keeps it."""
 
@@ -188,7 +203,8 @@ def test_parameters_may_be_frozen_and_thawed_at_any_moment(
 ) -> None:
     x = batches(1)[0]
     programs = _unfreeze_in_forward, _freeze_after_a_look, _freeze_before_backward
-    for program in (*programs, _freeze_after_its_backward):
+    others = _freeze_and_thaw_what_is_unsharded, _freeze_after_its_backward
+    for program in (*programs, *others):
         for reshard in (True, False, None, 2):
             net = sharded_net(transport=transport, reshard_after_forward=reshard)
             _same(program(net, x), program(seeded(Net), x), f"{program.__name__} {reshard}")

@@ -357,8 +357,6 @@ class ParamGroup:
                 self._free()
             return
         if not self.frees_after_forward:
-            if any(param.form.is_tied for param in self.params):
-                self.deliver_writes()
             self.mark_stale()
         elif self.post_forward is not None:
             with torch.no_grad():
@@ -385,8 +383,12 @@ class ParamGroup:
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
 
-        The shards may be written to from now on. After an evaluation, users expect shards.
+        The shards may be read and written to from now on. After an evaluation, users expect them.
+
+        Raises:
+            MisuseError: a module wrote to a full parameter and to its shard.
         """
+        self.deliver_writes()
         lease = self._lease
         if lease is not None and (
             lease.freshness is Freshness.CURRENT
@@ -443,6 +445,8 @@ class ParamGroup:
                     "or shard it with reshard_after_forward=True"
                 )
             self._deliver_ties()  # otherwise this is done before the gather
+            if lease.freshness is not Freshness.CURRENT:  # and this with it
+                GroupParam.freeze_or_unfreeze_all(self.params)
         self.use_now()
         assert self._lease is not None
         self._lease.forward, self._lease.freshness = number, Freshness.CURRENT
@@ -577,6 +581,7 @@ class ParamGroup:
         if options.reshard_after_backward:
             self.reshard()
         elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
+            self.deliver_writes()
             self._lease.freshness = self._left_behind
         if not grads:
             return None

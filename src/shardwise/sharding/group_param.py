@@ -205,10 +205,7 @@ class GroupParam:
     @property
     def is_replaced(self) -> bool:
         """Whether a module holds something other than the full parameter."""
-        for owner in self.owners:  # noqa: SIM110 (asked at every reshard)
-            if not owner.holds(self.full):
-                return True
-        return False
+        return not all(owner.holds(self.full) for owner in self.owners)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""

@@ -362,13 +362,12 @@ class Root:
     def _reshard_unused(self) -> None:
         """Free groups that were prefetched and then did not run, or that a user has resharded."""
         is_over = not self.is_in_forward()
-        for state in self.states:
-            for group in state.groups:
-                found = group.state
-                if found is GroupState.UNSHARDING or (is_over and group.is_left):
-                    group.reshard()
-                elif found is not GroupState.SHARDED:
-                    group.mark_stale()
+        for group in self._groups():
+            found = group.state
+            if found is GroupState.UNSHARDING or (is_over and group.is_left):
+                group.reshard()
+            elif found is not GroupState.SHARDED:
+                group.mark_stale()
 
 
 _STATE = "_shardwise_state"

@@ -252,8 +252,5 @@ class Passes:
         running = autograd.backward_id()
         if running is None:
             return False
-        for ref in self._passes:
-            each = ref()
-            if each is not None and each.may_come_in(running):
-                return True
-        return False
+        passes = (ref() for ref in self._passes)
+        return any(each is not None and each.may_come_in(running) for each in passes)
