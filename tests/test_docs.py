@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 import shardwise
 from tests.worlds import Ranks
@@ -87,14 +86,6 @@ def test_programs_run(
     if program.kind == "process":
         ranks(_be_process, program.ranks, program, tmp_path, backend=None)
         return
-    join = dist.init_process_group
-
-    def init_process_group(*args: Any, **options: Any) -> None:
-        """Do nothing for a program, which begins in a world."""
-        if not dist.is_initialized():
-            join(*args, **options)
-
-    monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.chdir(tmp_path)  # where it may write
     shardwise.simulate(_run, program.ranks, program)
 

@@ -64,6 +64,7 @@ def worlds_of_threads(
     c10d_module: Any = dist.distributed_c10d
     bindings: Any = torch._C._distributed_c10d
     new_group = c10d_module._new_process_group_helper
+    init_process_group = dist.init_process_group
 
     def in_threads(
         size: int, rank: int, members: Any, backend: Any, store: Any, name: str = "", **kw: Any
@@ -75,6 +76,11 @@ def worlds_of_threads(
         )
         name = f"{name}/{number}" if number else name
         return new_group(size, rank, members, dist.Backend(_THREADED), store, name, **kw)
+
+    def init(*args: Any, **kw: Any) -> None:
+        # A rank has a group from its start. Scripts that make theirs go on with it.
+        if _worlds_of_threads.default_pg is None:
+            init_process_group(*args, **kw)
 
     def make(options: Any, _: object) -> dist.ProcessGroup:
         members = options.global_ranks_in_group or range(options.group_size)
@@ -93,6 +99,7 @@ def worlds_of_threads(
         with (
             patch.object(c10d_module, "_world", _worlds_of_threads),
             patch.object(c10d_module, "_new_process_group_helper", in_threads),
+            patch.object(dist, "init_process_group", init),
             patch.dict(backends._plugins, plugin),
             patch.object(torch._C, guard, lambda: None),
             patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),

@@ -260,9 +260,9 @@ def _run(
     world: SimulatedWorld, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
 ) -> SimulatedRanks:
     recorders = RankRecorders(world.turns)
-    with recorders.recording():
-        outcomes = world.run(lambda rank: function(*args), schedule)
     try:
+        with recorders.recording():
+            outcomes = world.run(lambda rank: function(*args), schedule)
         _check_outcomes(outcomes, schedule)
     except BaseException:
         world.end()

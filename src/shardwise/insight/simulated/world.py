@@ -47,7 +47,7 @@ class SimulatedWorld:
     def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
         self.turns = RankTurns(world_size, _Process())
         self.outputs: list[list[str]] = [[] for _ in range(world_size)]
-        self._hosts = hosts or ["host"] * world_size
+        self._hosts = list(hosts) or ["host"] * world_size
         self._number = next(_numbers)
         self._channels: dict[str, Channel] = {}
         self._wires: dict[tuple[str, int], str] = {}
@@ -120,10 +120,13 @@ class SimulatedWorld:
         ]
 
     def _join(self, rank: int) -> None:
-        size = self.turns.world_size
-        count = max(devices.count(), 1)
+        size, host = self.turns.world_size, self._hosts[rank]
+        on_host = self._hosts[:rank].count(host)
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank % count), WORLD_SIZE=str(size), GROUP_RANK="0"
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            GROUP_RANK=str(list(dict.fromkeys(self._hosts)).index(host)),
+            LOCAL_RANK=str(on_host % (devices.count() or size)),  # ranks share accelerators
         )
         threads.join_world_of_threads(rank, size)
 
