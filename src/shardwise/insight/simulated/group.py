@@ -217,7 +217,7 @@ class SimulatedWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it has happened; others may come to it while this rank asks."""
         if not self._mine.is_over:
-            self._turns.pause()
+            self._turns.yield_turn()
         return self._mine.is_over
 
     def is_success(self) -> bool:

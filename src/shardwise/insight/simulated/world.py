@@ -157,7 +157,7 @@ class _Process:
             None if numpy is None else numpy.random.get_bit_generator(),
             torch.get_default_dtype(),
             threads.variables_of_process().copy(),
-            os.getcwd(),
+            self._folder(),
         )
 
     def restore(self, saved: Any) -> None:
@@ -175,8 +175,15 @@ class _Process:
             for name in threads.variables_of_process().keys() - environment.keys():
                 del os.environb[name]
             os.environb.update(environment.items() - threads.variables_of_process().items())
-        if os.getcwd() != folder:
+        if folder and self._folder() != folder:
             os.chdir(folder)
+
+    def _folder(self) -> str:
+        """Return the current folder; ``""`` if a rank has removed it."""
+        try:
+            return os.getcwd()
+        except FileNotFoundError:
+            return ""
 
 
 class _Output(io.TextIOBase):
