@@ -4,28 +4,34 @@ And the reference has every public name; what it says of each, tests/test_public
 
 A fenced ``python`` block is preceded by a comment that says how it is run:
 
-    <!-- run on 2 ranks -->     as a program of its own
-    <!-- continued -->          behind the block before it, in the same program
+    <!-- run on 2 ranks -->         as a program of its own, on simulated ranks
+    <!-- run on 2 processes -->     the same, for what needs processes
+    <!-- continued -->              behind the block before it, in the same program
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 import types
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import shardwise
 from tests.worlds import Ranks
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = ROOT / "docs" / "notebook.ipynb"
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) ranks?|continued) -->\n)?```python\n(?P<code>.*?)^```$",
+    r"^(?:<!-- (?P<how>run on (?P<ranks>\d) (?P<kind>rank|process)(?:s|es)?|continued) -->\n)?"
+    r"```python\n(?P<code>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
 LINK = re.compile(r"\]\((?P<target>[^)\s]+)\)|src=\"(?P<source>[^\"]+)\"")
@@ -38,6 +44,7 @@ class Program:
     document: Path
     line: int
     ranks: int
+    kind: str
     code: str
 
     def __str__(self) -> str:
@@ -56,21 +63,62 @@ def _programs(document: Path) -> list[Program]:
             program.code += "\n" * (line - program.code.count("\n")) + block["code"]
         else:
             code = "\n" * line + block["code"]
-            programs.append(Program(document, line, int(block["ranks"]), code))
+            programs.append(Program(document, line, int(block["ranks"]), block["kind"], code))
     return programs
 
 
 PROGRAMS = [program for document in DOCUMENTS for program in _programs(document)]
 
 
-def _run(rank: int, world_size: int, program: Program, folder: Path) -> None:
-    with contextlib.chdir(folder):  # where it may write
-        exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+def _run(program: Program) -> None:
+    exec(compile(program.code, str(program.document), "exec"), {"__name__": "__main__"})
+
+
+def _be_process(rank: int, world_size: int, program: Program, folder: Path) -> None:
+    with contextlib.chdir(folder):
+        _run(program)
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-def test_programs_run(ranks: Ranks, program: Program, tmp_path: Path) -> None:
-    ranks(_run, program.ranks, program, tmp_path, backend=None)
+def test_programs_run(
+    ranks: Ranks, program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if program.kind == "process":
+        ranks(_be_process, program.ranks, program, tmp_path, backend=None)
+        return
+    monkeypatch.chdir(tmp_path)  # where it may write
+    shardwise.simulate(_run, program.ranks, program)
+
+
+def _cells() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
+    return found
+
+
+def test_the_notebook_has_the_form_of_one_and_no_outputs() -> None:
+    notebook = json.loads(NOTEBOOK.read_text())
+    assert notebook["nbformat"] == 4
+    assert notebook["nbformat_minor"] == 5  # cells have ids
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in _cells()]
+    assert len(set(ids)) == len(ids)
+    for cell in _cells():
+        assert all(isinstance(line, str) for line in cell["source"])
+        common = {"cell_type", "id", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            assert set(cell) == common | {"execution_count", "outputs"}
+            assert cell["outputs"] == []
+            assert cell["execution_count"] is None
+        else:
+            assert cell["cell_type"] == "markdown"
+            assert set(cell) == common
+
+
+def test_the_notebook_runs() -> None:
+    names = {"__name__": "__main__"}
+    for cell in _cells():
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), f"{NOTEBOOK.name}:{cell['id']}", "exec"), names)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +153,11 @@ def test_the_readme_shows_a_program() -> None:
     assert any(program.document.name == "README.md" for program in PROGRAMS)
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, NOTEBOOK], ids=lambda path: path.name)
 def test_links_lead_somewhere(document: Path) -> None:
     text = document.read_text()
+    if document == NOTEBOOK:
+        text = "".join("".join(c["source"]) for c in _cells() if c["cell_type"] == "markdown")
     broken = []
     for link in LINK.finditer(text):
         target = link["target"] or link["source"]

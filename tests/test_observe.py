@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import clip_grad_norm_, fully_shard
-from shardwise._torch import c10d
+from shardwise._torch import autograd, c10d
 from shardwise.base import observe
 from shardwise.base.observe import Activity, Memory, Route
 from shardwise.frontends.module import FSDPModule
@@ -114,8 +115,29 @@ def test_a_backward_begins_with_the_first_of_several_outputs() -> None:
     model, notes = _Two(8, 8), Notes()
     fully_shard(model, mesh=init_device_mesh("cpu", (4,)), transport="collectives")
     with observe.observing(notes):
-        torch.cat(model(torch.ones(2, 8))).sum().backward()
+        torch.cat(model(torch.ones(2, 8))).sum().backward()  # type: ignore[no-untyped-call]
     assert notes.lines.count("backward of the root group") == 1
+
+
+class _Inside(nn.Linear):
+    """Runs inside itself, and is recomputed in backward."""
+
+    def forward(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        if times == 2 and not autograd.in_backward():
+            return checkpoint(super().__call__, x, 1, use_reentrant=False)  # type: ignore[no-any-return]
+        y = super().forward(x).relu()
+        return self(y, times - 1) if times else y
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_is_recomputed_inside_itself_ends() -> None:
+    model, notes = nn.Sequential(_Inside(8, 8)), Notes()
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (4,)), transport="collectives")
+    with observe.observing(notes):
+        _step(model)
+    begun = [line for line in notes.lines if line.startswith("forward")]
+    assert len(begun) > 1, "it was recomputed"
+    assert not notes.open
 
 
 @pytest.mark.usefixtures("alone")
@@ -156,6 +178,27 @@ def test_gradients_that_are_not_synchronized_are_reported() -> None:
     assert notes.memory_now[Memory.GRADIENTS] == 4 * (64 + 8 + 24 + 3 + 6)
 
 
+def _fail_in_backward(module: nn.Module, args: object, output: torch.Tensor) -> None:
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("no")
+
+    output.register_hook(fail)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_parameter_that_was_frozen_is_not_reduced_any_more() -> None:
+    seen = []
+    for steps in (0, 1):
+        model, notes = _sharded(), Notes()
+        for _ in range(steps):
+            _step(model)
+        model[0].bias.requires_grad_(False)
+        with observe.observing(notes):
+            _step(model)
+        seen.append(notes.lines)
+    assert seen[0] == seen[1]
+
+
 @pytest.mark.usefixtures("alone")
 def test_an_exception_in_forward_or_backward_ends_what_was_begun() -> None:
     class Fails(nn.Module):
@@ -173,6 +216,13 @@ def test_an_exception_in_forward_or_backward_ends_what_was_begun() -> None:
         out.register_hook(lambda grad: torch.ones(5))
         with pytest.raises(RuntimeError):
             out.sum().backward()
+        _step(model)
+        assert not notes.open
+        handle = model[0].register_forward_hook(_fail_in_backward)
+        with pytest.raises(ValueError, match="no"):
+            _step(model)
+        assert set(notes.open.values()) == {"backward of the root group", "backward of 0"}
+        handle.remove()
         _step(model)
     assert not notes.open
 

@@ -196,6 +196,20 @@ def test_transforms_are_left_and_entered_again() -> None:
         pass
 
 
+def test_what_is_left_for_a_write_is_entered_again_although_the_context_is_kept() -> None:
+    kept = autograd.no_grad()
+    inside: list[bool] = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        with kept:
+            inside.append(autograd.in_transform())
+        inside.append(autograd.in_transform())
+        return x * 2
+
+    torch.func.vmap(body)(torch.ones(3))
+    assert inside == [False, True]
+
+
 @pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
 def test_norms_are_those_of_torch(order: float) -> None:
     tensor = torch.randn(7, generator=torch.Generator().manual_seed(0))

@@ -64,6 +64,22 @@ def test_a_fake_world_is_none_inside_another(group: dist.ProcessGroup) -> None:
         pass
 
 
+def test_a_group_between_worlds_listens_where_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> dist.ProcessGroup:
+        wait = timedelta(seconds=10)
+        nowhere = "203.0.113.9"  # an address for documentation, which no interface has
+        store = dist.HashStore()
+        return c10d.group_between_worlds(
+            store, 0, 1, address=nowhere, connecting=wait, timeout=wait
+        )
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    with pytest.raises(RuntimeError, match=r"203\.0\.113\.9"):
+        make()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    c10d.forget_group_between_worlds(make())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_the_metadata_of_a_checkpoint_names_known_classes_only(tmp_path: Path) -> None:
     dcp.save({"weight": torch.ones(4)}, checkpoint_id=tmp_path, no_dist=True)

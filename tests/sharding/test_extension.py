@@ -352,6 +352,25 @@ def test_a_full_tensor_needs_no_address(rank: int, world_size: int) -> None:
 # -- what is refused ---------------------------------------------------------------------------
 
 
+class Packed(Halved):
+    """Sends its values in one row, whatever the shape of the shard is."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:  # type: ignore[override]
+        return (self.inner[0].view(1, -1),), "metadata"
+
+    def fsdp_post_all_gather(self, gathered: Any, *_: Any, out: Any = None) -> Any:  # type: ignore[override]
+        assert out is None
+        return gathered[0].view(-1, 6), gathered
+
+
+@on_threads(2)
+def test_what_is_cut_evenly_may_be_sent_in_any_shape(rank: int, world_size: int) -> None:
+    whole = seeded(lambda: Half(None, 4))
+    net = fully_shard(seeded(lambda: Half(Packed, 4)))
+    x = batches(world_size)[rank][:, :6]
+    assert torch.equal(net(x), whole(x))
+
+
 class OnlyOne(Halved):
     @property
     def fsdp_post_all_gather(self) -> Any:  # type: ignore[override]

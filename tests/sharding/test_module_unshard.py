@@ -107,6 +107,22 @@ def test_reshard_after_backward(rank: int, world_size: int) -> None:
     assert_same_gradients(net, whole)
 
 
+@on_threads(2)
+def test_unshard_gathers_again_what_a_backward_left(rank: int, world_size: int) -> None:
+    x = batches(world_size)[rank]
+    net, whole = sharded_net(), seeded(Net)
+    shards = list(net.parameters())
+    net.set_reshard_after_backward(False)
+    loss_of(net, x).backward()
+    assert _states(net) == [UNSHARDED] * 3
+    with torch.no_grad():
+        torch._foreach_mul_(shards, 2.0)
+        torch._foreach_mul_(list(whole.parameters()), 2.0)
+    for module in sharded_modules(net):
+        module.unshard()
+    assert torch.equal(net(x), whole(x))
+
+
 # -- what is gathered, when --------------------------------------------------------------------
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, StateDictType, clip_grad_norm_
+from shardwise.base.errors import MisuseError
 from shardwise.optim import in_backward, offload
 from tests.corpus.models import Stack
 from tests.sharding.nets import (
@@ -83,6 +84,25 @@ def test_an_optimizer_made_anew_from_its_state_dict_trains_on(rank: int, world_s
 
 
 # -- conversions and state dicts ---------------------------------------------------------------
+
+
+@on_threads(2)
+def test_what_a_closure_gathers_is_of_the_values_before_the_step(
+    rank: int, world_size: int
+) -> None:
+    x = batches(world_size)[rank]
+    net = sharded_net()
+    optimizer = torch.optim.Adam(net.parameters(), fused=True)  # whose writes autograd ignores
+
+    def closure() -> torch.Tensor:
+        loss = loss_of(net, x)
+        loss.backward()
+        net.unshard()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(MisuseError, match="its parameters were written to"):
+        net(x)
 
 
 @contextmanager

@@ -8,10 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base import observe
 from shardwise.base.errors import PeerLostError
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
+from shardwise.transport.runner import Exchange
 from tests.harness import run_ranks
+from tests.test_observe import Notes
 from tests.worlds import on_processes
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
@@ -71,6 +74,17 @@ def _nobody_waits(rank: int, world_size: int) -> None:
             gc.collect()
     work.wait()
     assert torch.equal(received, _expected(rank, world_size, 2, 200_000))
+
+
+@on_processes(2)
+def test_a_swap_is_reported_until_it_has_arrived(rank: int, world_size: int) -> None:
+    assert dist.group.WORLD is not None
+    swap = AllToAll(dist.group.WORLD, CPU)
+    for wait in (Exchange.wait, Exchange.land):
+        notes, received = Notes(), torch.empty(world_size, 10, dtype=torch.uint8)
+        with observe.observing(notes):
+            wait(swap.start(_rows(rank, world_size, 0, 10), received, Label("rows")))
+        assert notes.lines[-1] == "end of all-to-all of rows"
 
 
 @on_processes(3)

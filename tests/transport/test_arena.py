@@ -70,3 +70,8 @@ def test_older_systems_use_the_entries_of_pagemap(
 
 def test_without_entries_pages_may_be_private() -> None:
     assert has_own_entry(b"", PAGE)
+
+
+def test_memory_that_the_system_refuses_is_an_error_that_says_why() -> None:
+    with pytest.raises(OSError, match=r"refuses to map \d+ bytes of shared memory: Bad file desc"):
+        Window(LENGTH).open_private(-1, 0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.base import observe
 from shardwise.base.devices import GLOO
 from shardwise.transport import buckets, collectives, gloo
 from shardwise.transport.base import LocalTransport, Reduce, Transport
@@ -17,6 +18,7 @@ from shardwise.transport.collectives import CollectivesTransport, NcclTransport
 from shardwise.transport.gloo import GlooTransport
 from shardwise.transport.select import select_transport
 from tests.harness import run_ranks
+from tests.test_observe import Notes
 from tests.threads import run_threads, run_transports
 from tests.transport.conformance import Checks, Item, check_all, fuzz
 from tests.transport.fake import FakeTransport
@@ -155,6 +157,29 @@ def _gather_exotic_dtypes(rank: int, world_size: int) -> None:
 @each_kind
 def test_any_dtype_can_be_gathered(run: Run) -> None:
     run(_gather_exotic_dtypes, 2)
+
+
+@on_processes(2)
+def test_every_collective_is_reported_until_it_has_been_waited_for(
+    rank: int, world_size: int
+) -> None:
+    for numel in (10, 1_000_000):
+        shard, full = torch.ones(numel), torch.ones(2 * numel)
+        for transport in _transports():
+            notes = Notes()
+            with observe.observing(notes):
+                works = [
+                    transport.all_gather([shard], [full]),
+                    transport.reduce_scatter([full], [shard], Reduce.AVG),
+                    transport.all_reduce([shard], Reduce.AVG),
+                ]
+                for work in works:
+                    work.wait()
+            collectives = [line.partition(" over")[0] for line in notes.collectives.values()]
+            ended = [line for line in notes.lines if line.startswith("end of")]
+            assert len(collectives) == 3, transport.name
+            assert {f"end of {each}" for each in collectives} <= set(ended), transport.name
+            assert not notes.open, transport.name
 
 
 @on_processes(3)

@@ -328,3 +328,19 @@ def test_a_call_that_breaks_names_the_peers_that_are_gone(peers: Peers) -> None:
     call = Mock(side_effect=RuntimeError("Connection closed by peer"))
     with pytest.raises(PeerLostError, match="lost rank 12 during the call"):
         peers.call(call, "the call")
+
+
+@pytest.mark.usefixtures("gloo")
+def test_what_a_peer_posts_is_checked_while_others_have_not(
+    peers: Peers, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(rank: int, text: str) -> None:
+        raise RanksDivergedError(f"rank {rank} posted {text}")
+
+    posted = {"of rank 1": b"nonsense"}
+    store = Mock(check=lambda keys: posted.keys() >= set(keys))
+    store.multi_get = lambda keys: [posted[key] for key in keys]
+    monkeypatch.setattr(Peers, "store", store)
+    monkeypatch.setattr(Peers, "departed", lambda self, ranks: [])
+    with pytest.raises(RanksDivergedError, match="rank 1 posted nonsense"):
+        peers.read({1: "of rank 1", 2: "of rank 2"}, "the meeting", check)

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise import PeerLostError, RanksDivergedError, fully_shard
 from shardwise.base import observe
-from shardwise.base.observe import Memory
+from shardwise.base.observe import Activity, Memory
 from shardwise.base.scratch import libc
 from shardwise.sharding.state import state_of
 from shardwise.transport import memory
@@ -69,6 +69,27 @@ def _gather(transport: Transport, numel: int = NUMEL, name: str = "some group") 
 def _taken(transport: ShmTransport) -> int:
     """Bytes of the shared memory that are in use."""
     return os.fstat(transport._sync.connections.fd).st_blocks * 512
+
+
+class _Waiting(Notes):
+    """Lets a peer go on as soon as this rank is seen to wait for it."""
+
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        if activity is Activity.PEER:
+            dist.send(torch.ones(1), int(name))
+        return super().begin(activity, name, dimension, nbytes)
+
+
+@on_processes(2, pg_timeout=10)
+def test_a_wait_for_a_peer_is_reported(rank: int, world_size: int) -> None:
+    transport, notes = _transport(), _Waiting()
+    if rank == 1:
+        dist.recv(torch.ones(1), 0)
+        _gather(transport)
+        return
+    with observe.observing(notes):
+        _gather(transport)
+    assert "end of wait for a peer of 1" in notes.lines
 
 
 # -- memory ------------------------------------------------------------------------------------

@@ -11,8 +11,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from shardwise.base import observe
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Waiter
+from tests.test_observe import Notes
 
 
 class ImpatientError(Exception):
@@ -38,7 +40,7 @@ def waiter() -> Iterator[Waiter]:
 
 
 class InterruptingWork:
-    """A work whose wait interrupts the main thread several times, and ends on request."""
+    """A work whose wait interrupts the main thread several times, and ends later, or on request."""
 
     def __init__(self, times: int) -> None:
         self.times = times
@@ -49,7 +51,7 @@ class InterruptingWork:
         for _ in range(self.times):
             time.sleep(0.4)  # the main thread has begun to wait by now
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
-        self.may_end.wait(2 * self.times)
+        self.may_end.wait(self.times)
         self.ended = True
 
 
@@ -69,7 +71,6 @@ def test_what_a_work_raises_arrives_in_the_thread_that_waits(waiter: Waiter) -> 
 
 def test_an_interrupt_is_raised_when_the_collective_is_over(waiter: Waiter) -> None:
     work = InterruptingWork(1)
-    work.may_end.set()
     with pytest.raises(ImpatientError):
         waiter.wait([(work, 0)], "a test")
     assert work.ended, "memory was released while messages could still write to it"
@@ -81,6 +82,15 @@ def test_a_second_interrupt_ends_the_wait_at_once(waiter: Waiter) -> None:
         waiter.wait([(work, 0)], "a test")
     assert not work.ended
     work.may_end.set()
+
+
+def test_a_wait_for_one_peer_is_reported_by_its_number_in_the_world() -> None:
+    group, notes = Mock(), Notes()
+    group.rank.return_value, group.size.return_value = 0, 2
+    waiter = Waiter(Mock(wraps=Peers(group), members=[4, 6]))
+    with observe.observing(notes):
+        waiter.wait([(Mock(), 1), (Mock(), None)], "a test")
+    assert notes.lines == ["wait for a peer of 6", "end of wait for a peer of 6"]
 
 
 def test_the_thread_ends_with_the_waiter() -> None:

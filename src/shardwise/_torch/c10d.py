@@ -38,8 +38,8 @@ def has_shared_store(group: dist.ProcessGroup) -> bool:
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take, in seconds."""
     types = group._device_types
-    cpu = torch.device("cpu")
-    options = group._get_backend(cpu if cpu in types else types[0]).options
+    cpu = torch.device("cpu")  # which a simulated group serves, too, without listing it
+    options = group._get_backend(types[0] if types and cpu not in types else cpu).options
     return float(options._timeout.total_seconds())
 
 

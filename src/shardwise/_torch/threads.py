@@ -43,6 +43,8 @@ class _WorldOfThread(threading.local):
 
 #: The groups of all threads, for as long as the process lives: worlds come back.
 _worlds_of_threads = _WorldOfThread()
+#: Held by the block that uses them: what it changes in torch is there once.
+_in_use = threading.Lock()
 
 
 @contextmanager
@@ -60,7 +62,15 @@ def worlds_of_threads(
         number: returns a number of the calling thread that none before it had. Torch caches by mesh
             what depends on the rank, and knows meshes of several ranks apart by these numbers.
         kinds: the types of devices that there are.
+
+    Raises:
+        RuntimeError: another thread is in such a block.
     """
+    if not _in_use.acquire(blocking=False):
+        raise RuntimeError(
+            f"thread {threading.current_thread().name!r} cannot run simulated ranks while this "
+            "process runs others: wait until they have ended, or simulate in a process of its own"
+        )
     c10d_module: Any = dist.distributed_c10d
     bindings: Any = torch._C._distributed_c10d
     new_group = c10d_module._new_process_group_helper
@@ -75,6 +85,12 @@ def worlds_of_threads(
         )
         name = f"{name}/{number}" if number else name
         return new_group(size, rank, members, dist.Backend(_THREADED), store, name, **kw)
+
+    def init(*args: Any, **kw: Any) -> None:
+        # A rank has a group from its start. Scripts that make theirs go on with it. Those that
+        # have destroyed it need no rendezvous, in which the rank would keep its turn.
+        if _worlds_of_threads.default_pg is None:
+            join_world_of_threads(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
     def make(options: Any, _: object) -> dist.ProcessGroup:
         members = options.global_ranks_in_group or range(options.group_size)
@@ -93,6 +109,7 @@ def worlds_of_threads(
         with (
             patch.object(c10d_module, "_world", _worlds_of_threads),
             patch.object(c10d_module, "_new_process_group_helper", in_threads),
+            patch.object(dist, "init_process_group", init),
             patch.dict(backends._plugins, plugin),
             patch.object(torch._C, guard, lambda: None),
             patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),
@@ -101,12 +118,14 @@ def worlds_of_threads(
     finally:
         bindings._set_thread_isolation_mode(False)
         sys.excepthook = hook
+        _in_use.release()
 
 
 def join_world_of_threads(rank: int, world_size: int) -> None:
     """Make the calling thread a rank, in a block of :func:`worlds_of_threads`."""
+    c10d_module: Any = dist.distributed_c10d
     store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)
+    c10d_module.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)
 
 
 def variables_of_process() -> dict[bytes, bytes]:

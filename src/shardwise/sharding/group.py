@@ -194,7 +194,7 @@ class ParamGroup:
 
     def begin(self, activity: Activity) -> None:
         """Report that the group begins its forward or its backward."""
-        if self._observed:  # an exception may have interrupted it
+        if self._observed:  # a forward that is recomputed may run inside itself
             self.end(activity)
         if observe.is_observed():
             self._observed[activity] = observe.begin(activity, self.label.name)

@@ -357,9 +357,7 @@ def _end_partial(state: FSDPState) -> None:
 
 
 @autograd.disable_compile
-def _pre_backward(
-    state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor
-) -> torch.Tensor:
+def _pre_backward(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor) -> None:
     """Begin the backward of the groups. This hook keeps ``passes`` alive as long as the graph."""
     _refuse_graph_of_backward(passes)
     state.root.queue_end_of_backward()
@@ -380,7 +378,6 @@ def _pre_backward(
     for other in state.backward_prefetch:
         for group in reversed(other.groups):
             _prefetch_in_backward(group)
-    return grad
 
 
 def _pre_base(

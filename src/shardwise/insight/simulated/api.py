@@ -172,6 +172,8 @@ def simulate(
         RanksDivergedError: ranks wait for each other in different collectives.
         ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
         RuntimeError: this process has a process group already, or is itself a simulated rank.
+        TypeError: ``function`` cannot be called.
+        ValueError: there is no rank, there is not a host for each of them, or ``limit`` is 0.
     """
     _check(function)
     if not isinstance(schedule, Exhaustive):
@@ -206,6 +208,13 @@ def simulation(
         world_size: as for :func:`simulate`.
         hosts: as there.
         schedule: as there; not ``Exhaustive``.
+
+    Yields:
+        The ranks, whose ``run(function, *args)`` returns what :func:`simulate` does, and raises
+        what it raises. ``world[rank]`` is what came of the last function on a rank.
+
+    Raises:
+        ValueError: as there.
     """
     world = _world(world_size, hosts)
     try:
@@ -251,9 +260,9 @@ def _run(
     world: SimulatedWorld, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
 ) -> SimulatedRanks:
     recorders = RankRecorders(world.turns)
-    with recorders.recording():
-        outcomes = world.run(lambda rank: function(*args), schedule)
     try:
+        with recorders.recording():
+            outcomes = world.run(lambda rank: function(*args), schedule)
         _check_outcomes(outcomes, schedule)
     except BaseException:
         world.end()
@@ -302,7 +311,7 @@ def _bits(value: Any) -> list[object]:
             found += _bits(dict(leaf.state_dict()))
         elif isinstance(leaf, torch.Tensor):
             local = dtensor.local_of(leaf) if isinstance(leaf, DTensor) else leaf
-            found.append(bytes(local.detach().cpu().contiguous().view(torch.uint8).flatten()))
+            found.append(bytes(local.detach().cpu().flatten().view(torch.uint8)))
         elif isinstance(leaf, int | float | str | bytes | None):
             found.append(leaf)
     return found

@@ -16,12 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from shardwise.base import devices
 from shardwise.base.errors import RanksDivergedError
 from shardwise.insight.simulated.turns import RankTurns
 
 Tensors = Sequence[torch.Tensor]
+#: The number of elements and the dtype of each tensor.
+Sizes = tuple[tuple[int, torch.dtype], ...]
 
 
 def _average(parts: Tensors) -> torch.Tensor:
@@ -47,7 +50,7 @@ class Contribution:
 
     Attributes:
         name: of the collective, with its reduction.
-        alike: what has to be equal on all ranks.
+        alike: the sizes that have to be equal on all ranks.
         parts: by rank, what this one has for it. Shards and fulls may have different dtypes.
         into: by rank, where this one puts what that one has for it.
         sums: where it puts the sums of what all ranks have for it, in the dtype of these.
@@ -56,7 +59,7 @@ class Contribution:
     """
 
     name: str
-    alike: object
+    alike: Sizes = ()
     parts: Mapping[int, Tensors] = field(default_factory=dict)
     into: Mapping[int, Tensors] = field(default_factory=dict)
     sums: Tensors = ()
@@ -93,7 +96,7 @@ class Channel:
         failure: BaseException | None = None
         if (first.name, first.alike) != (mine.name, mine.alike):
             calls = ", ".join(
-                f"rank {self.members[place]} calls {theirs.name} of {theirs.alike}"
+                f"rank {self.members[place]} calls {theirs.name} of {_in_words(theirs.alike)}"
                 for place, theirs in sorted(here.items())
             )
             failure = RanksDivergedError(
@@ -109,8 +112,8 @@ class Channel:
             for each in here.values():
                 each.failure, each.is_over = failure, True
             del self._open[number]  # after a failure, those who come later find nobody
-        doing = f"{mine.name}, collective number {number} of group {self.name}"
-        return SimulatedWork(self.turns, mine, doing)
+        where = f", collective number {number} of group {self.name}"
+        return SimulatedWork(self.turns, mine, where)
 
     def send(self, rank: int, to: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Send a message; it leaves at once."""
@@ -120,16 +123,16 @@ class Channel:
         )
         self._sent.setdefault((rank, to, tag), []).append(sent)
         self._deliver((rank, to, tag))
-        return SimulatedWork(self.turns, sent, "a send")
+        return SimulatedWork(self.turns, sent)
 
     def receive(self, rank: int, source: int, tag: int, tensors: Tensors) -> SimulatedWork:
         """Receive the next message of a rank that was not yet asked for."""
         self.turns.pause()
-        awaited = Contribution("receive", (), into={source: tensors})
+        name = f"the receiving of a message from rank {self.members[source]}"
+        awaited = Contribution(name, (), into={source: tensors})
         self._awaited.setdefault((source, rank, tag), []).append(awaited)
         self._deliver((source, rank, tag))
-        doing = f"the receiving of a message from rank {self.members[source]}"
-        return SimulatedWork(self.turns, awaited, doing)
+        return SimulatedWork(self.turns, awaited)
 
     def source(self, rank: int, tag: int) -> int:
         """Wait for a message from anybody, and return who sent it."""
@@ -154,8 +157,8 @@ class Channel:
 
 def _exchange(ranks: Sequence[Contribution]) -> None:
     """Let all ranks have what they get. What is read and written may be the same tensors."""
-    kinds = {part.device for mine in ranks for part in (*mine.sums, *_first(mine.parts))}
-    for device in kinds - {devices.CPU}:  # each rank has a stream of its own
+    device = devices.accelerator()
+    if device is not None:  # where each rank may have streams of its own
         devices.synchronize(device)
     made: dict[tuple[object, ...], list[torch.Tensor]] = {}
     results: list[list[torch.Tensor]] = []
@@ -173,12 +176,8 @@ def _exchange(ranks: Sequence[Contribution]) -> None:
         results.append(made[key])
     for mine, sums in zip(ranks, results, strict=True):
         _copy(sums, mine.sums)
-    for device in kinds - {devices.CPU}:
+    if device is not None:
         devices.synchronize(device)
-
-
-def _first(parts: Mapping[int, Tensors]) -> Tensors:
-    return next(iter(parts.values()), ())
 
 
 def _copy(source: Tensors, into: Tensors) -> None:
@@ -193,14 +192,14 @@ class SimulatedWork(dist.Work):
     Args:
         turns: of the world.
         mine: this rank's part in it.
-        doing: what it is, for messages.
+        where: which one it is, for messages.
     """
 
-    def __init__(self, turns: RankTurns, mine: Contribution, doing: str) -> None:
+    def __init__(self, turns: RankTurns, mine: Contribution, where: str = "") -> None:
         super().__init__()
         self._turns = turns
         self._mine = mine
-        self._doing = doing
+        self._where = where
 
     def wait(self, timeout: object = None) -> bool:
         """Return when it has happened.
@@ -210,7 +209,7 @@ class SimulatedWork(dist.Work):
             PeerLostError: a rank never calls.
         """
         mine = self._mine
-        self._turns.wait_for(lambda: mine.is_over, self._doing)
+        self._turns.wait_for(lambda: mine.is_over, f"{mine.name}{self._where}")
         if mine.failure is not None:
             raise copy.copy(mine.failure)  # each rank has a traceback of its own
         return True
@@ -218,7 +217,7 @@ class SimulatedWork(dist.Work):
     def is_completed(self) -> bool:
         """Whether it has happened; others may come to it while this rank asks."""
         if not self._mine.is_over:
-            self._turns.pause()
+            self._turns.yield_turn()
         return self._mine.is_over
 
     def is_success(self) -> bool:
@@ -241,8 +240,12 @@ class SimulatedWork(dist.Work):
         return future
 
 
-def _sizes(tensors: Tensors) -> str:
-    return ", ".join(f"{each.numel()} {str(each.dtype).removeprefix('torch.')}" for each in tensors)
+def _sizes(tensors: Tensors) -> Sizes:
+    return tuple((each.numel(), each.dtype) for each in tensors)
+
+
+def _in_words(sizes: Sizes) -> str:
+    return ", ".join(f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes)
 
 
 #: Its methods have other names for their arguments, which torch does not pass by name.
@@ -279,9 +282,13 @@ class SimulatedGroup(_ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         """Return what torch asks of a backend: what it can do, and its timeout."""
-        return SimpleNamespace(supports_coalescing=False, supports_tensor_alloc=lambda _: False)
+        return SimpleNamespace(
+            supports_coalescing=False,
+            supports_tensor_alloc=lambda _: False,
+            options=SimpleNamespace(_timeout=default_pg_timeout),
+        )
 
-    def _post(self, name: str, alike: object, **given: Any) -> SimulatedWork:
+    def _post(self, name: str, alike: Sizes, **given: Any) -> SimulatedWork:
         return self.channel.post(self._place, Contribution(name, alike, **given))
 
     def _reduce(
@@ -289,7 +296,7 @@ class SimulatedGroup(_ProcessGroup):
     ) -> SimulatedWork:
         """Reduce ``parts``, of which each rank has one."""
         op = opts.reduceOp
-        kind = str(getattr(op, "op", op)).rpartition(".")[2]
+        kind = getattr(op, "op", op).name
         if kind not in _REDUCTIONS:
             raise NotImplementedError(f"{name} with ReduceOp.{kind} is not simulated")
         by_rank = dict(enumerate(parts))

@@ -37,6 +37,13 @@ class RankOutcome:
     doing: str = ""
 
 
+def _closed() -> threading.Lock:
+    """Make a gate that a release opens for one thread. A semaphore takes several times as long."""
+    gate = threading.Lock()
+    gate.acquire()
+    return gate
+
+
 class Process(Protocol):
     """What a process has one of, and a rank needs one of its own."""
 
@@ -61,13 +68,15 @@ class RankTurns:
         self._process = process
         self._saved: list[Any] = []
         self._threads: list[threading.Thread] = []
-        self._gates = [threading.Semaphore(0) for _ in range(world_size)]
-        self._is_over = threading.Semaphore(0)
+        self._gates = [_closed() for _ in range(world_size)]
+        self._is_over = _closed()
         self._function: Callable[[int], Any] | None = None
         self._outcomes: list[RankOutcome] = []
         self._ready: set[int] = set()
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._stuck: dict[int, BaseException] = {}
+        self._has_ended = False
+        self._running = 0
         self._here = threading.local()
 
     @property
@@ -91,7 +100,16 @@ class RankTurns:
         return hasattr(self._here, "rank")
 
     def run(self, function: Callable[[int], Any]) -> list[RankOutcome]:
-        """Call ``function(rank)`` for every rank, and return what came of it, by rank."""
+        """Call ``function(rank)`` for every rank, and return what came of it, by rank.
+
+        Raises:
+            RuntimeError: the threads have ended.
+        """
+        if self._has_ended:
+            raise RuntimeError(
+                f"these {self.world_size} simulated ranks have ended, with the block of their "
+                "simulation or because one of them failed: begin another simulation"
+            )
         before = self._process.save()
         self._saved = self._saved or [copy.deepcopy(before) for _ in range(self.world_size)]
         if not self._threads:
@@ -100,8 +118,7 @@ class RankTurns:
         self._outcomes = [RankOutcome() for _ in range(self.world_size)]
         self._ready = set(range(self.world_size))
         try:
-            self._gates[self._next(self.world_size - 1)].release()
-            self._wait_for_all()
+            self._wait_for_all(self._next(self.world_size - 1))
         finally:
             self._function = None
             self._process.restore(before)
@@ -112,14 +129,17 @@ class RankTurns:
         self._saved = []
 
     def end(self) -> None:
-        """End the threads, which are in no function."""
+        """End the threads, unless they are in a function."""
+        if self._function is not None:
+            return
         self.renew()
+        self._has_ended = True
         threads, self._threads = self._threads, []
         for gate in self._gates[: len(threads)]:
             gate.release()
         for thread in threads:
             if thread is not threading.current_thread():  # which lets go of its own world
-                thread.join()
+                thread.join(1)  # one that a second Ctrl-C has left may be in a long call
 
     def wait_for(self, is_over: Callable[[], bool], doing: str) -> None:
         """Let other ranks run until ``is_over()``.
@@ -140,15 +160,16 @@ class RankTurns:
             self._pass_on(rank)
         finally:
             del self._waiting[rank]
-        stuck = self._stuck.pop(rank, None)
-        if stuck is not None:
-            raise stuck
 
     def pause(self) -> None:
         """Let other ranks go first, if the schedule says so."""
         if self.schedule.is_everywhere and self.is_rank():
-            self._ready.add(self.rank)
-            self._pass_on(self.rank)
+            self.yield_turn()
+
+    def yield_turn(self) -> None:
+        """Let other ranks go first."""
+        self._ready.add(self.rank)
+        self._pass_on(self.rank)
 
     def _start(self) -> None:
         count = torch.get_num_threads()
@@ -168,10 +189,9 @@ class RankTurns:
             self._gates[rank].acquire()
             if self._function is None:
                 return
-            self._ready.discard(rank)
-            self._process.restore(self._saved[rank])
             outcome = self._outcomes[rank]
             try:
+                self._begin_turn(rank, self._saved[rank])
                 outcome.value = self._function(rank)
             except BaseException as error:
                 self._note_failure(rank, error)
@@ -194,13 +214,22 @@ class RankTurns:
 
     def _pass_on(self, rank: int) -> None:
         """Let the next rank run, and return when the turn is this rank's again."""
-        after = self._next(rank)
+        after, saved = self._next(rank), None
         if after != rank:
             saved = self._process.save()
             self._gates[after].release()
             self._gates[rank].acquire()
-            self._process.restore(saved)
+        self._begin_turn(rank, saved)
+
+    def _begin_turn(self, rank: int, saved: Any) -> None:
+        """Go on with what a rank has of its own, or with the error that is prepared for it."""
+        self._running = rank
         self._ready.discard(rank)
+        if saved is not None:
+            self._process.restore(saved)
+        stuck = self._stuck.pop(rank, None)
+        if stuck is not None:
+            raise stuck
 
     def _next(self, rank: int) -> int:
         """Return whose turn is next behind ``rank``; -1 if all have ended."""
@@ -229,16 +258,16 @@ class RankTurns:
             others = "; ".join(does[each] for each in sorted(does) if each != rank)
             self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {others}")
 
-    def _wait_for_all(self) -> None:
+    def _wait_for_all(self, first: int) -> None:
         try:
+            self._gates[first].release()
             self._is_over.acquire()
         except BaseException:  # Ctrl-C: the ranks get it, too, and a second one leaves them
-            for rank in list(self._waiting):
-                self._stuck[rank] = KeyboardInterrupt()
-            for rank in set(range(self.world_size)) - set(self._waiting) - self._ready:
-                ident = ctypes.c_ulong(self._threads[rank].ident or 0)
-                interrupt = ctypes.py_object(KeyboardInterrupt)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
+            idle = {*self._waiting, *self._ready}
+            self._stuck |= {rank: KeyboardInterrupt() for rank in idle}
+            ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
+            interrupt = ctypes.py_object(KeyboardInterrupt)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
             with contextlib.suppress(KeyboardInterrupt):
                 self._is_over.acquire()
             raise

@@ -47,7 +47,7 @@ class SimulatedWorld:
     def __init__(self, world_size: int, hosts: Sequence[str] = ()) -> None:
         self.turns = RankTurns(world_size, _Process())
         self.outputs: list[list[str]] = [[] for _ in range(world_size)]
-        self._hosts = hosts or ["host"] * world_size
+        self._hosts = list(hosts) or ["host"] * world_size
         self._number = next(_numbers)
         self._channels: dict[str, Channel] = {}
         self._wires: dict[tuple[str, int], str] = {}
@@ -120,10 +120,13 @@ class SimulatedWorld:
         ]
 
     def _join(self, rank: int) -> None:
-        size = self.turns.world_size
-        count = max(devices.count(), 1)
+        size, host = self.turns.world_size, self._hosts[rank]
+        on_host = self._hosts[:rank].count(host)
         os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank % count), WORLD_SIZE=str(size), GROUP_RANK="0"
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            GROUP_RANK=str(list(dict.fromkeys(self._hosts)).index(host)),
+            LOCAL_RANK=str(on_host % (devices.count() or size)),  # ranks share accelerators
         )
         threads.join_world_of_threads(rank, size)
 
@@ -154,7 +157,7 @@ class _Process:
             None if numpy is None else numpy.random.get_bit_generator(),
             torch.get_default_dtype(),
             threads.variables_of_process().copy(),
-            os.getcwd(),
+            self._folder(),
         )
 
     def restore(self, saved: Any) -> None:
@@ -172,8 +175,15 @@ class _Process:
             for name in threads.variables_of_process().keys() - environment.keys():
                 del os.environb[name]
             os.environb.update(environment.items() - threads.variables_of_process().items())
-        if os.getcwd() != folder:
+        if folder and self._folder() != folder:
             os.chdir(folder)
+
+    def _folder(self) -> str:
+        """Return the current folder; ``""`` if a rank has removed it."""
+        try:
+            return os.getcwd()
+        except FileNotFoundError:
+            return ""
 
 
 class _Output(io.TextIOBase):
@@ -271,15 +281,14 @@ class SimulatedTransport(Transport):
     def _post(self, call: Call, **given: Any) -> Work:
         op = f" with {call.op.name}" if "sums" in given else ""
         name = f"{call.kind.value} of {call.label.name or 'tensors'}{op}"
-        sizes = [each.numel() for each in call.outputs], [each.dtype for each in call.outputs]
-        alike = (*sizes, call.label.detail)
+        sizes = tuple((each.numel(), each.dtype) for each in call.outputs)
         issued = 0
         if observe.is_observed():
             fulls = call.inputs if call.kind is Kind.REDUCE_SCATTER else call.outputs
             nbytes = sum(full.nbytes for full in fulls)
             activity = Activity(call.kind.value)
             issued = observe.collective(activity, call.label.name, self._wire, nbytes, 1)
-        work = self._channel.post(self.rank, Contribution(name, alike, **given))
+        work = self._channel.post(self.rank, Contribution(name, sizes, **given))
 
         def finish() -> None:
             with observe.during(Activity.WAIT, call.label.name, self._wire.dimension):
