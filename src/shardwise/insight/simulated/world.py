@@ -171,10 +171,13 @@ class _Process:
             sys.modules["numpy"].random.set_bit_generator(of_numpy)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
-        if threads.variables_of_process() != environment:
-            for name in threads.variables_of_process().keys() - environment.keys():
+        present = threads.variables_of_process()
+        if present != environment:
+            for name in present.keys() - environment.keys():
                 del os.environb[name]
-            os.environb.update(environment.items() - threads.variables_of_process().items())
+            for name, value in environment.items():
+                if present.get(name) != value:
+                    os.environb[name] = value
         if folder and self._folder() != folder:
             os.chdir(folder)
 
