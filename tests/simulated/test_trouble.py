@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -12,12 +13,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwise
 
 
 def _build() -> nn.Module:
     return shardwise.fully_shard(nn.Linear(4, 4))
+
+
+def _trained() -> None:
+    model = _build()
+    model(torch.ones(1, 4)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    norm.full_tensor()
 
 
 def _fails_on_one() -> None:
@@ -111,3 +123,30 @@ def test_an_interrupt_ends_all_ranks(waits: bool) -> None:
     assert begun == [0, 1][: 1 + waits]
     assert not any(thread.name.startswith("rank-") for thread in threading.enumerate())
     assert [rank.value for rank in shardwise.simulate(dist.get_rank, 3)] == [0, 1, 2]
+
+
+def test_meshes_of_ranks_that_have_ended_are_let_go() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, DeviceMesh) for each in gc.get_objects())
+
+    before = count()
+    for _ in range(3):
+        shardwise.simulate(_trained, 2)
+    assert count() <= before
+
+
+def test_a_rank_may_leave_loss_parallel_before_the_others() -> None:
+    def each() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        logits = distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [Shard(1)])
+        losses = []
+        with loss_parallel():
+            for _ in range(2):
+                loss = nn.functional.cross_entropy(logits, torch.tensor([0, 3]))
+                losses.append(loss.full_tensor().item())
+        return losses
+
+    expected = nn.functional.cross_entropy(torch.arange(8.0).view(2, 4), torch.tensor([0, 3]))
+    for rank in shardwise.simulate(each, 2):
+        assert rank.value == pytest.approx([expected.item()] * 2)
