@@ -7,6 +7,8 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -72,21 +74,18 @@ def test_a_rank_may_make_its_process_group_again() -> None:
 
 
 def test_a_simulation_in_another_thread_of_a_rank_is_told() -> None:
-    def simulate(told: list[str]) -> None:
-        with pytest.raises(RuntimeError) as error:
-            shardwise.simulate(dist.get_rank, 2)
-        told.append(str(error.value))
+    """The ranks of the one that runs go on."""
 
-    def each() -> list[str]:
-        told: list[str] = []
-        thread = threading.Thread(target=simulate, args=(told,))
-        thread.start()
-        thread.join()
+    def tried(run: Callable[..., object]) -> str:
+        with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError) as error:
+            pool.submit(run, dist.get_rank).result()
         dist.barrier()
-        return told
+        return str(error.value)
 
-    for rank in shardwise.simulate(each, 2):
-        assert "while this process runs others" in rank.value[0]
+    with shardwise.simulation(2) as world:
+        for run in (lambda function: shardwise.simulate(function, 2), world.run):
+            for rank in world.run(tried, run):
+                assert "cannot run simulated ranks while this process runs others" in rank.value
 
 
 def test_ranks_that_have_ended_say_so() -> None:

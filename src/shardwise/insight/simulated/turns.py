@@ -53,6 +53,9 @@ class RankTurns:
     Args:
         world_size: number of ranks.
         process: of which each rank has its own.
+
+    Attributes:
+        has_ended: whether they run no more functions.
     """
 
     def __init__(self, world_size: int, process: Process) -> None:
@@ -68,7 +71,7 @@ class RankTurns:
         self._ready: set[int] = set()
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._stuck: dict[int, BaseException] = {}
-        self._has_ended = False
+        self.has_ended = False
         self._running = 0
         self._here = threading.local()
 
@@ -98,7 +101,7 @@ class RankTurns:
         Raises:
             RuntimeError: the threads have ended.
         """
-        if self._has_ended:
+        if self.has_ended:
             raise RuntimeError(
                 f"these {self.world_size} simulated ranks have ended, with the block of their "
                 "simulation or because one of them failed: begin another simulation"
@@ -126,7 +129,7 @@ class RankTurns:
         if self._function is not None:
             return
         self.renew()
-        self._has_ended = True
+        self.has_ended = True
         threads, self._threads = self._threads, []
         for gate in self._gates[: len(threads)]:
             gate.release()

@@ -68,8 +68,6 @@ class SimulatedWorld:
                 self._join(rank)
             return context.copy().run(function, rank)
 
-        self.outputs = [[] for _ in self.outputs]
-        self.turns.schedule = schedule
         output = _Output(sys.stdout, self)
         kinds = sorted({devices.CPU.type, devices.default_type()})
         with (
@@ -77,6 +75,8 @@ class SimulatedWorld:
             carried_by(_Threads(self)),
             contextlib.redirect_stdout(output),
         ):
+            self.outputs = [[] for _ in self.outputs]
+            self.turns.schedule = schedule
             return self.turns.run(be)
 
     def renew(self) -> None:
@@ -91,9 +91,10 @@ class SimulatedWorld:
         self.turns.renew()
 
     def end(self) -> None:
-        """End the threads; no function runs."""
+        """End the threads, unless they are in a function."""
         self.turns.end()
-        self._forget()
+        if self.turns.has_ended:
+            self._forget()
 
     def _forget(self) -> None:
         self._channels.clear()
