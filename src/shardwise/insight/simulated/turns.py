@@ -257,13 +257,15 @@ class RankTurns:
     def _wait_for_all(self, first: int) -> None:
         try:
             self._gates[first].release()
-            self._is_over.acquire()
+            while not self._is_over.acquire(timeout=0.1):
+                pass  # a signal that another thread got wakes nobody
         except BaseException:  # Ctrl-C: the ranks get it, too, and a second one leaves them
             idle = {*self._waiting, *self._ready}
             self._stuck |= {rank: KeyboardInterrupt() for rank in idle}
-            ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
-            interrupt = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
+            if self._running not in idle:
+                ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
+                interrupt = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
             with contextlib.suppress(KeyboardInterrupt):
                 self._is_over.acquire()
             raise
