@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import loss_parallel
 
 import shardwise
 
 
 def _build() -> nn.Module:
     return shardwise.fully_shard(nn.Linear(4, 4))
+
+
+def _trained() -> None:
+    model = _build()
+    model(torch.ones(1, 4)).sum().backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert isinstance(norm, DTensor)
+    norm.full_tensor()
 
 
 def _fails_on_one() -> None:
@@ -60,21 +74,18 @@ def test_a_rank_may_make_its_process_group_again() -> None:
 
 
 def test_a_simulation_in_another_thread_of_a_rank_is_told() -> None:
-    def simulate(told: list[str]) -> None:
-        with pytest.raises(RuntimeError) as error:
-            shardwise.simulate(dist.get_rank, 2)
-        told.append(str(error.value))
+    """The ranks of the one that runs go on."""
 
-    def each() -> list[str]:
-        told: list[str] = []
-        thread = threading.Thread(target=simulate, args=(told,))
-        thread.start()
-        thread.join()
+    def tried(run: Callable[..., object]) -> str:
+        with ThreadPoolExecutor() as pool, pytest.raises(RuntimeError) as error:
+            pool.submit(run, dist.get_rank).result()
         dist.barrier()
-        return told
+        return str(error.value)
 
-    for rank in shardwise.simulate(each, 2):
-        assert "while this process runs others" in rank.value[0]
+    with shardwise.simulation(2) as world:
+        for run in (lambda function: shardwise.simulate(function, 2), world.run):
+            for rank in world.run(tried, run):
+                assert "cannot run simulated ranks while this process runs others" in rank.value
 
 
 def test_ranks_that_have_ended_say_so() -> None:
@@ -112,3 +123,30 @@ def test_an_interrupt_ends_all_ranks(waits: bool) -> None:
     assert begun == [0, 1][: 1 + waits]
     assert set(threading.enumerate()) <= threads
     assert [rank.value for rank in shardwise.simulate(dist.get_rank, 3)] == [0, 1, 2]
+
+
+def test_meshes_of_ranks_that_have_ended_are_let_go() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(isinstance(each, DeviceMesh) for each in gc.get_objects())
+
+    before = count()
+    for _ in range(3):
+        shardwise.simulate(_trained, 2)
+    assert count() <= before
+
+
+def test_a_rank_may_leave_loss_parallel_before_the_others() -> None:
+    def each() -> list[float]:
+        mesh = init_device_mesh("cpu", (2,))
+        logits = distribute_tensor(torch.arange(8.0).view(2, 4), mesh, [Shard(1)])
+        losses = []
+        with loss_parallel():
+            for _ in range(2):
+                loss = nn.functional.cross_entropy(logits, torch.tensor([0, 3]))
+                losses.append(loss.full_tensor().item())
+        return losses
+
+    expected = nn.functional.cross_entropy(torch.arange(8.0).view(2, 4), torch.tensor([0, 3]))
+    for rank in shardwise.simulate(each, 2):
+        assert rank.value == pytest.approx([expected.item()] * 2)

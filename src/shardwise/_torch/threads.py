@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch.distributed import device_mesh
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.utils import _pytree as pytree
 
 #: The name of a backend by which torch knows that meshes of several ranks are in one process.
@@ -136,6 +137,22 @@ def variables_of_process() -> dict[bytes, bytes]:
     environment: Any = os.environ
     found: dict[bytes, bytes] = environment._data
     return found
+
+
+def handlers_of_process() -> dict[Any, Any]:
+    """Return how DTensor computes what it has no rule for, which ``loss_parallel`` changes."""
+    dispatcher: Any = DTensor._op_dispatcher
+    found: dict[Any, Any] = dispatcher._custom_op_handlers
+    return found
+
+
+def forget_meshes() -> None:
+    """Clear what torch keeps forever for each mesh, such as those of ranks that have ended."""
+    redistribute: Any = _redistribute
+    topology: Any = _collective_utils.MeshTopoInfo.build_from_mesh
+    redistribute.clear_redistribute_planner_cache()
+    redistribute._gen_transform_infos.cache_clear()
+    topology.cache_clear()
 
 
 def leaves_of(value: object) -> list[Any]:

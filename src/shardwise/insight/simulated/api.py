@@ -111,7 +111,8 @@ class Simulation:
             What it returned and printed, by rank.
 
         Raises:
-            Exception: what a rank raised first.
+            Exception: what a rank raised first. It ends the ranks.
+            RuntimeError: they have ended, or this process simulates others now.
         """
         _check(function)
         self._ranks = _run(self._world, self._schedule, function, args)
@@ -171,7 +172,7 @@ def simulate(
             about to do.
         RanksDivergedError: ranks wait for each other in different collectives.
         ShardwiseError: what a rank returns depends on the order of turns (with ``Exhaustive``).
-        RuntimeError: this process has a process group already, or is itself a simulated rank.
+        RuntimeError: this process has a process group already, or simulates ranks now.
         TypeError: ``function`` cannot be called.
         ValueError: there is no rank, there is not a host for each of them, or ``limit`` is 0.
     """

@@ -60,6 +60,9 @@ class RankTurns:
     Args:
         world_size: number of ranks.
         process: of which each rank has its own.
+
+    Attributes:
+        has_ended: whether they run no more functions.
     """
 
     def __init__(self, world_size: int, process: Process) -> None:
@@ -75,7 +78,7 @@ class RankTurns:
         self._ready: set[int] = set()
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._stuck: dict[int, BaseException] = {}
-        self._has_ended = False
+        self.has_ended = False
         self._running = 0
         self._here = threading.local()
 
@@ -105,7 +108,7 @@ class RankTurns:
         Raises:
             RuntimeError: the threads have ended.
         """
-        if self._has_ended:
+        if self.has_ended:
             raise RuntimeError(
                 f"these {self.world_size} simulated ranks have ended, with the block of their "
                 "simulation or because one of them failed: begin another simulation"
@@ -133,7 +136,7 @@ class RankTurns:
         if self._function is not None:
             return
         self.renew()
-        self._has_ended = True
+        self.has_ended = True
         threads, self._threads = self._threads, []
         for gate in self._gates[: len(threads)]:
             gate.release()
@@ -261,13 +264,15 @@ class RankTurns:
     def _wait_for_all(self, first: int) -> None:
         try:
             self._gates[first].release()
-            self._is_over.acquire()
+            while not self._is_over.acquire(timeout=0.1):
+                pass  # a signal that another thread got wakes nobody
         except BaseException:  # Ctrl-C: the ranks get it, too, and a second one leaves them
             idle = {*self._waiting, *self._ready}
             self._stuck |= {rank: KeyboardInterrupt() for rank in idle}
-            ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
-            interrupt = ctypes.py_object(KeyboardInterrupt)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
+            if self._running not in idle:
+                ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
+                interrupt = ctypes.py_object(KeyboardInterrupt)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, interrupt)
             with contextlib.suppress(KeyboardInterrupt):
                 self._is_over.acquire()
             raise

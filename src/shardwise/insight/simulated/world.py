@@ -68,8 +68,6 @@ class SimulatedWorld:
                 self._join(rank)
             return context.copy().run(function, rank)
 
-        self.outputs = [[] for _ in self.outputs]
-        self.turns.schedule = schedule
         output = _Output(sys.stdout, self)
         kinds = sorted({devices.CPU.type, devices.default_type()})
         with (
@@ -77,6 +75,8 @@ class SimulatedWorld:
             carried_by(_Threads(self)),
             contextlib.redirect_stdout(output),
         ):
+            self.outputs = [[] for _ in self.outputs]
+            self.turns.schedule = schedule
             return self.turns.run(be)
 
     def renew(self) -> None:
@@ -91,14 +91,16 @@ class SimulatedWorld:
         self.turns.renew()
 
     def end(self) -> None:
-        """End the threads; no function runs."""
+        """End the threads, unless they are in a function."""
         self.turns.end()
-        self._forget()
+        if self.turns.has_ended:
+            self._forget()
 
     def _forget(self) -> None:
         self._channels.clear()
         self._wires.clear()
         self._has_joined.clear()
+        threads.forget_meshes()
 
     def channel(self, name: str, members: Sequence[int]) -> Channel:
         """Return what the ranks of a group share."""
@@ -144,7 +146,8 @@ class _Process:
     """What torch, Python and the system keep once per process.
 
     The generators of random numbers (of torch, of its accelerator, of Python, and NumPy's if it is
-    loaded), the default dtype, the environment variables and the current folder.
+    loaded), the default dtype, what ``loss_parallel`` changes, the environment variables and the
+    current folder.
     """
 
     def save(self) -> Any:
@@ -156,12 +159,13 @@ class _Process:
             random.getstate(),
             None if numpy is None else numpy.random.get_bit_generator(),
             torch.get_default_dtype(),
+            threads.handlers_of_process().copy(),
             threads.variables_of_process().copy(),
             self._folder(),
         )
 
     def restore(self, saved: Any) -> None:
-        state, of_accelerator, of_python, of_numpy, dtype, environment, folder = saved
+        state, of_accelerator, of_python, of_numpy, dtype, handlers, environment, folder = saved
         torch.set_rng_state(state)
         accelerator = devices.accelerator()
         if accelerator is not None:
@@ -171,6 +175,9 @@ class _Process:
             sys.modules["numpy"].random.set_bit_generator(of_numpy)
         if torch.get_default_dtype() != dtype:
             torch.set_default_dtype(dtype)
+        if threads.handlers_of_process() != handlers:
+            threads.handlers_of_process().clear()
+            threads.handlers_of_process().update(handlers)
         present = threads.variables_of_process()
         if present != environment:
             for name in present.keys() - environment.keys():
