@@ -339,11 +339,16 @@ def loosens_ties(program: Program) -> bool:
 
 
 def freezes_ahead(program: Program) -> bool:
-    """Whether a forward freezes parameters before they are used in it, where hooks step them.
+    """Whether a forward freezes parameters before they are used in it, and others are written to.
 
-    A sharded module has been gathered by then, and computes as before.
+    A sharded module has been gathered by then, and computes as before: backward needs its inputs.
+    Autograd sees writes of hooks that step, those to full parameters, and on one rank all.
     """
-    return program.optimizer == "in_backward" and any(
+    writes = program.optimizer == "in_backward" or program.shards == 1
+    writes = writes or any(
+        isinstance(each, Write) and each.form == "live" for each in walk(program)
+    )
+    return writes and any(
         isinstance(each, At) and isinstance(each.do, Grads) and each.when != "backward"
         for each in walk(program.steps)
     )

@@ -100,6 +100,8 @@ _TOLD = [
             "traits=('keep_after_backward',), steps=(Sync(), Forward(at=(At(when='backward', "
             "do=Write(form='live')),)), Backward(), "
             "Forward(at=(At(when='body', block=1, do=Ema()),))))",
+            "Program(blocks=(Block(), Block()), steps=(Forward(at=(At(when='inside', do=Grads()), "
+            "At(block=1, do=Write(block=1)))), Backward()))",
             "Program(blocks=(Block(), Block()), reshard='false', steps=(Forward(at=("
             "At(do=Write(form='live')), At(when='body', block=1, do=Ema()))), Forward()))",
             "Program(blocks=(Block(),), steps=(Copy(), Forward(at=(At(do=Write()),)), "

@@ -119,7 +119,7 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
         if returns_views_in_objects(program) and all(_REFUSED_VIEW in text for text in raised):
             return Verdict(f"refuses a view of what is freed ({beside})")
         if freezes_ahead(program) and all(_REFUSED_STEPPED in text for text in raised):
-            return Verdict(f"refuses a step between forward and backward ({beside})")
+            return Verdict(f"refuses a write between forward and backward ({beside})")
         if torch_ran == "equal":
             return Verdict("raises (torch equal)", True, detail)
         return Verdict(

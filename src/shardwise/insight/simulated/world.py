@@ -178,10 +178,13 @@ class _Process:
         if threads.handlers_of_process() != handlers:
             threads.handlers_of_process().clear()
             threads.handlers_of_process().update(handlers)
-        if threads.variables_of_process() != environment:
-            for name in threads.variables_of_process().keys() - environment.keys():
+        present = threads.variables_of_process()
+        if present != environment:
+            for name in present.keys() - environment.keys():
                 del os.environb[name]
-            os.environb.update(environment.items() - threads.variables_of_process().items())
+            for name, value in environment.items():
+                if present.get(name) != value:
+                    os.environb[name] = value
         if folder and self._folder() != folder:
             os.chdir(folder)
 
