@@ -148,11 +148,14 @@ def handlers_of_process() -> dict[Any, Any]:
 
 def forget_meshes() -> None:
     """Clear what torch keeps forever for each mesh, such as those of ranks that have ended."""
-    redistribute: Any = _redistribute
-    topology: Any = _collective_utils.MeshTopoInfo.build_from_mesh
-    redistribute.clear_redistribute_planner_cache()
-    redistribute._gen_transform_infos.cache_clear()
-    topology.cache_clear()
+    forgets = (  # not all of them in every torch
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        getattr(getattr(_redistribute, "_gen_transform_infos", None), "cache_clear", None),
+        getattr(_collective_utils.MeshTopoInfo.build_from_mesh, "cache_clear", None),
+    )
+    for forget in forgets:
+        if forget is not None:
+            forget()
 
 
 def leaves_of(value: object) -> list[Any]:
