@@ -187,13 +187,21 @@ def _of_another_size() -> None:
     dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
 
+def _of_another_shape() -> None:
+    """As many elements, in as many rows for each rank."""
+    shape = (4, 2) if dist.get_rank() else (2, 4)
+    shardwise.fully_shard(nn.Linear(*shape, bias=False))(torch.ones(shape[0]))
+
+
 def _in_two_groups() -> None:
     """Each rank waits for the other one in another group."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     dist.barrier(groups[dist.get_rank()])
 
 
-@pytest.mark.parametrize("part", [_in_another_collective, _of_another_size, _in_two_groups])
+@pytest.mark.parametrize(
+    "part", [_in_another_collective, _of_another_size, _of_another_shape, _in_two_groups]
+)
 def test_ranks_that_part_fail_at_once(part: Any) -> None:
     with pytest.raises(RanksDivergedError, match=r"rank 1 (calls|waits)"):
         shardwise.simulate(part, 2)

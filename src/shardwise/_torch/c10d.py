@@ -131,13 +131,13 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
         finally:
             dist.destroy_process_group()
             sys.excepthook = hook
-            _forget_meshes()
+            _forget_placements()
 
 
 _one_world = threading.RLock()
 
 
-def _forget_meshes() -> None:
+def _forget_placements() -> None:
     """Forget which placements operations have on meshes of this world.
 
     ``DTensor`` takes the meshes of a later world for the same, and would look for groups that are

@@ -51,6 +51,7 @@ class Contribution:
     Attributes:
         name: of the collective, with its reduction.
         alike: the sizes that have to be equal on all ranks.
+        detail: what else has to be, such as the names and shapes of parameters.
         parts: by rank, what this one has for it. Shards and fulls may have different dtypes.
         into: by rank, where this one puts what that one has for it.
         sums: where it puts the sums of what all ranks have for it, in the dtype of these.
@@ -60,11 +61,17 @@ class Contribution:
 
     name: str
     alike: Sizes = ()
+    detail: str = ""
     parts: Mapping[int, Tensors] = field(default_factory=dict)
     into: Mapping[int, Tensors] = field(default_factory=dict)
     sums: Tensors = ()
     is_over: bool = False
     failure: BaseException | None = None
+
+    def in_words(self) -> str:
+        """Say what it is about."""
+        sizes = (f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in self.alike)
+        return self.detail.replace("\n", ", ") or ", ".join(sizes)
 
 
 class Channel:
@@ -94,9 +101,9 @@ class Channel:
         first = next(iter(here.values()), mine)
         here[rank] = mine
         failure: BaseException | None = None
-        if (first.name, first.alike) != (mine.name, mine.alike):
+        if (first.name, first.alike, first.detail) != (mine.name, mine.alike, mine.detail):
             calls = ", ".join(
-                f"rank {self.members[place]} calls {theirs.name} of {_in_words(theirs.alike)}"
+                f"rank {self.members[place]} calls {theirs.name} of {theirs.in_words()}"
                 for place, theirs in sorted(here.items())
             )
             failure = RanksDivergedError(
@@ -119,7 +126,7 @@ class Channel:
         """Send a message; it leaves at once."""
         self.turns.pause()
         sent = Contribution(
-            "send", (), {0: [each.detach().clone() for each in tensors]}, is_over=True
+            "send", parts={0: [each.detach().clone() for each in tensors]}, is_over=True
         )
         self._sent.setdefault((rank, to, tag), []).append(sent)
         self._deliver((rank, to, tag))
@@ -129,7 +136,7 @@ class Channel:
         """Receive the next message of a rank that was not yet asked for."""
         self.turns.pause()
         name = f"the receiving of a message from rank {self.members[source]}"
-        awaited = Contribution(name, (), into={source: tensors})
+        awaited = Contribution(name, into={source: tensors})
         self._awaited.setdefault((source, rank, tag), []).append(awaited)
         self._deliver((source, rank, tag))
         return SimulatedWork(self.turns, awaited)
@@ -165,10 +172,13 @@ def _exchange(ranks: Sequence[Contribution]) -> None:
     for rank, mine in enumerate(ranks):
         for source, into in mine.into.items():
             _copy(ranks[source].parts.get(rank, ()), into)
-        parts = [each.parts[rank] for each in ranks] if mine.sums else []
+        if not mine.sums:
+            results.append([])
+            continue
+        parts = [each.parts[rank] for each in ranks]
         key = tuple(id(part) for part in parts), tuple(each.dtype for each in mine.sums)
         if key not in made:
-            reduction = _REDUCTIONS[mine.name.rpartition(" ")[2]] if parts else _average
+            reduction = _REDUCTIONS[mine.name.rpartition(" ")[2]]
             made[key] = [
                 reduction([part[i].detach().to(out.dtype) for part in parts])
                 for i, out in enumerate(mine.sums)
@@ -182,7 +192,7 @@ def _exchange(ranks: Sequence[Contribution]) -> None:
 
 def _copy(source: Tensors, into: Tensors) -> None:
     for one, other in zip(source, into, strict=True):
-        if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype or not one.numel():
+        if one.data_ptr() != other.data_ptr() or one.dtype != other.dtype:
             other.detach().copy_(one.detach().view(other.shape))
 
 
@@ -242,10 +252,6 @@ class SimulatedWork(dist.Work):
 
 def _sizes(tensors: Tensors) -> Sizes:
     return tuple((each.numel(), each.dtype) for each in tensors)
-
-
-def _in_words(sizes: Sizes) -> str:
-    return ", ".join(f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in sizes)
 
 
 #: Its methods have other names for their arguments, which torch does not pass by name.

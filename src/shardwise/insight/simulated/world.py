@@ -151,6 +151,7 @@ class _Process:
     """
 
     def save(self) -> Any:
+        """Return all of it."""
         numpy = sys.modules.get("numpy")
         accelerator = devices.accelerator()
         return (
@@ -165,6 +166,7 @@ class _Process:
         )
 
     def restore(self, saved: Any) -> None:
+        """Put back what is another's now."""
         state, of_accelerator, of_python, of_numpy, dtype, handlers, environment, folder = saved
         torch.set_rng_state(state)
         accelerator = devices.accelerator()
@@ -298,7 +300,7 @@ class SimulatedTransport(Transport):
             nbytes = sum(full.nbytes for full in fulls)
             activity = Activity(call.kind.value)
             issued = observe.collective(activity, call.label.name, self._wire, nbytes, 1)
-        work = self._channel.post(self.rank, Contribution(name, sizes, **given))
+        work = self._channel.post(self.rank, Contribution(name, sizes, call.label.detail, **given))
 
         def finish() -> None:
             with observe.during(Activity.WAIT, call.label.name, self._wire.dimension):
