@@ -27,23 +27,15 @@ class _WorldOfThread(threading.local):
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
-        self.pg_map: dict[dist.ProcessGroup, tuple[str, Any]] = {}
-        self.pg_names: dict[dist.ProcessGroup, str] = {}
-        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
-        self.pg_backend_config: dict[dist.ProcessGroup, str] = {}
-        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
-        self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
-        self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
+        self.pg_config_info: list[Any] = []  # for torch's logs
         self.comms: list[Any] = []
-
-    @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
-        """The groups, for torch's logs."""
-        return [{"pg_name": name, "ranks": [], "group_count": 0} for name in self.pg_names.values()]
+        for name in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+            setattr(self, f"pg_{name}", {})
+        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
 
 
 #: The groups of all threads, for as long as the process lives: worlds come back.
-_worlds_of_threads = _WorldOfThread()
+_worlds_of_threads: Any = _WorldOfThread()
 #: Held by the block that uses them: what it changes in torch is there once.
 _in_use = threading.Lock()
 

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -141,16 +141,32 @@ def observing(observer: Observer) -> Iterator[None]:
 @contextlib.contextmanager
 def standing_by(observer: Observer) -> Iterator[None]:
     """Let an observer watch this process until the end of the block, while no other one does."""
-    global _bystander, _observer
+    global _bystander, _observer, _known
     if _observer is not None:
         yield
         return
     _bystander = _observer = observer
-    _known.clear()
+    _known = {}
     try:
         yield
     finally:
         _bystander = _observer = None
+
+
+def watchers() -> tuple[Any, ...]:
+    """Return who watches this process, and what is known of it then, for :func:`set_watchers`."""
+    return _observer, _bystander, _known
+
+
+def set_watchers(found: tuple[Any, ...]) -> None:
+    """Let others watch: each of the ranks that take turns in one process has its own."""
+    global _observer, _bystander, _known
+    _observer, _bystander, _known = found
+
+
+def is_watched_by(observer: Observer) -> bool:
+    """Whether it is this observer who watches."""
+    return _observer is observer
 
 
 def check_unobserved() -> None:

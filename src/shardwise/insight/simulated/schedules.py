@@ -12,37 +12,23 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
-class Schedule(Protocol):
-    """Decides whose turn is next."""
+class Schedule:
+    """Decides whose turn is next: here the next rank that can go on, where one has to wait.
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether the turn may pass at every operation on what ranks share.
-
-        If not, it passes only where a rank has to wait.
-        """
-
-    def choose(self, count: int) -> int:
-        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
-
-
-class InOrder:
-    """The turn passes to the next rank that can go on, where one has to wait."""
+    Attributes:
+        is_everywhere: whether the turn may pass at every operation on what ranks share.
+    """
 
     is_everywhere = False
 
     def choose(self, count: int) -> int:
-        """Choose the next one."""
+        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
         return 0
 
-    def __repr__(self) -> str:
-        return "InOrder()"
 
-
-class Random:
+class Random(Schedule):
     """The turn passes at random, at every operation on what ranks share.
 
     Args:
@@ -63,7 +49,7 @@ class Random:
         return f"Random({self._seed})"
 
 
-class FixedOrder:
+class FixedOrder(Schedule):
     """The turn passes as it did in another run, which printed this.
 
     Args:
