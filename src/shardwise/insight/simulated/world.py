@@ -25,7 +25,7 @@ from shardwise.transport.carrier import Announced, Carrier, carried_by
 from shardwise.transport.collectives import CollectivesTransport
 from shardwise.transport.peers import Peers
 
-_BACKEND = Backend("simulated", shares_memory=True, averages=True)
+_BACKEND = Backend("simulated", shares_memory=True)
 _numbers = itertools.count()
 
 
