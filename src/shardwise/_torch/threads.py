@@ -89,9 +89,7 @@ def worlds_of_threads(
         members = options.global_ranks_in_group or range(options.group_size)
         return create(options.group_rank, list(members), options.group_id)
 
-    backends: Any = dist.Backend
-    backends.register_backend(_THREADED, make, extended_api=True, devices=list(kinds))
-    plugin = {_THREADED.upper(): backends._BackendPlugin(make, True)}
+    dist.Backend.register_backend(_THREADED, make, extended_api=True, devices=list(kinds))
     # For fake tensors on hosts without a GPU. Torch 2.11 crashes where a second thread calls it.
     guard = "_ensureCUDADeviceGuardSet"
     if len(kinds) == 1:
@@ -103,7 +101,6 @@ def worlds_of_threads(
             patch.object(c10d_module, "_world", _worlds_of_threads),
             patch.object(c10d_module, "_new_process_group_helper", in_threads),
             patch.object(dist, "init_process_group", init),
-            patch.dict(backends._plugins, plugin),
             patch.object(torch._C, guard, lambda: None),
             patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),
         ):
@@ -119,16 +116,6 @@ def join_world_of_threads(rank: int, world_size: int) -> None:
     c10d_module: Any = dist.distributed_c10d
     store = dist.HashStore()  # type: ignore[attr-defined]
     c10d_module.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)
-
-
-def variables_of_process() -> dict[bytes, bytes]:
-    """Return the environment variables themselves.
-
-    To read them one by one, as ``os.environ`` does, takes longer than a turn of a rank.
-    """
-    environment: Any = os.environ
-    found: dict[bytes, bytes] = environment._data
-    return found
 
 
 def handlers_of_process() -> dict[Any, Any]:

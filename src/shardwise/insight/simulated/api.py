@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -51,6 +51,7 @@ class SimulatedRanks(list[SimulatedRank]):
 
     Attributes:
         orders: how many orders of the ranks' turns were tried.
+        world: of the ranks.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class SimulatedRanks(list[SimulatedRank]):
     ) -> None:
         super().__init__(ranks)
         self.orders = 1
-        self._world = world
+        self.world = world
         self._recorders = recorders
 
     def timeline(self) -> Timeline:
@@ -80,7 +81,7 @@ class SimulatedRanks(list[SimulatedRank]):
 
     def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
         """Call ``function(value)`` on every rank, with what the rank has returned."""
-        return self._world.run(lambda rank: function(self[rank].value), Schedule())
+        return self.world.run(lambda rank: function(self[rank].value), Schedule())
 
     def __repr__(self) -> str:
         values = ", ".join(type(each.value).__name__ for each in self)
@@ -88,12 +89,40 @@ class SimulatedRanks(list[SimulatedRank]):
 
 
 class Simulation:
-    """A world of ranks that stays for several functions; see :func:`simulation`."""
+    """Ranks that stay for several functions.
 
-    def __init__(self, world: SimulatedWorld, schedule: Schedule) -> None:
-        self._world = world
-        self._schedule = schedule
+        with shardwise.simulation(4) as world:
+            world.run(build)
+            world.run(train)
+            world[1].value  # what came of the last function on rank 1
+
+    Args:
+        world_size: as for :func:`simulate`.
+        hosts: as there.
+        schedule: as there; not ``Exhaustive``.
+
+    Raises:
+        ValueError: as there.
+    """
+
+    def __init__(
+        self, world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
+    ) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
+        if hosts and len(hosts) != world_size:
+            raise ValueError(
+                f"hosts: found {len(hosts)} names, expected one for each of {world_size}"
+            )
+        self._world = SimulatedWorld(world_size, hosts)
+        self._schedule = schedule or Schedule()
         self._ranks: SimulatedRanks | None = None
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._world.end()
 
     def run(self, function: Callable[..., Any], *args: Any) -> SimulatedRanks:
         """Call ``function(*args)`` on every rank.
@@ -153,6 +182,10 @@ class _Printed:
         return getattr(self._shown, name)
 
 
+#: What a program calls it.
+simulation = Simulation
+
+
 def simulate(
     function: Callable[..., Any],
     world_size: int,
@@ -203,50 +236,16 @@ def simulate(
     """
     _check(function)
     if not isinstance(schedule, Exhaustive):
-        return _run_once(world_size, hosts, schedule or Schedule(), function, args)
-    order: FixedOrder | None = FixedOrder(())
+        return _run_once(world_size, hosts, schedule, function, args)
     first: SimulatedRanks | None = None
-    tried = 0
-    while order is not None and tried < schedule.limit:
+    for number, order in enumerate(schedule.orders(), 1):
         ranks = _run_once(world_size, hosts, order, function, args)
         first = first or ranks
         _compare(first, ranks, order)
-        order = order.following()
-        tried += 1
+        first.orders = number
     if first is None:
         raise ValueError(f"schedule: found {schedule}, expected a limit of 1 or more")
-    first.orders = tried
     return first
-
-
-@contextlib.contextmanager
-def simulation(
-    world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
-) -> Iterator[Simulation]:
-    """Simulate ranks that stay for several functions.
-
-        with shardwise.simulation(4) as world:
-            world.run(build)
-            world.run(train)
-            world[1].value
-
-    Args:
-        world_size: as for :func:`simulate`.
-        hosts: as there.
-        schedule: as there; not ``Exhaustive``.
-
-    Yields:
-        The ranks, whose ``run(function, *args)`` returns what :func:`simulate` does, and raises
-        what it raises. ``world[rank]`` is what came of the last function on a rank.
-
-    Raises:
-        ValueError: as there.
-    """
-    world = _world(world_size, hosts)
-    try:
-        yield Simulation(world, schedule or Schedule())
-    finally:
-        world.end()
 
 
 def _check(function: object) -> None:
@@ -260,25 +259,16 @@ def _check(function: object) -> None:
         )
 
 
-def _world(world_size: int, hosts: Sequence[str]) -> SimulatedWorld:
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
-    if hosts and len(hosts) != world_size:
-        raise ValueError(f"hosts: found {len(hosts)} names, expected one for each of {world_size}")
-    return SimulatedWorld(world_size, hosts)
-
-
 def _run_once(
     world_size: int,
     hosts: Sequence[str],
-    schedule: Schedule,
+    schedule: Schedule | None,
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> SimulatedRanks:
     """Run in a world that ends with what is returned."""
-    world = _world(world_size, hosts)
-    ranks = Simulation(world, schedule).run(function, *args)
-    weakref.finalize(ranks, world.end)
+    ranks = Simulation(world_size, hosts=hosts, schedule=schedule).run(function, *args)
+    weakref.finalize(ranks, ranks.world.end)
     return ranks
 
 

@@ -1,6 +1,6 @@
 """A process group of ranks that are threads, on which all collectives of torch work.
 
-In every collective, each rank makes a :class:`Contribution`: what it has for each of the others,
+In every collective, each rank has a part, a :class:`SimulatedWork`: what it has for the others,
 and where it puts what it gets from them, or their sum. The collective happens when the last rank of
 the group calls it, all at once, in the thread of that rank. Sums are made in the order of ranks.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +24,6 @@ from shardwise.insight.simulated.turns import RankTurns
 from shardwise.transport.base import NO_LABEL, Label
 
 Tensors = Sequence[torch.Tensor]
-#: The number of elements and the dtype of each tensor.
-Sizes = tuple[tuple[int, torch.dtype], ...]
 #: Makes one tensor of those of all ranks.
 Reduction = Callable[[Tensors], torch.Tensor]
 
@@ -43,36 +40,84 @@ _REDUCTIONS: dict[str, Reduction] = {
 }
 
 
-@dataclass(eq=False, slots=True)
-class Contribution:
+class SimulatedWork(dist.Work):
     """One rank's part in a collective.
 
-    Attributes:
+    Args:
         name: of the collective, with its reduction.
-        alike: the sizes that have to be equal on all ranks.
-        detail: what else has to be, such as the names and shapes of parameters.
+        alike: tensors whose sizes have to be equal on all ranks.
         parts: by rank, what this one has for it.
         into: where this one puts what it gets, from one rank after the other, or the reductions.
         sources: whom it gets that from.
-        reduction: of what the sources have, if they are to be reduced.
+        reduction: of what the sources have, if it is to be reduced.
+        label: whose collective it is; that has to be equal, too.
+
+    Attributes:
         is_over: whether it has happened, or failed.
         failure: what it raises.
+        turns: of the world, once it has begun.
+        doing: what a rank waits in, for messages.
+        sender: who sends the message, if it is one.
     """
 
-    name: str
-    alike: Sizes
-    detail: str
-    parts: Sequence[Tensors]
-    into: Tensors
-    sources: Sequence[int]
-    reduction: Reduction | None = None
-    is_over: bool = False
-    failure: BaseException | None = None
+    turns: RankTurns
+    doing: str
+    sender = -1
+
+    def __init__(
+        self,
+        name: str,
+        alike: Tensors = (),
+        parts: Sequence[Tensors] = (),
+        into: Tensors = (),
+        sources: Sequence[int] = (),
+        reduction: Reduction | None = None,
+        label: Label = NO_LABEL,
+    ) -> None:
+        super().__init__()
+        self.call = f"{name} of {label.name}" if label.name else name
+        self.sizes = [(each.numel(), each.dtype) for each in alike]
+        self.parts = parts
+        self.into = into
+        self.sources = sources
+        self.reduction = reduction
+        self.detail = label.detail
+        self.is_over = False
+        self.failure: BaseException | None = None
 
     def in_words(self) -> str:
-        """Say what it is about."""
-        sizes = (f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in self.alike)
-        return self.detail.replace("\n", ", ") or ", ".join(sizes)
+        """Say what it is, and of what."""
+        sizes = (f"{numel} {str(dtype).removeprefix('torch.')}" for numel, dtype in self.sizes)
+        return f"{self.call} of {self.detail.replace(chr(10), ', ') or ', '.join(sizes)}"
+
+    def wait(self, timeout: object = None) -> bool:
+        """Return when it has happened.
+
+        Raises:
+            RanksDivergedError: another rank calls something else.
+            PeerLostError: a rank never calls.
+        """
+        self.turns.wait_for(lambda: self.is_over, self.doing)
+        if self.failure is not None:
+            raise copy.copy(self.failure)  # each rank has a traceback of its own
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it has happened; others may come to it while this rank asks."""
+        if not self.is_over:
+            self.turns.yield_turn()
+        return self.is_over
+
+    def _source_rank(self) -> int:
+        """Return who sent the message."""
+        return self.sender
+
+    def get_future(self) -> Any:
+        """Wait, and return a future that is over."""
+        self.wait()
+        future: Any = torch.futures.Future()
+        future.set_result([*self.into])
+        return future
 
 
 class Channel:
@@ -89,26 +134,28 @@ class Channel:
         self.members = list(members)
         self.turns = turns
         self._counts = [0] * len(members)
-        self._open: dict[int, dict[int, Contribution]] = {}
+        self._open: dict[int, dict[int, SimulatedWork]] = {}
         self._messages: dict[tuple[int, int, int], Channel] = {}
 
-    def post(self, place: int, mine: Contribution) -> SimulatedWork:
+    def post(self, place: int, mine: SimulatedWork) -> SimulatedWork:
         """Take part in the next collective of the group; the last rank makes it happen.
 
         Args:
             place: of the rank in the group.
-            mine: its part.
+            mine: its part, which is returned.
         """
         self.turns.pause()
         number = self._counts[place]
         self._counts[place] += 1
+        mine.turns = self.turns
+        mine.doing = f"{mine.call}, collective number {number} of group {self.name}"
         here = self._open.setdefault(number, {})
         first = next(iter(here.values()), mine)
         here[place] = mine
         failure: BaseException | None = None
-        if (first.name, first.alike, first.detail) != (mine.name, mine.alike, mine.detail):
+        if (first.call, first.sizes, first.detail) != (mine.call, mine.sizes, mine.detail):
             calls = ", ".join(
-                f"rank {self.members[each]} calls {theirs.name} of {theirs.in_words()}"
+                f"rank {self.members[each]} calls {theirs.in_words()}"
                 for each, theirs in sorted(here.items())
             )
             failure = RanksDivergedError(
@@ -123,7 +170,7 @@ class Channel:
             for each in here.values():
                 each.failure, each.is_over = failure, True
             del self._open[number]  # after a failure, those who come later find nobody
-        return SimulatedWork(self.turns, mine, number, self.name)
+        return mine
 
     def messages(self, source: int, to: int, tag: int) -> Channel:
         """Return the messages from a member to another: collectives of these two, in this order."""
@@ -146,7 +193,7 @@ class Channel:
 
 
 @torch.no_grad()
-def _exchange(ranks: Sequence[Contribution]) -> None:
+def _exchange(ranks: Sequence[SimulatedWork]) -> None:
     """Let all ranks have what they get. What is read and written may be the same tensors."""
     device = devices.accelerator()
     if device is not None:  # where each rank may have streams of its own
@@ -168,64 +215,6 @@ def _exchange(ranks: Sequence[Contribution]) -> None:
                 other.copy_(one.view(other.shape))
     if device is not None:
         devices.synchronize(device)
-
-
-class SimulatedWork(dist.Work):
-    """A collective under way.
-
-    Args:
-        turns: of the world.
-        mine: this rank's part in it.
-        number: of the collective.
-        group: whose it is.
-        source: the rank that sends the message, if it is one.
-    """
-
-    def __init__(
-        self, turns: RankTurns, mine: Contribution, number: int, group: str, source: int = -1
-    ) -> None:
-        super().__init__()
-        self._turns = turns
-        self._mine = mine
-        self._number = number
-        self._group = group
-        self.source = source
-
-    def wait(self, timeout: object = None) -> bool:
-        """Return when it has happened.
-
-        Raises:
-            RanksDivergedError: another rank calls something else.
-            PeerLostError: a rank never calls.
-        """
-        mine = self._mine
-        if self._turns.schedule.is_everywhere or not mine.is_over:
-            doing = f"{mine.name}, collective number {self._number} of group {self._group}"
-            self._turns.wait_for(lambda: mine.is_over, doing)
-        if mine.failure is not None:
-            raise copy.copy(mine.failure)  # each rank has a traceback of its own
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether it has happened; others may come to it while this rank asks."""
-        if not self._mine.is_over:
-            self._turns.yield_turn()
-        return self._mine.is_over
-
-    def _source_rank(self) -> int:
-        """Return who sent the message."""
-        return self.source
-
-    def get_future(self) -> Any:
-        """Wait, and return a future that is over."""
-        self.wait()
-        future: Any = torch.futures.Future()
-        future.set_result([*self._mine.into])
-        return future
-
-
-def _sizes(tensors: Tensors) -> Sizes:
-    return tuple((each.numel(), each.dtype) for each in tensors)
 
 
 def _by_rank(tensors: Sequence[Tensors]) -> list[Tensors]:
@@ -279,31 +268,25 @@ class SimulatedGroup(_ProcessGroup):
         )
 
     def _post(
-        self,
-        name: str,
-        alike: Tensors = (),
-        parts: Sequence[Tensors] = (),
-        into: Tensors = (),
-        root: int | None = None,
-        reduction: Reduction | None = None,
+        self, name: str, alike: Tensors, parts: Sequence[Tensors], into: Tensors, *root: int
     ) -> SimulatedWork:
-        """Take part, with what one rank gets from all, unless it is all from the root."""
-        sources = self._everybody if root is None and into else () if root is None else (root,)
-        if self.label.name:
-            name = f"{name} of {self.label.name}"
-        sizes = _sizes(alike)
-        mine = Contribution(name, sizes, self.label.detail, parts, into, sources, reduction)
-        return self.channel.post(self._place, mine)
+        """Take part, with what one rank gets from the root; or from all, if there is none."""
+        sources = root or (self._everybody if into else ())
+        work = SimulatedWork(name, alike, parts, into, sources, label=self.label)
+        return self.channel.post(self._place, work)
 
     def _reduce(
         self, name: str, opts: Any, parts: Sequence[Tensors], into: Tensors
     ) -> SimulatedWork:
         """Reduce ``parts``, of which each rank has one."""
-        op = opts.reduceOp
-        kind = getattr(op, "op", op).name
+        kind = getattr(opts.reduceOp, "op", opts.reduceOp).name
         if kind not in _REDUCTIONS:
             raise NotImplementedError(f"{name} with ReduceOp.{kind} is not simulated")
-        return self._post(f"{name} {kind}", parts[0], parts, into, None, _REDUCTIONS[kind])
+        sources, reduction = self._everybody if into else (), _REDUCTIONS[kind]
+        work = SimulatedWork(
+            f"{name} {kind}", parts[0], parts, into, sources, reduction, self.label
+        )
+        return self.channel.post(self._place, work)
 
     def _for_all(self, tensors: Tensors) -> list[Tensors]:
         return [tensors] * len(self._everybody)
@@ -335,7 +318,7 @@ class SimulatedGroup(_ProcessGroup):
 
     def barrier(self, opts: Any = None) -> SimulatedWork:
         """Wait for all."""
-        return self._post("barrier")
+        return self._post("barrier", (), (), ())
 
     # -- gather ---------------------------------------------------------------------------------
 
@@ -414,16 +397,15 @@ class SimulatedGroup(_ProcessGroup):
 
     def send(self, tensors: Tensors, to: int, tag: int) -> SimulatedWork:
         """Send tensors to a rank of the group; they leave at once."""
-        copies = [each.detach().clone() for each in tensors]
-        sent = Contribution("message", (), "", [(), copies], (), (), is_over=True)
+        sent = SimulatedWork("message", parts=[(), [each.detach().clone() for each in tensors]])
+        sent.is_over = True
         return self.channel.messages(self._place, to, tag).post(0, sent)
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> SimulatedWork:
         """Receive tensors from a rank of the group."""
-        awaited = Contribution("message", (), "", (), tensors, (0,))
-        work = self.channel.messages(source, self._place, tag).post(1, awaited)
-        work.source = source
-        return work
+        awaited = SimulatedWork("message", into=tensors, sources=[0])
+        awaited.sender = source
+        return self.channel.messages(source, self._place, tag).post(1, awaited)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> SimulatedWork:
         """Receive tensors from any rank of the group."""

@@ -35,7 +35,7 @@ class Own:
             (_numpy_generator, _set_numpy_generator),
             (torch.get_default_dtype, torch.set_default_dtype),
             (lambda: threads.handlers_of_process().copy(), _set_handlers),
-            (lambda: threads.variables_of_process().copy(), _set_variables),
+            (_variables, _set_variables),
             (_folder, os.chdir),
             (lambda: sys.stdout, lambda shown: setattr(sys, "stdout", shown)),
             (observe.watchers, observe.set_watchers),
@@ -91,8 +91,13 @@ def _set_handlers(handlers: dict[Any, Any]) -> None:
     present.update(handlers)
 
 
+def _variables() -> dict[bytes, bytes]:
+    environment: Any = os.environ  # which is read one by one, if not like this
+    return dict(environment._data)
+
+
 def _set_variables(variables: dict[bytes, bytes]) -> None:
-    present = threads.variables_of_process()
+    present = _variables()
     for name in present.keys() - variables.keys():
         del os.environb[name]
     for name, value in variables.items():

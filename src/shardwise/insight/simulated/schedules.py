@@ -10,7 +10,7 @@ at random, or try all orders::
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -70,15 +70,6 @@ class FixedOrder(Schedule):
         self.made.append((min(choice, count - 1), count))
         return self.made[-1][0]
 
-    def following(self) -> FixedOrder | None:
-        """Return the next order of all that there are; ``None`` behind the last one."""
-        made = list(self.made)
-        while made and made[-1][0] + 1 == made[-1][1]:
-            made.pop()
-        if not made:
-            return None
-        return FixedOrder([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
-
     def __repr__(self) -> str:
         choices = [choice for choice, _ in self.made]
         while choices and not choices[-1]:
@@ -95,3 +86,15 @@ class Exhaustive:
     """
 
     limit: int
+
+    def orders(self) -> Iterator[FixedOrder]:
+        """Return one order after the other; each is to be followed before the next is found."""
+        choices: list[int] = []
+        for _ in range(self.limit):
+            yield (order := FixedOrder(choices))
+            made = list(order.made)
+            while made and made[-1][0] + 1 == made[-1][1]:
+                made.pop()
+            if not made:
+                return
+            choices = [*(choice for choice, _ in made[:-1]), made[-1][0] + 1]
