@@ -117,6 +117,13 @@ class SimulatedWorld(Carrier):
         """Make the transport of threads, which share all memory."""
         return SimulatedTransport(peers.group)
 
+    def check_threads(self) -> None:
+        """Refuse collectives in other threads: each rank is one."""
+        raise RuntimeError(
+            f"rank {self.turns.rank} of {self.turns.world_size} is simulated, and saves in no other "
+            "thread: call checkpoint.save() in place of async_save(), or start processes"
+        )
+
     def announce(self, peers: Peers, wire: str) -> None:
         """Note the wire that this rank has for a group."""
         self.turns.pause()
