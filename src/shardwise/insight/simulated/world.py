@@ -120,8 +120,8 @@ class SimulatedWorld(Carrier):
     def check_threads(self) -> None:
         """Refuse collectives in other threads: each rank is one."""
         raise RuntimeError(
-            f"rank {self.turns.rank} of {self.turns.world_size} is simulated, and saves in no other "
-            "thread: call checkpoint.save() in place of async_save(), or start processes"
+            f"rank {self.turns.rank} of {self.turns.world_size} is simulated, and saves in no "
+            "other thread: call checkpoint.save() in place of async_save(), or start processes"
         )
 
     def announce(self, peers: Peers, wire: str) -> None:
