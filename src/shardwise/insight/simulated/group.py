@@ -235,25 +235,21 @@ class SimulatedGroup(_ProcessGroup):
 
     Attributes:
         channel: of the group.
+        group_desc: what the group is for.
+        group_name: by which compiled programs find it.
         label: whose collectives follow, for messages; it has to be the same on all ranks.
     """
 
+    group_name = ""
+    group_desc = "simulated"
+
     def __init__(self, rank: int, channel: Channel) -> None:
         super().__init__(rank, len(channel.members))
+        self.group_name = channel.name
         self.channel = channel
         self.label: Label = NO_LABEL
         self._place = rank
         self._everybody = range(len(channel.members))
-
-    @property
-    def group_name(self) -> str:
-        """The name of the group, by which compiled programs find it."""
-        return self.channel.name
-
-    @property
-    def group_desc(self) -> str:
-        """What the group is for."""
-        return "simulated"
 
     def getBackendName(self) -> str:  # noqa: N802 - torch calls it so
         """Return what to call it in logs."""

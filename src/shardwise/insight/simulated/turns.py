@@ -185,13 +185,8 @@ class RankTurns:
     def _note_failure(self, rank: int, error: BaseException) -> None:
         """Keep an error; the first one says what the others are about to do."""
         if not self._errors:
-            others = [
-                f"rank {each} waits in {doing}" if doing else f"rank {each} can go on"
-                for each, (_, doing) in sorted(self._waits.items())
-            ]
-            ended = set(range(self.world_size)) - {rank, *self._waits}
-            others += [f"rank {each} has ended" for each in sorted(ended)]
-            error.add_note(f"On rank {rank} of {self.world_size}. {'; '.join(others)}".strip())
+            note = f"On rank {rank} of {self.world_size}. {self._others(rank)}"
+            error.add_note(note.strip())
             if self.schedule.is_everywhere:
                 error.add_note(f"This order of turns repeats it: schedule={self.schedule!r}")
         self._errors[rank] = error
@@ -250,14 +245,22 @@ class RankTurns:
 
     def _note_stuck(self) -> None:
         """Prepare the errors of all ranks: each waits for what none of them will do."""
-        does = {rank: f"rank {rank} waits in {doing}" for rank, (_, doing) in self._waits.items()}
-        for rank in set(range(self.world_size)) - set(self._waits):
-            error = self._errors.get(rank)
-            does[rank] = f"rank {rank} has {'ended' if error is None else f'raised {error!r}'}"
         kind = RanksDivergedError if len(self._waits) == self.world_size else PeerLostError
         for rank, (_, doing) in self._waits.items():
-            others = "; ".join(does[each] for each in sorted(does) if each != rank)
-            self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {others}")
+            self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {self._others(rank)}")
+
+    def _others(self, rank: int) -> str:
+        """Say what all other ranks are about to do, or came to."""
+
+        def does(other: int) -> str:
+            if other in self._waits:
+                doing = self._waits[other][1]
+                return f"waits in {doing}" if doing else "can go on"
+            error = self._errors.get(other)
+            return "has ended" if error is None else f"has raised {error!r}"
+
+        others = [other for other in range(self.world_size) if other != rank]
+        return "; ".join(f"rank {other} {does(other)}" for other in others)
 
     def _wait_for_all(self, first: int) -> None:
         try:

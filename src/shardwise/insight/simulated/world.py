@@ -46,7 +46,7 @@ class SimulatedWorld(Carrier):
         self._number = next(_numbers)
         self._channels: dict[str, Channel] = {}
         self._wires: dict[tuple[str, int], str] = {}
-        self._has_joined: set[int] = set()
+        self._has_joined = False
 
     def run(self, function: Callable[[int], Any], schedule: Schedule) -> list[Any]:
         """Call ``function(rank)`` on every rank, and return what it returned, by rank.
@@ -60,20 +60,16 @@ class SimulatedWorld(Carrier):
             RuntimeError: the ranks have ended, or this process runs others.
         """
         context = contextvars.copy_context()
-
-        def be(rank: int) -> Any:
-            if rank not in self._has_joined:
-                self._has_joined.add(rank)
-                self._join(rank)
-            return context.copy().run(function, rank)
-
         kinds = sorted({devices.CPU.type, devices.default_type()})
         with (
             threads.worlds_of_threads(self._create, self._number_of_rank, kinds),
             carried_by(self),
         ):
+            if not self._has_joined:
+                self._has_joined = True
+                self.turns.run(self._join)
             self.turns.schedule = schedule
-            return self.turns.run(be)
+            return self.turns.run(lambda rank: context.copy().run(function, rank))
 
     def end(self) -> None:
         """End the threads, unless they are in a function."""
