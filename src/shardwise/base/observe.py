@@ -154,7 +154,7 @@ def standing_by(observer: Observer) -> Iterator[None]:
 
 
 def watchers() -> tuple[Any, ...]:
-    """Return who watches this process, and what is known of it then, for :func:`set_watchers`."""
+    """Return who watches this process first, and then what :func:`set_watchers` needs, too."""
     return _observer, _bystander, _known
 
 
@@ -162,11 +162,6 @@ def set_watchers(found: tuple[Any, ...]) -> None:
     """Let others watch: each of the ranks that take turns in one process has its own."""
     global _observer, _bystander, _known
     _observer, _bystander, _known = found
-
-
-def is_watched_by(observer: Observer) -> bool:
-    """Whether it is this observer who watches."""
-    return _observer is observer
 
 
 def check_unobserved() -> None:

@@ -264,11 +264,17 @@ class SimulatedGroup(_ProcessGroup):
         )
 
     def _post(
-        self, name: str, alike: Tensors, parts: Sequence[Tensors], into: Tensors, *root: int
+        self,
+        name: str,
+        alike: Tensors,
+        parts: Sequence[Tensors],
+        into: Tensors,
+        *root: int,
+        reduction: Reduction | None = None,
     ) -> SimulatedWork:
         """Take part, with what one rank gets from the root; or from all, if there is none."""
         sources = root or (self._everybody if into else ())
-        work = SimulatedWork(name, alike, parts, into, sources, label=self.label)
+        work = SimulatedWork(name, alike, parts, into, sources, reduction, self.label)
         return self.channel.post(self._place, work)
 
     def _reduce(
@@ -278,11 +284,8 @@ class SimulatedGroup(_ProcessGroup):
         kind = getattr(opts.reduceOp, "op", opts.reduceOp).name
         if kind not in _REDUCTIONS:
             raise NotImplementedError(f"{name} with ReduceOp.{kind} is not simulated")
-        sources, reduction = self._everybody if into else (), _REDUCTIONS[kind]
-        work = SimulatedWork(
-            f"{name} {kind}", parts[0], parts, into, sources, reduction, self.label
-        )
-        return self.channel.post(self._place, work)
+        reduction = _REDUCTIONS[kind]
+        return self._post(f"{name} {kind}", parts[0], parts, into, reduction=reduction)
 
     def _for_all(self, tensors: Tensors) -> list[Tensors]:
         return [tensors] * len(self._everybody)

@@ -107,6 +107,7 @@ class RankTurns:
             self._wait_for_all(self._next(self.world_size - 1))
         finally:
             self._function = None
+            self._own.save()  # what a rank that was left in its function has changed, too
             self._own.restore(before)
             values, self._values = self._values, []
             errors, self._errors = self._errors, {}

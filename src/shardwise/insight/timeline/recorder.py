@@ -244,11 +244,11 @@ class Recorder:
         """Report the steps of all optimizers, until the end of the block."""
 
         def before(*step: Any) -> None:
-            if observe.is_watched_by(self):
+            if observe.watchers()[0] is self:
                 self.before_optimizer(*step)
 
         def after(*step: Any) -> None:
-            if observe.is_watched_by(self):
+            if observe.watchers()[0] is self:
                 self.after_optimizer(*step)
 
         hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
