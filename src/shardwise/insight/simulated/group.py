@@ -212,7 +212,7 @@ def _exchange(ranks: Sequence[SimulatedWork]) -> None:
     for mine, found in zip(ranks, results, strict=True):
         for one, other in zip(found, mine.into, strict=True):
             if one.data_ptr() != other.data_ptr():
-                other.copy_(one.view(other.shape))
+                other.copy_(one if one.shape == other.shape else one.view(other.shape))
     if device is not None:
         devices.synchronize(device)
 
