@@ -118,6 +118,16 @@ def join_world_of_threads(rank: int, world_size: int) -> None:
     c10d_module.init_process_group(_THREADED, store=store, rank=rank, world_size=world_size)
 
 
+def variables_of_process() -> dict[bytes, bytes]:
+    """Return the environment variables themselves.
+
+    To read them one by one, as ``os.environ`` does, takes longer than a turn of a rank.
+    """
+    environment: Any = os.environ
+    found: dict[bytes, bytes] = environment._data
+    return found
+
+
 def handlers_of_process() -> dict[Any, Any]:
     """Return how DTensor computes what it has no rule for, which ``loss_parallel`` changes."""
     dispatcher: Any = DTensor._op_dispatcher

@@ -127,7 +127,9 @@ class Simulation:
     def run(self, function: Callable[..., Any], *args: Any) -> SimulatedRanks:
         """Call ``function(*args)`` on every rank.
 
-        Every rank gets the same arguments: the same objects.
+        Args:
+            function: any function.
+            args: given to every rank: the same objects.
 
         Returns:
             What it returned and printed, by rank.

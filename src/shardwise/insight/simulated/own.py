@@ -35,7 +35,7 @@ class Own:
             (_numpy_generator, _set_numpy_generator),
             (torch.get_default_dtype, torch.set_default_dtype),
             (lambda: threads.handlers_of_process().copy(), _set_handlers),
-            (_present.copy, _set_variables),
+            (lambda: threads.variables_of_process().copy(), _set_variables),
             (_folder, os.chdir),
             (lambda: sys.stdout, lambda shown: setattr(sys, "stdout", shown)),
             (observe.watchers, observe.set_watchers),
@@ -91,17 +91,13 @@ def _set_handlers(handlers: dict[Any, Any]) -> None:
     present.update(handlers)
 
 
-#: The environment variables themselves: to read them one by one takes longer than a turn.
-_environment: Any = os.environ
-_present: dict[bytes, bytes] = _environment._data
-
-
 def _set_variables(variables: dict[bytes, bytes]) -> None:
+    present = threads.variables_of_process()
     for name, value in variables.items():
-        if _present.get(name) is not value:
+        if present.get(name) is not value:
             os.environb[name] = value
-    if len(_present) > len(variables):
-        for name in _present.keys() - variables.keys():
+    if len(present) > len(variables):
+        for name in present.keys() - variables.keys():
             del os.environb[name]
 
 
