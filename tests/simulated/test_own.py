@@ -137,3 +137,18 @@ def test_threads_run_where_they_could_before() -> None:
 
     assert [rank.value for rank in shardwise.simulate(each, 3)] == [cores, one, cores]
     assert os.sched_getaffinity(0) == cores
+
+
+def test_memory_that_another_rank_frees_is_that_of_its_own_rank() -> None:
+    def each() -> None:
+        if dist.get_rank() == 0:
+            held.append(torch.ones(25))
+            observe.memory_of(observe.Memory.OTHER, "mine", held[0])
+        dist.barrier()
+        if dist.get_rank() == 1:
+            held.clear()
+        dist.barrier()
+
+    held: list[torch.Tensor] = []
+    ranks = shardwise.simulate(each, 2).timeline().ranks
+    assert [[change.nbytes for change in rank.changes] for rank in ranks] == [[100, -100], []]
