@@ -58,7 +58,7 @@ class SanitizedWorker(StepWorker):
             self._races = (_sanitizer.CUDASanitizerErrors,)
         super().__init__(name, case)
 
-    def train(self, steps: int) -> dict[str, Any]:
+    def check(self, steps: int) -> dict[str, Any]:
         """Take steps until a race is found.
 
         Returns:
@@ -88,7 +88,7 @@ class GraphWorker(StepWorker):
             for group in contender.optimizer.param_groups:
                 group["capturable"] = self._cuda
 
-    def compare(self, steps: int) -> dict[str, Any]:
+    def check(self, steps: int) -> dict[str, Any]:
         """Capture a step, replay it, and compare its losses with those of the twin.
 
         Returns:

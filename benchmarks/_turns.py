@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case, Contender
-from _models import BATCHES, PRESETS, batches
+from _models import BATCHES, batches
 from _worlds import TICKS, World, WorldError
 
 Content = dict[str, Any]
@@ -255,8 +255,7 @@ def play_steps(
     ) as turns:
         found = turns.play(pace.rounds, turn)
     return {
-        **asdict(case),
-        "numel": PRESETS[case.params].numel,
+        **case.facts(),
         "worlds": "resident" if is_resident else "fresh",
         "idle_cpu_seconds": idle_cpu,
         "contenders": found,

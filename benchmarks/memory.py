@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +147,7 @@ def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any
 def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders, one after the other."""
     return {
-        **asdict(case),
+        **case.facts(),
         "transport": options.transport,
         "malloc": options.malloc,
         "formula": predict(case),
@@ -205,25 +205,13 @@ def _over(mine: float | None, theirs: float | None) -> str:
 
 
 def main() -> int:
-    made = parser(
-        __doc__,
-        ranks="2",
-        params="34m",
-        zero="3",
-        tokens=256,
-        seed=0,
-        contenders="ours,fsdp2",
-        transport="auto",
-    )
+    case = {"ranks": "2", "params": "34m", "zero": "3", "tokens": 256, "seed": 0}
+    made = parser(__doc__, **case, contenders="ours,fsdp2", transport="auto")
     add = made.add_argument
     add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
-    add(
-        "--malloc",
-        choices=("prompt", "default"),
-        default="prompt",
-        help="prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
-        "default: as it is without settings",
-    )
+    malloc = "prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
+    malloc += "default: as it is without settings"
+    add("--malloc", choices=("prompt", "default"), default="prompt", help=malloc)
     options = made.parse_args()
     if not Path("/proc/self/clear_refs").exists():
         made.error("this needs Linux, whose kernel keeps the peak of resident memory")

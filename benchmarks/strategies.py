@@ -252,8 +252,7 @@ def play(
                 step = {"microbatches": microbatches, "seconds": max(seconds), "sent": sent}
                 beside[name]["accumulated"].append(step)
     return {
-        **dataclasses.asdict(case),
-        "numel": PRESETS[case.params].numel,
+        **case.facts(),
         "contenders": found,
         "gbit": options.gbit,
         "hosts": len(hosts),
