@@ -23,6 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from _models import build, groups, numel
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.planning.events import Log
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
 
 #: Losses that agree to four decimals differ by less.
 FOUR_DECIMALS = 5e-5
@@ -71,6 +77,19 @@ class Case:
     def facts(self) -> dict[str, Any]:
         """Return the case for a document."""
         return {**asdict(self), "numel": self.numel}
+
+    def rehearsed(self, mesh: str, strategy: Strategy) -> Log:
+        """Rehearse a step on some ranks, sharded by a strategy."""
+        settings = Settings(
+            mesh=WantedMesh.parse(mesh),
+            strategy=strategy,
+            seq_length=self.tokens,
+            param_dtype=None if self.dtype == "fp32" else PrecisionName.BF16,
+            clip_grad=0.0,
+            activation_checkpointing=Checkpointing.FULL if self.recomputes else Checkpointing.NONE,
+            device_type=self.device,
+        )
+        return rehearse(of_module(build(self.params, self.seed, "meta")), settings)
 
     @classmethod
     def stored(cls, case: Mapping[str, Any]) -> Self:

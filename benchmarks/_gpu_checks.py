@@ -15,6 +15,7 @@ import torch
 
 from _contenders import CONTENDERS, Case, Contender
 from _turns import StepWorker
+from shardwise.base.devices import synchronize
 
 #: Steps before a graph is captured: the optimizer makes its state, libraries their workspaces.
 _WARMUP = 3
@@ -141,9 +142,9 @@ class GraphWorker(StepWorker):
         """Return the median seconds of a step."""
         seconds = []
         for _ in range(_TIMED):
-            self._synchronize()
+            synchronize(self._device)
             begun = time.perf_counter()
             step()
-            self._synchronize()
+            synchronize(self._device)
             seconds.append(time.perf_counter() - begun)
         return median(seconds)

@@ -24,16 +24,12 @@ import torch
 from _contenders import Case
 from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, LossWorker, ProbeWorker, SanitizedWorker
-from _models import build, numel
+from _models import numel
 from _report import ROOT, machine
 from _turns import Pace, mean_losses, play_steps, transposed
 from _worlds import World, WorldError
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.memory import memory
-from shardwise.insight.planning.models import of_module
-from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
@@ -312,16 +308,8 @@ def planned_peak(case: Case) -> int | None:
     """
     if case.compiler or case.offload:
         return None
-    settings = Settings(
-        mesh=WantedMesh.parse(f"dp={case.ranks}"),
-        strategy=Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP,
-        seq_length=case.tokens,
-        param_dtype=None if case.dtype == "fp32" else "bf16",
-        clip_grad=0.0,
-        activation_checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
-        device_type=case.device,
-    )
-    return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak
+    strategy = Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP
+    return memory(case.rehearsed(f"dp={case.ranks}", strategy)).peak
 
 
 def _turns(

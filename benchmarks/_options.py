@@ -78,6 +78,7 @@ _SHARED: dict[str, Content] = {
     "tokens": {"type": positive_int, "help": "of a rank and step"},
     "contenders": {"type": one_of(*CONTENDERS), "help": f"some of {', '.join(CONTENDERS)}"},
     "rounds": {"type": positive_int, "help": "turns of each contender"},
+    "cases": {"type": listed(positive_int), "help": "numbers of cases from 1, with commas; all"},
     "steps": {"type": positive_int, "help": "steps in a turn"},
     "warmup": {"type": positive_int, "help": "steps before a world is measured"},
     "worlds": {

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from _contenders import CONTENDERS, Case, Contender
 from _models import BATCHES, batches
 from _worlds import TICKS, World, WorldError
+from shardwise.base.devices import synchronize
 
 Content = dict[str, Any]
 #: What a contender does in a round, with its world, and whether that has just begun.
@@ -117,6 +118,7 @@ class StepWorker:
         self._contender = self.contenders[name](case)
         drawn = batches(case.params, case.tokens, dist.get_rank(), case.seed)
         self._batches = [batch.to(case.device) for batch in drawn]
+        self._device = torch.device(case.device)
         self._cuda = case.device == "cuda"
         self._taken = 0
 
@@ -153,7 +155,7 @@ class StepWorker:
     def _step(self) -> dict[str, float]:
         batch = self._next()
         dist.barrier()
-        self._synchronize()
+        synchronize(self._device)
         cpu, start = time.process_time(), time.perf_counter()
         loss = self._contender.forward(batch)
         forward = time.perf_counter()
@@ -161,7 +163,7 @@ class StepWorker:
         backward = time.perf_counter()
         self._contender.update()
         host = time.perf_counter()
-        self._synchronize()
+        synchronize(self._device)
         end = time.perf_counter()
         return {
             "seconds": end - start,
@@ -172,10 +174,6 @@ class StepWorker:
             "host": host - start,
             "loss": loss.item(),
         }
-
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
 
 def transposed(by_rank: Iterable[Iterable[Any]]) -> list[list[Any]]:
