@@ -117,13 +117,12 @@ def evaluate(rank: int, world_size: int, folder: Path) -> None:
     for size, expected in ((None, [5]), (2, [2, 2, 1]), (4, [4, 1])):
         config = dataclasses.replace(small_mnist(folder), eval_batch_size=size)
         dots = Dots()
-        data = ImageData(name="dots", training=dots, validation=dots, classes=["a", "b", "c"])
+        data = ImageData("dots", dots, dots, ["a", "b", "c"])
         place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
         task = vision_task(
             config.check(world),
             place,
             data,
-            name="line",
             model=model,
             optimizer=torch.optim.SGD(model.parameters()),
             schedule=lambda step: 1.0,

@@ -36,6 +36,7 @@ from shardwise.insight.schema.option import (
     Option,
     OptionError,
     Reads,
+    configurations,
     kinds_of,
     option_name,
 )
@@ -365,7 +366,7 @@ class Options(Generic[C]):
             return ()
         needed = {
             field.metadata[GROUP].value
-            for config in _configurations(self.default)
+            for config in configurations(self.default)
             for field in dataclasses.fields(config)
             if GROUP in field.metadata and field.name in self.without
         }
@@ -402,15 +403,6 @@ def with_options(
     command.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in (own, *parameters)}
     return command
-
-
-def _configurations(config: Any) -> Iterator[Any]:
-    """Return a configuration and all that it holds."""
-    yield config
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Config):
-            yield from _configurations(value)
 
 
 # -- from settings to parameters -------------------------------------------------------------------
@@ -503,4 +495,4 @@ def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
 
 def _find(config: Any, name: str) -> Any:
     """Return the value of a field of a configuration, or of one that it holds."""
-    return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
+    return next(getattr(each, name) for each in configurations(config) if hasattr(each, name))

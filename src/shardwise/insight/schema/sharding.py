@@ -109,7 +109,9 @@ class StrategyConfig(Config):
     shard_dtype: PrecisionName | None = field(
         default=PrecisionName.FP32,
         metadata=option(
-            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
+            "Dtype of parameters, gradients and optimizer state between steps.",
+            SHARDING,
+            fixed=True,
         ),
     )
     param_dtype: PrecisionName | None = field(
@@ -218,6 +220,7 @@ class StrategyConfig(Config):
             "with its states; --shard-dtype is that of the parameters.",
             TRAINING,
             shown="no copies",
+            fixed=True,
         ),
     )
 

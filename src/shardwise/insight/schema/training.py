@@ -102,6 +102,7 @@ _PARAM_GROUPS: Any = field(
         TRAINING,
         name=_GROUP,
         metavar="RULE",
+        fixed=True,
     ),
 )
 
@@ -119,6 +120,7 @@ class OptimizerConfig(Config):
             TRAINING,
             name="--optimizer",
             metavar="NAME",
+            fixed=True,
         ),
     )
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
@@ -145,23 +147,25 @@ class OptimizerConfig(Config):
         ),
     )
     beta1: Fraction = field(
-        default=0.9, metadata=option("First beta of AdamW and of Lion.", TRAINING)
+        default=0.9, metadata=option("First beta of AdamW and of Lion.", TRAINING, fixed=True)
     )
     beta2: Fraction = field(
         default=0.95,
         metadata=option(
-            "Second beta of AdamW and of Lion, for which the default is 0.99.", TRAINING
+            "Second beta of AdamW and of Lion, for which the default is 0.99.", TRAINING, fixed=True
         ),
     )
     momentum: Fraction | None = field(
         default=None,
         metadata=option(
-            "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd"
+            "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd", fixed=True
         ),
     )
     weight_decay: NotNegative = field(
         default=0.1,
-        metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
+        metadata=option(
+            "Weight decay of matrices; norms and biases have none.", TRAINING, fixed=True
+        ),
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: NotNegative = field(
@@ -212,9 +216,11 @@ class SgdConfig(Config):
     """Stochastic gradient descent with momentum."""
 
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
-    momentum: Fraction = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
+    momentum: Fraction = field(
+        default=0.9, metadata=option("Momentum of SGD.", TRAINING, fixed=True)
+    )
     weight_decay: NotNegative = field(
-        default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
+        default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING, fixed=True)
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
     clip_grad: NotNegative = field(
@@ -493,7 +499,9 @@ class TrainConfig(StepConfig):
     optimizer: OptimizerConfig | SgdConfig
     seed: Annotated[int, SEEDS] = field(
         default=0,
-        metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
+        metadata=option(
+            "Seed of initial weights, order of data and dropout.", TRAINING, fixed=True
+        ),
     )
     device: str = field(
         default=AUTO,

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.text.chat import ChatData, load_chats
 from shardwise.app.recipes.text.data import TextData, load_text
 from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
@@ -27,7 +26,6 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     NotNegative,
-    OptionError,
     Reads,
     as_json,
     model_option,
@@ -88,7 +86,7 @@ FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 class LmConfig(RecipeConfig):
     """A training of a language model."""
 
-    recipe = "lm"
+    module = recipe = "lm"
 
     model: str = field(metadata=model_option(PRESETS))
     pretrained: str | None = field(
@@ -110,6 +108,7 @@ class LmConfig(RecipeConfig):
             MODEL,
             metavar="SETTINGS",
             shown="all weights are trained",
+            fixed=True,
         ),
     )
     frozen: Frozen | None = field(
@@ -153,6 +152,7 @@ class LmConfig(RecipeConfig):
             "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
             MODEL,
             metavar="NAME",
+            fixed=True,
         ),
     )
     eval_data: tuple[str, ...] = field(
@@ -189,9 +189,12 @@ class LmConfig(RecipeConfig):
             "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
             "source.",
             MODEL,
+            fixed=True,
         ),
     )
-    seq_length: Count = field(metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL))
+    seq_length: Count = field(
+        metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL, fixed=True)
+    )
     train: TrainConfig
     batch_tokens: Count | None = field(
         default=None,
@@ -394,34 +397,23 @@ class LmInputs(Inputs):
         }
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Check that model, data and order are those of the run that is resumed."""
-        now = self.facts()
-        data = before.get("data", {})
-        # First, since the default of --seq-length goes with the model.
-        check_same_model(before.get("model", {}), now["model"], {})
-        # As before there were these.
-        former = {"shuffle_buffer": 0, "packing": Packing.PACKED.value, "lora": None}
-        config = {**former, **before.get("config", {})}
-        fixed = {
-            "seq_length": "--seq-length",
-            "shuffle_buffer": "--shuffle-buffer",
-            "packing": "--packing",
-            "lora": "--lora",
-        }
-        check_same(config, now["config"], fixed)
-        if before.get("model", {}).get("base") != now["model"].get("base"):
-            raise OptionError(
-                "--from",
-                f"{self.config.pretrained}, whose weights have changed",
-                "those that the adapters were trained on: checkpoints leave them out",
-            )
-        if data.get("fingerprint") != now["data"]["fingerprint"]:
-            raise OptionError(
-                "--chat" if self.config.chat else "--data",
-                f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
-                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
-                "began that --resume goes on",
-            )
+        """Check that settings, model and data are those of the run that is resumed."""
+        super().check_same(before)
+        base = self.facts()["model"].get("base")
+        require(
+            before.get("model", {}).get("base") == base,
+            "--from",
+            f"{self.config.pretrained}, whose weights have changed",
+            "those that the adapters were trained on: checkpoints leave them out",
+        )
+
+    def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the option that names the data, what they are now, and what others are called."""
+        return (
+            "--chat" if self.config.chat else "--data",
+            f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
+            f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}",
+        )
 
 
 def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:

@@ -33,7 +33,7 @@ from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
     FAKE_VALIDATION,
     ImageFolderConfig,
-    ImageFolderInputs,
+    VisionConfig,
     VisionInputs,
 )
 from shardwise.app.recipes.vision.files import ImageFolder
@@ -218,7 +218,7 @@ def _centered(width: int, height: int, w: float, h: float) -> Box:
     return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ImageData:
     """Images with their classes.
 
@@ -235,29 +235,29 @@ class ImageData:
     classes: Sequence[str]
 
     @classmethod
-    def of(cls, inputs: ImageFolderInputs[ImageFolderConfig]) -> ImageData:
+    def of(cls, inputs: VisionInputs[ImageFolderConfig]) -> ImageData:
         """Open the images that a configuration refers to."""
         config, classes = inputs.config, inputs.classes
         training: Images
         validation: Images
-        if inputs.folders is None:
+        if inputs.images is None:
             training = FakeImages(FAKE_TRAINING, len(classes), config.image_size)
             validation = FakeImages(FAKE_VALIDATION, len(classes), config.image_size)
         else:
-            first, second = inputs.folders
+            first, second = inputs.images
+            assert isinstance(first, ImageFolder)
+            assert isinstance(second, ImageFolder)
             size, threads = config.image_size, config.threads
             training = FolderImages(first, size, Augment.RANDOM_CROP, threads)
             validation = FolderImages(second, size, Augment.CENTER_CROP, threads)
-        name = inputs.facts()["data"]["name"]
-        return cls(name=name, training=training, validation=validation, classes=classes)
+        return cls(inputs.facts()["data"]["name"], training, validation, classes)
 
 
 def vision_task(
-    inputs: VisionInputs,
+    inputs: VisionInputs[VisionConfig],
     place: TrainContext,
     data: ImageData,
     *,
-    name: str,
     model: FSDPModule,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
@@ -274,7 +274,6 @@ def vision_task(
         inputs: what the user asks for.
         place: where this rank trains.
         data: images with their classes.
-        name: what the model is called.
         model: after sharding.
         optimizer: over the model's shards.
         schedule: of the learning rate.
@@ -298,13 +297,13 @@ def vision_task(
                 f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
                 f"{loaded_into}; {results['accuracy']:.4f} before"
             )
-            title = f"{name} on {data.name}"
+            title = f"{inputs.model} on {data.name}"
             plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
             say(f"confusion  {files.confusion}")
         return {**results, "accuracy_of_file": scores.accuracy}
 
     return Task(
-        model_name=name,
+        model_name=inputs.model,
         model=model,
         model_config=config_json,
         optimizer=optimizer,
@@ -326,7 +325,7 @@ def vision_task(
     )
 
 
-def curve_of(inputs: VisionInputs, world: World) -> Schedule:
+def curve_of(inputs: VisionInputs[VisionConfig], world: World) -> Schedule:
     """Return the schedule of an optimizer's configuration.
 
     By examples: in a resumed run, steps before may have had another number of them.
