@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision.config import MnistConfig, VitConfig
 from shardwise.insight.schema.option import OptionError, as_json, flatten
+from tests.recipes.small import RECIPES
 
 
 def leaves(values: dict[str, object]) -> int:

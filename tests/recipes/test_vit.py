@@ -27,7 +27,7 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 from shardwise import fully_shard
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.begin import check_folder
-from shardwise.app.recipes.core.build import make_adamw, shard_bytes
+from shardwise.app.recipes.core.build import make_optimizer, shard_bytes
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
@@ -201,11 +201,11 @@ def _measure(rank: int, world_size: int, stored: int, needed: RankBytes) -> dict
 
     small = build_classifier(UNEVEN, CLASSES)  # imports, connections and threads are not counted
     _built(small, config, place)
-    step(small, make_adamw(small, OptimizerConfig(lr=1e-3)))
+    step(small, make_optimizer(small, OptimizerConfig(lr=1e-3)))
     gc.collect()
     model = build_classifier(WIDE, CLASSES)
     found = {"build": extra_memory(lambda: _built(model, config, place))}
-    optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3))
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
     found["step"] = stored + needed.optimizer + extra_memory(lambda: step(model, optimizer))

@@ -6,14 +6,11 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardwise.app.recipes.core.begin import check_extras, find_settings
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.text.chat import ChatData, load_chats
-from shardwise.app.recipes.text.data import TextData, load_text
-from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
 from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, longest_sequence
@@ -33,6 +30,11 @@ from shardwise.insight.schema.option import (
     require,
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.text.chat import ChatData
+    from shardwise.app.recipes.text.data import TextData
+    from shardwise.app.recipes.text.documents import Documents
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 _ONLY_DOCUMENTS = (
@@ -73,9 +75,6 @@ class Packing(enum.Enum):
     PACKED = "packed"
     PADDED = "padded"
 
-
-#: The model that is trained if none is named.
-DEFAULT_MODEL = "llama-tiny"
 
 #: What fine-tuning commonly uses. Sequences are no longer than the model's positions.
 FOR_PRETRAINED = Defaults(steps=1000, batch_size=4, seq_length=1024, lr=2e-5)
@@ -291,6 +290,11 @@ class LmConfig(RecipeConfig):
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 
     def _find_text(self) -> TextData | Documents | ChatData:
+        # The command's help needs none of them, and nobody likes to wait for it.
+        from shardwise.app.recipes.text.chat import load_chats
+        from shardwise.app.recipes.text.data import load_text
+        from shardwise.app.recipes.text.documents import find_documents, is_streamed
+
         tokenizer = self.tokenizer_name
         if self.chat:
             require(not self.data, "--data", "--chat too", "one of the two")
@@ -363,6 +367,10 @@ class LmConfig(RecipeConfig):
         if self.pretrained is not None:
             return find_pretrained(self.pretrained)
         return find_settings(self.model, {name: LLAMAS[name].settings() for name in PRESETS})
+
+
+#: The training with all its defaults, by its name.
+DEFAULTS = {"lm": LmConfig.for_model("llama-tiny")}
 
 
 @dataclass(frozen=True)

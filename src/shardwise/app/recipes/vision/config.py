@@ -355,3 +355,11 @@ class VitConfig(ImageFolderConfig):
 
 def _presets() -> dict[str, dict[str, Any]]:
     return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
+
+
+#: Each training on images with all its defaults, by its name.
+DEFAULTS: dict[str, RecipeConfig] = {
+    "mnist": MnistConfig(),
+    "imagenet": ImagenetConfig(),
+    "vit": VitConfig.for_model("vit-tiny"),
+}
