@@ -17,7 +17,6 @@ from torch import nn
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.text.batches import (
     VALIDATION_SEQUENCES,
-    TextBatches,
     ValidationLoss,
     loss_on_tokens,
     open_data,
@@ -175,7 +174,7 @@ def test_too_little_for_validation_is_refused() -> None:
 def test_batches_are_the_sequences_of_the_order(tmp_path: Path) -> None:
     config = small_config(tmp_path, seq_length=16, seed=3)
     text = load_text(config.data, config.seq_length)
-    batch = TextBatches(text, config, CPU).batch(5, 4)
+    batch = Sequences(text.train, config.seq_length, config.train.seed).batch(5, 4)
     assert (batch.shape, batch.dtype) == ((4, 17), torch.int64)
     assert batch.tolist() == Sequences(text.train, 16, seed=3).read(5, 4).tolist()
 

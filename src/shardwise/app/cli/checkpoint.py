@@ -8,7 +8,7 @@ import json as json_module
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -237,17 +237,8 @@ def consolidate(
     """
     from shardwise.checkpoint.tools.convert import consolidate as run
 
-    with reporting_errors(), _progress("consolidating") as watch:
-        run(
-            existing(src),
-            dst,
-            everything=everything,
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("consolidating", run, existing(src), dst, everything=everything, force=force, **sizes)
 
 
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
@@ -267,17 +258,8 @@ def convert(
     from shardwise.checkpoint.formats.detect import Format
     from shardwise.checkpoint.tools.convert import convert as run
 
-    with reporting_errors(), _progress("converting") as watch:
-        run(
-            existing(src),
-            dst,
-            Format(to),
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("converting", run, existing(src), dst, Format(to), force=force, **sizes)
 
 
 def merge_lora(
@@ -316,17 +298,8 @@ def merge_lora(
     adapters = existing(src) / "adapters"
     if not adapters.is_dir():
         adapters = src
-    with reporting_errors(), _progress("merging") as watch:
-        run(
-            adapters,
-            dst,
-            base,
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("merging", run, adapters, dst, base, force=force, **sizes)
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:
@@ -363,6 +336,15 @@ def _progress(doing: str) -> Iterator[Watch]:
             return lambda moved: bar.update(task, advance=moved)
 
         yield watch
+
+
+def _write(
+    doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
+) -> None:
+    """Write a checkpoint in another form, and show what was written."""
+    with reporting_errors(), _progress(doing) as watch:
+        run(src, dst, *more, watch=watch, **options)
+    _show_written(dst)
 
 
 def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:

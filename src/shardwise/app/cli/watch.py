@@ -85,7 +85,6 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
 
     Of runs that are under way, it is what they have done so far.
     """
-    from shardwise.app.cli.watch import compared
     from shardwise.app.runs.page import Updates, page
     from shardwise.app.runs.snapshot import RunReader
 
@@ -97,7 +96,7 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
         size = html.write_bytes(page(_names(runs), found, Updates.NEVER).encode())
         typer.echo(printable(f"wrote {html}: {brief_size(size)}"), err=True)
     if json:
-        print(json_module.dumps(compared(found).to_json()))  # ASCII: some text has no encoding
+        print(json_module.dumps(vars(compared(found))))  # ASCII: some text has no encoding
     elif html is None:
         show(compared(found))
 
@@ -152,10 +151,6 @@ class Comparison:
     results: Mapping[str, Mapping[str, Any]]
     differing: Mapping[str, Sequence[Any]]
     same: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"results": self.results, "differing": self.differing, "same": self.same}
 
     def __str__(self) -> str:
         names = list(self.results)

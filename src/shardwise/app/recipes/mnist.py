@@ -102,7 +102,7 @@ class Digits:
         """Read some of them; nothing about them is random."""
         del keys
         chosen = torch.tensor(indices)
-        return (self._images[chosen].float() / 255 - MEAN) / STD, self._labels[chosen]
+        return Batch((self._images[chosen].float() / 255 - MEAN) / STD, self._labels[chosen])
 
 
 def build_convnet() -> nn.Sequential:

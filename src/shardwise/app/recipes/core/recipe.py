@@ -181,8 +181,8 @@ class Inputs:
         check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
         data = before.get("data", {})
         if data.get("fingerprint") != now["data"]["fingerprint"]:
-            option, found, other = self.of_data(data)
-            raise OptionError(option, found, f"{other}, as the run began that --resume goes on")
+            option, found, called = self.of_data(data)
+            raise OptionError(option, found, f"{called}, as the run began that --resume goes on")
 
     def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the option that names the data, what they are now, and what others are called.
@@ -255,7 +255,7 @@ class Data(Protocol):
     """Training examples in an order that does not depend on the world."""
 
     def batch(self, position: int, count: int) -> Any:
-        """Return examples ``position`` .. ``position + count``, on this rank's device."""
+        """Return examples ``position`` .. ``position + count``; ``to`` brings them to a device."""
 
 
 def nothing() -> None:

@@ -1,29 +1,17 @@
-"""What a language model trains on and is evaluated on, on one rank.
-
-Batches of documents are read by a background thread while the step before them computes:
-
-    thread      read 4 | read 5 | read 6 | wait for room ........ | read 7
-    queue       4 5 6                                               5 6
-    training             step 3 ................................. | step 4
-
-With each batch the thread notes the position of the data after it. So a checkpoint holds the
-position of what was trained on, whatever was read beyond that.
-"""
+"""What a language model trains on and is evaluated on, on one rank."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
 from shardwise.app.recipes.core.build import evaluating
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.model import next_token_loss
@@ -45,24 +33,6 @@ from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
 VALIDATION_SEQUENCES = 64
-
-
-class TextBatches:
-    """Training batches: int64 of shape (count, length + 1), on the device.
-
-    Args:
-        text: the data.
-        config: length and seed.
-        device: where batches go.
-    """
-
-    def __init__(self, text: TextData, config: LmConfig, device: torch.device) -> None:
-        self._sequences = Sequences(text.train, config.seq_length, config.train.seed)
-        self._device = device
-
-    def batch(self, position: int, count: int) -> torch.Tensor:
-        """Return sequences ``position`` .. ``position + count`` of the order."""
-        return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
 
 
 @dataclass
@@ -190,7 +160,7 @@ def open_data(
 def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
     held = text.validation
     return LmData(
-        batches=TextBatches(text, config, device),
+        batches=Sequences(text.train, config.seq_length, config.train.seed),
         evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
         f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
@@ -223,7 +193,7 @@ def _open_documents(
     # take turns at the interpreter's lock on busy cores make steps longer.
     busy = device.type == "cpu" and source.commit is None
     jumps = readers not in (None, world)
-    batches = streams if busy or jumps else ReadAhead(streams, world.size, device)
+    batches = streams if busy or jumps else ReadAhead(streams, world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: loss_on_tokens(
@@ -259,9 +229,9 @@ def _open_chats(
     train, notes = rows_of(text.train)
     held, held_notes = rows_of(text.validation)
     given = {"": notes, "for validation: ": held_notes}
-    batches: chats.ChatBatches | ReadAhead = chats.ChatBatches(train, config.train.seed)
+    batches: Shuffled | ReadAhead = Shuffled(len(train), config.train.seed, train.drawn)
     if device.type != "cpu" and readers in (None, world):
-        batches = ReadAhead(batches, world.size, device)
+        batches = ReadAhead(batches, world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: ValidationLoss(
@@ -275,104 +245,6 @@ def _open_chats(
         per_epoch=len(train),
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
     )
-
-
-AHEAD = 8  # batches: room for a source that stands still for some steps, and next to no memory
-END = 5.0  # seconds that the thread gets to end, after which it is left to the process's end
-
-
-class Readable(Data, Resumable, Protocol):
-    """Data in host memory that know where they stand; batches have a method ``to``, for devices."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What was read, and where the data stand behind it."""
-
-    position: int
-    count: int
-    batch: Any
-    state: dict[str, Any]
-
-
-class ReadAhead:
-    """Training batches on the device, read some batches before they are asked for.
-
-    The thread begins with the first batch; :meth:`close` ends it.
-
-    Args:
-        data: where batches come from; from the first batch on only the thread reads it.
-        ranks: each of n ranks takes its part of a microbatch, one after the other: from one
-            batch of this rank to its next it is as many batches.
-        device: where batches go.
-    """
-
-    def __init__(self, data: Readable, ranks: int, device: torch.device) -> None:
-        self._data = data
-        self._ranks = ranks
-        self._device = device
-        self._queue: SimpleQueue[_Read | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(AHEAD)
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._state: dict[str, Any] | None = None
-
-    def batch(self, position: int, count: int) -> Any:
-        """Examples ``position`` .. ``position + count``; they have to follow those before.
-
-        Raises:
-            ValueError: they do not.
-            Exception: what the thread met with, in its own traceback.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._read, args=(position, count), name="read-ahead", daemon=True
-            )
-            self._thread.start()
-        read = self._queue.get()  # signals are handled meanwhile
-        if isinstance(read, BaseException):
-            self._queue.put(read)  # nothing follows it
-            raise read
-        if (read.position, read.count) != (position, count):
-            raise ValueError(
-                f"found {count} examples from {position} asked for, expected {read.count} from "
-                f"{read.position}, which were read ahead"
-            )
-        self._state = read.state
-        self._room.release()
-        return read.batch.to(self._device)
-
-    def _read(self, position: int, count: int) -> None:
-        try:
-            while self._room.acquire() and not self._closed.is_set():
-                batch = self._data.batch(position, count)
-                self._queue.put(_Read(position, count, batch, self._data.state()))
-                position += self._ranks * count
-        except BaseException as error:  # whatever it is, the step that needs the batch raises it
-            self._queue.put(error)
-
-    def close(self) -> None:
-        """End the thread; no batch follows.
-
-        A thread that waits for a network is left waiting: it ends with the process.
-        """
-        self._closed.set()
-        self._room.release()
-        if self._thread is not None:
-            self._thread.join(END)
-
-    def state(self) -> dict[str, Any]:
-        """Where the data stood behind the last batch that was asked for."""
-        return self._data.state() if self._state is None else self._state
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from :meth:`state` of all ranks of any world, before the first batch.
-
-        Raises:
-            CheckpointError: it is no such state.
-            OptionError: it has another number of streams than was asked for.
-        """
-        self._data.load_state(state, where)
 
 
 def validation_tokens(

@@ -32,6 +32,7 @@ from shardwise.insight.schema.option import OptionError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 
@@ -350,6 +351,12 @@ class Sequences:
             for p in range(position, position + count)
         ]
         return np.stack(rows)
+
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Return the same as a tensor."""
+        import torch
+
+        return torch.from_numpy(self.read(position, count))
 
 
 _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
