@@ -25,14 +25,14 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option
+from typer import Option
 
 from shardwise.app.cli.options import (
     Json,
     Layers,
+    PathArgument,
     help_if_alone,
     read_name,
-    read_path,
     read_size,
 )
 from shardwise.app.recipes.core.begin import check_extras
@@ -56,20 +56,14 @@ commands = typer.Typer(
 
 Checkpoint = Annotated[
     Path,
-    Argument(
-        parser=read_path,
-        metavar="SRC",
-        help="A checkpoint of any format, or a run (its newest complete checkpoint).",
-        show_default=False,
+    PathArgument(
+        metavar="SRC", help="A checkpoint of any format, or a run (its newest complete checkpoint)."
     ),
 ]
 Buffer = Annotated[
     int, Option(parser=read_size, metavar="SIZE", help="Memory for buffers: 8MiB, 1GB.")
 ]
-Target = Annotated[
-    Path,
-    Argument(parser=read_path, metavar="DST", help="The folder to write.", show_default=False),
-]
+Target = Annotated[Path, PathArgument(metavar="DST", help="The folder to write.")]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 DEFAULT_BUFFER: Any = "32MiB"
 ShardSize = partial(Option, parser=read_size, metavar="SIZE", show_default="50GB")
@@ -124,13 +118,7 @@ def existing(path: Path) -> Path:
 @commands.command(epilog=_example("ls runs/lm"))
 def ls(
     directory: Annotated[
-        Path,
-        Argument(
-            parser=read_path,
-            metavar="DIR",
-            help="A run, or a folder of checkpoints.",
-            show_default=False,
-        ),
+        Path, PathArgument(metavar="DIR", help="A run, or a folder of checkpoints.")
     ],
     json: Json = False,
 ) -> None:
@@ -187,8 +175,8 @@ def show_(
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
 def diff(
-    first: Annotated[Path, Argument(parser=read_path, metavar="A", show_default=False)],
-    second: Annotated[Path, Argument(parser=read_path, metavar="B", show_default=False)],
+    first: Annotated[Path, PathArgument(metavar="A")],
+    second: Annotated[Path, PathArgument(metavar="B")],
     layers: Layers = False,
     buffer: Buffer = DEFAULT_BUFFER,
     json: Json = False,
@@ -214,12 +202,10 @@ def consolidate(
     src: Checkpoint,
     dst: Annotated[
         Path,
-        Argument(
-            parser=read_path,
+        PathArgument(
             metavar="DST",
             help="file.safetensors; file.pt, .pth or .bin; or a name without an extension, for a "
             "folder of safetensors files.",
-            show_default=False,
         ),
     ],
     max_shard_size: Annotated[
@@ -265,11 +251,8 @@ def convert(
 def merge_lora(
     src: Annotated[
         Path,
-        Argument(
-            parser=read_path,
-            metavar="SRC",
-            help="A folder of adapters, as peft writes it, or a run with --lora.",
-            show_default=False,
+        PathArgument(
+            metavar="SRC", help="A folder of adapters, as peft writes it, or a run with --lora."
         ),
     ],
     dst: Target,

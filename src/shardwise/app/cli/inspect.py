@@ -11,9 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from shardwise.app.cli.options import Html, Integer, Json, Layers, read_name, read_path
+from shardwise.app.cli.options import (
+    Html,
+    Integer,
+    Json,
+    Layers,
+    PathArgument,
+    PathOption,
+    read_name,
+)
 from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.units import brief_size, printable
@@ -51,11 +59,9 @@ A page for the browser, for a transformers model on 512 ranks:
 
 Run = Annotated[
     Path | None,
-    Argument(
-        parser=read_path,
+    PathArgument(
         metavar="RUN",
         help="The folder of a run of shardwise train: its model, on the mesh of its last session.",
-        show_default=False,
     ),
 ]
 Model = Annotated[
@@ -92,12 +98,7 @@ Values = Annotated[
 ]
 Svg = Annotated[
     Path | None,
-    Option(
-        parser=read_path,
-        metavar="FILE",
-        help="Write a picture of the --param, which has to be one.",
-        show_default=False,
-    ),
+    PathOption(help="Write a picture of the --param, which has to be one.", show_default=False),
 ]
 
 

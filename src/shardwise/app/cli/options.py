@@ -101,18 +101,16 @@ def read_integer(text: str | int) -> int:
     return int(number)
 
 
-#: An integer, among the parameters of a command.
+# Kinds of parameters of a command.
+PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
+NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
+PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
 
 # Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Layers = Annotated[bool, typer.Option("--layers", help="Show repeated layers one by one.")]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
-    ),
-]
+Html = Annotated[Path | None, PathOption(help="Write a page for browsers.", show_default=False)]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}

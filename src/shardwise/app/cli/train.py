@@ -12,10 +12,10 @@ import typer
 from shardwise.app.cli.config_file import FileOption, read_options, save, written
 from shardwise.app.cli.options import (
     Options,
+    PathOption,
     help_if_alone,
     keyword_only,
     parameter_name,
-    read_path,
     with_options,
 )
 from shardwise.app.cli.run import LaunchConfig, run
@@ -104,7 +104,7 @@ Speed without reading images, on two CPUs:
 
 
 def _file_option(name: str, help_text: str) -> Parameter:
-    info = typer.Option(name, metavar="FILE", parser=read_path, help=help_text)
+    info = PathOption(name, help=help_text)
     return keyword_only(parameter_name(name), Annotated[Path | None, info], None)
 
 

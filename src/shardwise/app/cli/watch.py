@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument
 
-from shardwise.app.cli.options import Html, Integer, Json, read_path
+from shardwise.app.cli.options import Html, Integer, Json, PathArgument
 from shardwise.app.runs.files import RunFiles
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
@@ -47,13 +46,7 @@ The same with their curves, as a page:
 _PORT = 8265
 
 Runs = Annotated[
-    list[Path],
-    Argument(
-        parser=read_path,
-        metavar="RUN...",
-        help="Folders of runs of shardwise train.",
-        show_default=False,
-    ),
+    list[Path], PathArgument(metavar="RUN...", help="Folders of runs of shardwise train.")
 ]
 Port = Annotated[
     int | None,

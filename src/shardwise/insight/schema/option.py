@@ -2,7 +2,7 @@
 
 A default, its type, its bounds and its help stand in one place::
 
-    seed: Annotated[int, SEEDS] = field(default=0, metadata=option("Seed of all.", TRAINING))
+    seed: Annotated[int, SEEDS] = setting(0, "Seed of all.", TRAINING)
 
 A field without metadata is no option. A field that holds another configuration contributes the
 options of that one.
@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.base.errors import NotPossibleError
 from shardwise.elastic.errors import UserError
+
+T = TypeVar("T")
 
 #: Keys of ``dataclasses.field(metadata=...)``.
 OPTION, GROUP = "option", "group"
@@ -162,6 +164,12 @@ class Group:
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:
     """Return the metadata of a field that is an option; see :class:`Option`."""
     return {OPTION: Option(help=text, panel=panel, **settings)}
+
+
+def setting(default: T, text: str, panel: str | None = None, **settings: Any) -> T:
+    """Return a field that is an option, with its default; see :class:`Option`."""
+    found: Any = field(default=default, metadata=option(text, panel, **settings))
+    return cast("T", found)
 
 
 def model_option(presets: Iterable[str]) -> dict[str, Option]:

@@ -28,6 +28,7 @@ from shardwise.insight.schema.option import (
     model_option,
     option,
     require,
+    setting,
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
 
@@ -88,141 +89,104 @@ class LmConfig(RecipeConfig):
     module = recipe = "lm"
 
     model: str = field(metadata=model_option(PRESETS))
-    pretrained: str | None = field(
-        default=None,
-        metadata=option(
-            "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
-            "the Hugging Face Hub.",
-            MODEL,
-            name="--from",
-            metavar="NAME",
-            reads=Reads.NAME,
-        ),
+    pretrained: str | None = setting(
+        None,
+        "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
+        "the Hugging Face Hub.",
+        MODEL,
+        name="--from",
+        metavar="NAME",
+        reads=Reads.NAME,
     )
-    lora: str | None = field(
-        default=None,
-        metadata=option(
-            "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
-            "targets=q_proj+v_proj; and dropout=0.05.",
-            MODEL,
-            metavar="SETTINGS",
-            shown="all weights are trained",
-            fixed=True,
-        ),
+    lora: str | None = setting(
+        None,
+        "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
+        "targets=q_proj+v_proj; and dropout=0.05.",
+        MODEL,
+        metavar="SETTINGS",
+        shown="all weights are trained",
+        fixed=True,
     )
-    frozen: Frozen | None = field(
-        default=None,
-        metadata=option(
-            "What becomes of frozen parameters between forward and backward: {choices}.",
-            MODEL,
-            metavar="NAME",
-            shown="keep where memory allows",
-        ),
+    frozen: Frozen | None = setting(
+        None,
+        "What becomes of frozen parameters between forward and backward: {choices}.",
+        MODEL,
+        metavar="NAME",
+        shown="keep where memory allows",
     )
-    merge: bool = field(
-        default=False,
-        metadata=option("Merge the adapters into whole weights at the end.", MODEL),
+    merge: bool = setting(False, "Merge the adapters into whole weights at the end.", MODEL)
+    data: tuple[str, ...] = setting(
+        (),
+        "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
+        "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
+        MODEL,
+        metavar="TEXT",
+        reads=Reads.NAME,
+        shown="the Python standard library's source",
+        takes_arguments=True,
     )
-    data: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
-            "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
-            MODEL,
-            metavar="TEXT",
-            reads=Reads.NAME,
-            shown="the Python standard library's source",
-            takes_arguments=True,
-        ),
+    chat: tuple[str, ...] = setting(
+        (),
+        "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
+        "completion. The loss is on the assistant's tokens.",
+        MODEL,
+        metavar="FILE",
+        reads=Reads.NAME,
     )
-    chat: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
-            "completion. The loss is on the assistant's tokens.",
-            MODEL,
-            metavar="FILE",
-            reads=Reads.NAME,
-        ),
+    packing: Packing = setting(
+        Packing.PACKED,
+        "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
+        MODEL,
+        metavar="NAME",
+        fixed=True,
     )
-    packing: Packing = field(
-        default=Packing.PACKED,
-        metadata=option(
-            "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
-            MODEL,
-            metavar="NAME",
-            fixed=True,
-        ),
+    eval_data: tuple[str, ...] = setting(
+        (),
+        "Text or chats to evaluate on; of the same kind as what is trained on.",
+        MODEL,
+        metavar="TEXT",
+        reads=Reads.NAME,
+        shown="one part in 20 of --data or --chat",
     )
-    eval_data: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Text or chats to evaluate on; of the same kind as what is trained on.",
-            MODEL,
-            metavar="TEXT",
-            reads=Reads.NAME,
-            shown="one part in 20 of --data or --chat",
-        ),
+    tokenizer: str | None = setting(
+        None,
+        "A tokenizer of transformers, by name or folder; documents are then streamed.",
+        MODEL,
+        metavar="NAME",
+        reads=Reads.NAME,
+        shown="that of --from, else bytes",
     )
-    tokenizer: str | None = field(
-        default=None,
-        metadata=option(
-            "A tokenizer of transformers, by name or folder; documents are then streamed.",
-            MODEL,
-            metavar="NAME",
-            reads=Reads.NAME,
-            shown="that of --from, else bytes",
-        ),
+    streams: Count | None = setting(
+        None,
+        "Streams that documents are split into; a multiple of the world size is best.",
+        MODEL,
+        shown="by world size, 8 or more",
     )
-    streams: Count | None = field(
-        default=None,
-        metadata=option(
-            "Streams that documents are split into; a multiple of the world size is best.",
-            MODEL,
-            shown="by world size, 8 or more",
-        ),
-    )
-    shuffle_buffer: Natural = field(
-        default=0,
-        metadata=option(
-            "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
-            "source.",
-            MODEL,
-            fixed=True,
-        ),
+    shuffle_buffer: Natural = setting(
+        0,
+        "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
+        "source.",
+        MODEL,
+        fixed=True,
     )
     seq_length: Count = field(
         metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL, fixed=True)
     )
     train: TrainConfig
-    batch_tokens: Count | None = field(
-        default=None,
-        metadata=option(
-            "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
-            "the most sequences of a microbatch.",
-            TRAINING,
-        ),
+    batch_tokens: Count | None = setting(
+        None,
+        "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
+        "the most sequences of a microbatch.",
+        TRAINING,
     )
-    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = field(
-        default=None,
-        metadata=option(
-            "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
-        ),
+    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = setting(
+        None, "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
     )
-    prompt: str | None = field(
-        default=None,
-        metadata=option(
-            "Beginning of the sample.",
-            SAMPLE,
-            shown="a line of Python, or nothing with --data",
-        ),
+    prompt: str | None = setting(
+        None, "Beginning of the sample.", SAMPLE, shown="a line of Python, or nothing with --data"
     )
-    sample_tokens: Natural = field(
-        default=200, metadata=option("Tokens of the sample; 0: no sample.", SAMPLE)
-    )
-    temperature: NotNegative = field(
-        default=0.9, metadata=option("0: always the most likely token.", SAMPLE)
-    )
+    sample_tokens: Natural = setting(200, "Tokens of the sample; 0: no sample.", SAMPLE)
+    temperature: NotNegative = setting(0.9, "0: always the most likely token.", SAMPLE)
 
     @classmethod
     def for_model(cls, model: str) -> LmConfig:

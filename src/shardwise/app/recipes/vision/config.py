@@ -29,8 +29,8 @@ from shardwise.insight.schema.option import (
     Positive,
     as_json,
     model_option,
-    option,
     require,
+    setting,
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
@@ -46,14 +46,11 @@ ImageFiles: TypeAlias = tuple[ImageFolder, ImageFolder] | tuple[IdxSet, IdxSet]
 class VisionConfig(RecipeConfig):
     """What the configurations of all trainings on images have in common."""
 
-    data_dir: Path | None
     train: TrainConfig
-    eval_batch_size: Count | None = field(
-        default=None,
-        metadata=option(
-            "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
-        ),
+    eval_batch_size: Count | None = setting(
+        None, "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
     )
+    data_dir: Path | None
 
 
 C = TypeVar("C", bound=VisionConfig, covariant=True)
@@ -117,8 +114,8 @@ class MnistConfig(VisionConfig):
 
     module = recipe = "mnist"
 
-    data_dir: Path | None = field(
-        default=None, metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH")
+    data_dir: Path | None = setting(
+        None, "Folder with MNIST's four IDX files.", MODEL, metavar="PATH"
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -130,14 +127,12 @@ class MnistConfig(VisionConfig):
             output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
         )
     )
-    nested: bool = field(
-        default=False,
-        metadata=option(
-            "Shard each convolution block by itself, then the rest.",
-            SHARDING,
-            name="--nested-fsdp/--no-nested-fsdp",
-            former=("--use-nested-fsdp",),
-        ),
+    nested: bool = setting(
+        False,
+        "Shard each convolution block by itself, then the rest.",
+        SHARDING,
+        name="--nested-fsdp/--no-nested-fsdp",
+        former=("--use-nested-fsdp",),
     )
 
     def check(self, world: World) -> VisionInputs[Self]:
@@ -163,20 +158,16 @@ class ImageFolderConfig(VisionConfig):
 
     module = "images"
 
-    data_dir: Path | None = field(
-        default=None,
-        metadata=option("Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"),
+    data_dir: Path | None = setting(
+        None, "Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"
     )
-    fake_data: bool = field(
-        default=False, metadata=option("Train on noise, to measure speed.", MODEL)
-    )
+    fake_data: bool = setting(False, "Train on noise, to measure speed.", MODEL)
     model: str
-    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
-        default=224,
-        metadata=option("Height and width of the model's input, in pixels.", MODEL, fixed=True),
+    image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
+        224, "Height and width of the model's input, in pixels.", MODEL, fixed=True
     )
-    threads: Annotated[int, Bounds(least=1, most=1024)] = field(
-        default=4, metadata=option("Threads that decode images, per rank.", MODEL, name="--workers")
+    threads: Annotated[int, Bounds(least=1, most=1024)] = setting(
+        4, "Threads that decode images, per rank.", MODEL, name="--workers"
     )
 
     def check_dry_run(self, world: World) -> None:
@@ -235,20 +226,17 @@ class ImagenetConfig(ImageFolderConfig):
             output=OutputConfig(out=Path("runs/imagenet"), checkpoint_every=1000, eval_every=1),
         )
     )
-    warmup_epochs: NotNegative = field(
-        default=5.0, metadata=option("Epochs of linear warmup of the learning rate.", TRAINING)
+    warmup_epochs: NotNegative = setting(
+        5.0, "Epochs of linear warmup of the learning rate.", TRAINING
     )
-    drop_epochs: Natural = field(
-        default=30,
-        metadata=option(
-            "Epochs from one drop of the learning rate to the next; 0: no drops.",
-            TRAINING,
-            name="--lr-drop-epochs",
-        ),
+    drop_epochs: Natural = setting(
+        30,
+        "Epochs from one drop of the learning rate to the next; 0: no drops.",
+        TRAINING,
+        name="--lr-drop-epochs",
     )
-    drop_factor: Positive = field(
-        default=10.0,
-        metadata=option("Divides the learning rate then.", TRAINING, name="--lr-drop-factor"),
+    drop_factor: Positive = setting(
+        10.0, "Divides the learning rate then.", TRAINING, name="--lr-drop-factor"
     )
 
     def lr(self, epoch: float) -> float:
@@ -280,18 +268,14 @@ class VitConfig(ImageFolderConfig):
     model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
 
     model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
-    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = field(
-        default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
+    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = setting(
+        None, "Number of blocks.", MODEL, shown=BY_MODEL
     )
-    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
-        default=224,
-        metadata=option(
-            "Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL, fixed=True
-        ),
+    image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
+        224, "Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL, fixed=True
     )
-    patch_size: Count | None = field(
-        default=None,
-        metadata=option("Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL),
+    patch_size: Count | None = setting(
+        None, "Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -303,13 +287,11 @@ class VitConfig(ImageFolderConfig):
             output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),
         )
     )
-    nested: bool = field(
-        default=True,
-        metadata=option(
-            "Shard the model as one group, not each block by itself.",
-            SHARDING,
-            name="--nested-fsdp/--no-nested-fsdp",
-        ),
+    nested: bool = setting(
+        True,
+        "Shard the model as one group, not each block by itself.",
+        SHARDING,
+        name="--nested-fsdp/--no-nested-fsdp",
     )
 
     @classmethod
