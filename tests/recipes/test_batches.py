@@ -29,7 +29,15 @@ from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import small_config
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1)
+
+
+def place_of(rank: int, size: int) -> Any:
+    """Where a rank trains, as far as its data ask."""
+    world = World(rank, size, 0, 1)
+    return SimpleNamespace(world=world, readers=world, device=CPU)
+
+
+ALONE = place_of(0, 1)
 
 
 class Bigrams(nn.Module):
@@ -64,9 +72,9 @@ class Counted:
 
 
 def loss_on(
-    model: nn.Module, stream: Counted, config: LmConfig, world: World = ALONE
+    model: nn.Module, stream: Counted, config: LmConfig, place: Any = ALONE
 ) -> ValidationLoss:
-    return loss_on_tokens(model, stream.read, len(stream), config, world, CPU)
+    return loss_on_tokens(model, stream.read, len(stream), config, place)
 
 
 @pytest.fixture
@@ -113,7 +121,7 @@ def test_sequences_reach_from_the_first_token_to_the_last_in_every_world(
     config = small_config(tmp_path, seq_length=16)
     stream = Counted(5000)
     for rank in range(size):
-        loss_on(Bigrams(), stream, config, World(rank, size, 0, 1))
+        loss_on(Bigrams(), stream, config, place_of(rank, size))
         share = len(stream.parts) / (rank + 1)
         assert share == max(1, VALIDATION_SEQUENCES // size), "every forward takes all ranks"
     starts = sorted(start for start, _ in stream.parts)
@@ -182,7 +190,7 @@ def test_batches_are_the_sequences_of_the_order(tmp_path: Path) -> None:
 def test_opened_files_need_no_position_and_say_how_much_there_is(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     text = load_text(config.data, config.seq_length)
-    data = open_data(text, Bytes(), config, ALONE, CPU)
+    data = open_data(text, Bytes(), config, ALONE)
     assert data.position is None, "the number of examples is enough to go on"
     assert data.summary == (
         f"{config.data[0]}: {len(text.train):,} tokens to train on, "

@@ -54,8 +54,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
     introduction = _notes(config, vocabulary, model)
-    world, readers = place.world, place.readers
-    data = open_data(inputs.text, vocabulary, config, world, place.device, readers)
+    data = open_data(inputs.text, vocabulary, config, place)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)

@@ -16,7 +16,7 @@ from shardwise.app.recipes.core.build import evaluating
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.progress import brief
-from shardwise.app.recipes.core.recipe import Data, nothing
+from shardwise.app.recipes.core.recipe import Data, TrainContext, nothing
 from shardwise.app.recipes.text.chat import ChatData, ChatLines
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.data import (
@@ -28,7 +28,6 @@ from shardwise.app.recipes.text.data import (
 )
 from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.base.units import counted
-from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
@@ -73,8 +72,7 @@ def loss_on_tokens(
     read: Callable[[int, int], NDArray[np.int64]],
     size: int,
     config: LmConfig,
-    world: World,
-    device: torch.device,
+    place: TrainContext,
 ) -> ValidationLoss:
     """Return the loss on sequences spread evenly over tokens, which are read now.
 
@@ -83,15 +81,15 @@ def loss_on_tokens(
         read: returns tokens by the first one and their number, int64.
         size: how many there are.
         config: length and batch size.
-        world: this rank.
-        device: where this rank computes.
+        place: where this rank computes.
     """
+    world = place.world
     total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
     length = config.seq_length + 1
     starts = [(size - length) * i // max(1, total - 1) for i in range(total)]
     mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
     batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
-    return ValidationLoss(model, _loss_of_sequences, lambda: batches, device)
+    return ValidationLoss(model, _loss_of_sequences, lambda: batches, place.device)
 
 
 #: Evaluates a model: names and values, such as ``validation_loss``.
@@ -129,9 +127,7 @@ def open_data(
     text: TextData | Documents | ChatData,
     vocabulary: Vocabulary,
     config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None = None,
+    place: TrainContext,
 ) -> LmData:
     """Open what :meth:`LmConfig.check` found. Every rank calls it.
 
@@ -139,41 +135,34 @@ def open_data(
         text: what was found.
         vocabulary: of the texts.
         config: the configuration.
-        world: this rank among those that evaluate together.
-        device: of this rank.
-        readers: this rank among those between whom examples are divided, if these are more. Then
-            what comes next is not known, and not read ahead.
+        place: this rank among those that evaluate together, and among those between whom examples
+            are divided. If these are more, what comes next is not known, and not read ahead.
 
     Raises:
         UserError: it cannot be opened, or there is too little.
     """
     match text:
         case TextData():
-            return _open_files(text, config, world, device)
+            return _open_files(text, config, place)
         case Documents():
-            return _open_documents(text, vocabulary, config, world, device, readers)
+            return _open_documents(text, vocabulary, config, place)
         case ChatData():
             assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
-            return _open_chats(text, vocabulary, config, world, device, readers)
+            return _open_chats(text, vocabulary, config, place)
 
 
-def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
+def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData:
     held = text.validation
     return LmData(
         batches=Sequences(text.train, config.seq_length, config.train.seed),
-        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
+        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, place),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
         f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
     )
 
 
 def _open_documents(
-    text: Documents,
-    vocabulary: Vocabulary,
-    config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None,
+    text: Documents, vocabulary: Vocabulary, config: LmConfig, place: TrainContext
 ) -> LmData:
     from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
 
@@ -181,7 +170,7 @@ def _open_documents(
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
-    streams = StreamBatches(source, vocabulary, length, config.streams, readers or world, shuffle)
+    streams = StreamBatches(source, vocabulary, length, config.streams, place.readers, shuffle)
     dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
     order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
     summary = (
@@ -191,13 +180,13 @@ def _open_documents(
     )
     # Local files are read by the cores that train: there is no waiting to hide, and threads that
     # take turns at the interpreter's lock on busy cores make steps longer.
-    busy = device.type == "cpu" and source.commit is None
-    jumps = readers not in (None, world)
-    batches = streams if busy or jumps else ReadAhead(streams, world.size)
+    busy = place.device.type == "cpu" and source.commit is None
+    jumps = place.readers != place.world
+    batches = streams if busy or jumps else ReadAhead(streams, place.world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: loss_on_tokens(
-            model, lambda at, count: held[at : at + count], len(held), config, world, device
+            model, lambda at, count: held[at : at + count], len(held), config, place
         ),
         summary=summary,
         position=batches,
@@ -206,18 +195,13 @@ def _open_documents(
 
 
 def _open_chats(
-    text: ChatData,
-    vocabulary: Tokenizer,
-    config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None,
+    text: ChatData, vocabulary: Tokenizer, config: LmConfig, place: TrainContext
 ) -> LmData:
     from shardwise.app.recipes.text import conversations as chats
     from shardwise.app.recipes.text.chat import ChatEncoder
 
     encoder = ChatEncoder(vocabulary)
-    length = config.seq_length
+    length, world = config.seq_length, place.world
 
     def rows_of(lines: ChatLines) -> tuple[chats.ChatRows, str]:
         found = chats.survey(lines, encoder, length, world)
@@ -230,12 +214,12 @@ def _open_chats(
     held, held_notes = rows_of(text.validation)
     given = {"": notes, "for validation: ": held_notes}
     batches: Shuffled | ReadAhead = Shuffled(len(train), config.train.seed, train.drawn)
-    if device.type != "cpu" and readers in (None, world):
+    if place.device.type != "cpu" and place.readers == world:
         batches = ReadAhead(batches, world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: ValidationLoss(
-            model, held_loss, lambda: held.batches(config.train.batch_size, world), device
+            model, held_loss, lambda: held.batches(config.train.batch_size, world), place.device
         ),
         summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
         f"{vocabulary.used:,} tokens",
