@@ -72,6 +72,7 @@ def test_a_rank_imports_only_what_its_training_uses() -> None:
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     others = {
         *("app.recipes.text.conversations", "app.recipes.text.streams"),
+        *("app.recipes.text.chat", "app.recipes.text.documents"),
         *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
         *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
     }

@@ -83,13 +83,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         from shardwise.app.recipes.core.replicas import replicas_of  # which imports DiLoCo
 
         optimizer, replicas = replicas_of(
-            model,
-            optimizer,
-            place.mesh,
-            train.diloco,
-            config.seq_length,
-            place.replica,
-            train.peer_timeout,
+            model, optimizer, place.mesh, place.replica, train, config.seq_length
         )
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)

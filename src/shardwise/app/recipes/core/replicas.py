@@ -42,7 +42,7 @@ from shardwise.diloco.membership import TIMEOUT
 from shardwise.elastic.errors import say
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.insight.schema.training import DilocoConfig
+from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
 
 #: The most steps until all ranks tell each other whether they were asked to stop.
@@ -60,21 +60,21 @@ class Replicas:
     Args:
         diloco: of this rank.
         mesh: (replicate, shard); where replicas are worlds, the first has one rank.
-        config: how they exchange parameters.
-        tokens: of an example.
         replica: the one that this world is; None: the world has all of them.
+        local_steps: steps of each replica between two exchanges.
+        tokens: of an example.
     """
 
     def __init__(
         self,
         diloco: DiLoCo,
         mesh: DeviceMesh,
-        config: DilocoConfig,
-        tokens: int,
         replica: ReplicaWorld | None,
+        local_steps: int,
+        tokens: int,
     ) -> None:
         self._diloco = diloco
-        self._local_steps = config.local_steps
+        self._local_steps = local_steps
         self._tokens = tokens * mesh.size(1)
         self._replica = replica
         #: The ranks of this replica, which average gradients.
@@ -118,10 +118,9 @@ def replicas_of(
     model: nn.Module,
     inner: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    config: DilocoConfig,
+    replica: ReplicaWorld | None,
+    train: TrainConfig,
     tokens: int,
-    replica: ReplicaWorld | None = None,
-    timeout: float | None = None,
 ) -> tuple[DiLoCo, Replicas]:
     """Return the optimizer of this rank's replica, and the replicas.
 
@@ -129,11 +128,12 @@ def replicas_of(
         model: of this rank.
         inner: the inner optimizer.
         mesh: (replicate, shard).
-        config: how replicas exchange parameters.
-        tokens: of an example.
         replica: the one that this world is; None: the world has all of them.
-        timeout: seconds that an exchange may take; None for the usual.
+        train: how replicas exchange parameters, and how long one may take.
+        tokens: of an example.
     """
+    config = train.diloco
+    assert config is not None
     quorum: Quorum | None = None
     if replica is not None:
         quorum = Quorum(
@@ -141,7 +141,7 @@ def replicas_of(
             replica=replica.number,
             group=mesh.get_group(SHARD),
             token=replica.token,
-            timeout=TIMEOUT if timeout is None else timeout,
+            timeout=TIMEOUT if train.peer_timeout is None else train.peer_timeout,
         )
     diloco = DiLoCo(
         model,
@@ -153,7 +153,7 @@ def replicas_of(
         error_feedback=config.keeps_errors,
         streaming=config.streaming,
     )
-    return diloco, Replicas(diloco, mesh, config, tokens, replica)
+    return diloco, Replicas(diloco, mesh, replica, config.local_steps, tokens)
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.progress import brief
 from shardwise.app.recipes.core.recipe import Data, TrainContext, nothing
-from shardwise.app.recipes.text.chat import ChatData, ChatLines
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.data import (
     VALIDATION_SHARE,
@@ -26,10 +25,13 @@ from shardwise.app.recipes.text.data import (
     Tokenizer,
     Vocabulary,
 )
-from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.base.units import counted
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.text.chat import ChatData, ChatLines
+    from shardwise.app.recipes.text.documents import Documents, StreamSource
 
 VALIDATION_SEQUENCES = 64
 
@@ -141,14 +143,13 @@ def open_data(
     Raises:
         UserError: it cannot be opened, or there is too little.
     """
-    match text:
-        case TextData():
-            return _open_files(text, config, place)
-        case Documents():
-            return _open_documents(text, vocabulary, config, place)
-        case ChatData():
-            assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
-            return _open_chats(text, vocabulary, config, place)
+    # What is not trained on is not imported either.
+    if isinstance(text, TextData):
+        return _open_files(text, config, place)
+    if config.chat:
+        assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
+        return _open_chats(cast("ChatData", text), vocabulary, config, place)
+    return _open_documents(cast("Documents", text), vocabulary, config, place)
 
 
 def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData:
@@ -164,6 +165,7 @@ def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData
 def _open_documents(
     text: Documents, vocabulary: Vocabulary, config: LmConfig, place: TrainContext
 ) -> LmData:
+    from shardwise.app.recipes.text.documents import StreamSource
     from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
 
     source = StreamSource(text)
