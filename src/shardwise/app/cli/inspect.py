@@ -22,12 +22,11 @@ from shardwise.app.cli.options import (
     PathOption,
     read_name,
 )
-from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.units import brief_size, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
-from shardwise.insight.planning.presets import MODELS
+from shardwise.insight.planning.presets import MODELS, find_settings
 from shardwise.insight.schema.option import OptionError, flatten, naming, require
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def inspect(
     if run is None:
         name = _MODEL if model is None else model
         if ":" not in name:  # else a function in code, which is called later
-            find_settings(name, MODELS)
+            naming("--model")(find_settings)(name)
         build: Build = partial(_find, name)
     else:
         require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
@@ -203,7 +202,7 @@ def _of_run(files: RunDir) -> tuple[Build, WantedMesh]:
     if record.get("recipe") == "mnist":
         build: Build = partial(_convnet, name)
     elif files.model_config.is_file():
-        build = partial(_build, name, find_settings(str(files.model_config), {}, "RUN"))
+        build = partial(_build, name, naming("RUN")(find_settings)(str(files.model_config), {}))
     else:
         raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
     settings = flatten(record.get("config", {}))

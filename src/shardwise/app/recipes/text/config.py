@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.app.recipes.core.begin import check_extras, find_settings
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
-from shardwise.insight.planning.presets import LLAMAS, longest_sequence
+from shardwise.insight.planning.presets import LLAMAS, find_settings, longest_sequence
 from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
@@ -26,6 +26,7 @@ from shardwise.insight.schema.option import (
     Reads,
     as_json,
     model_option,
+    naming,
     option,
     require,
     setting,
@@ -330,7 +331,8 @@ class LmConfig(RecipeConfig):
         """
         if self.pretrained is not None:
             return find_pretrained(self.pretrained)
-        return find_settings(self.model, {name: LLAMAS[name].settings() for name in PRESETS})
+        llamas = {name: LLAMAS[name].settings() for name in PRESETS}
+        return naming("--model")(find_settings)(self.model, llamas)
 
 
 #: The training with all its defaults, by its name.
