@@ -29,7 +29,7 @@ from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
 from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
-    SavingModule,
+    WrapperModule,
     as_shard,
     cut,
     exported,
@@ -44,7 +44,7 @@ StateDict = dict[str, Any]
 Receive = Callable[[Any], Any]
 
 
-class OptimSavingModule(SavingModule):
+class OptimSavingModule(WrapperModule):
     """A wrapper that converts optimizer state between parameter ids and names."""
 
     @staticmethod
@@ -68,7 +68,7 @@ class OptimSavingModule(SavingModule):
             A dict with ``"state"``, by parameter names, and ``"param_groups"``. Its tensors are
             ``DTensor`` shards, or full, depending on the state dict type.
         """
-        settings = SavingModule.get_state_dict_type(model)
+        settings = WrapperModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return save_by_name(model, optim, state, settings)
 
@@ -100,7 +100,7 @@ class OptimSavingModule(SavingModule):
         Raises:
             ValueError: the model has no parameter of a name, or a tensor has another shape.
         """
-        settings = SavingModule.get_state_dict_type(model)
+        settings = WrapperModule.get_state_dict_type(model)
         keys = OptimStateKeyType.PARAM_ID
         if is_named_optimizer:
             keys = OptimStateKeyType.PARAM_NAME

@@ -334,7 +334,7 @@ class OffloadedOptimizer(AroundOptimizer):
             with self._unbroken():
                 lent = self._masters.lend(stepping, states)
             try:
-                parts.run(params, {param: each.stand_in for param, each in lent.items()})
+                parts.run(params, {param: stand_in for param, (stand_in, _) in lent.items()})
             finally:
                 with self._unbroken():
                     self._masters.take_back(lent, states)
