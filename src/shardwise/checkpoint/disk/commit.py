@@ -149,14 +149,23 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: one does not; the message names it.
     """
+    for reason in lost_files(folder, manifest).values():
+        raise CheckpointError(reason)
+
+
+def lost_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files of a manifest that are missing or have other sizes, with the reason."""
+    lost = {}
     for name, size in manifest.files.items():
         path = Path(folder) / name
         try:
-            status = os.lstat(path)
+            found = os.lstat(path).st_size
         except OSError as error:
-            raise CheckpointError(f"{path}: is missing ({error.strerror})") from None
-        if status.st_size != size:
-            raise CheckpointError(f"{path}: found {status.st_size:,} bytes, expected {size:,}")
+            lost[name] = f"{path}: is missing ({error.strerror})"
+        else:
+            if found != size:
+                lost[name] = f"{path}: found {found:,} bytes, expected {size:,}"
+    return lost
 
 
 def keep_last(

@@ -72,20 +72,6 @@ class PieceReader(Closing):
         file.check(entry, piece)
         return file
 
-    def read(self, entry: TensorEntry, piece: StoredPiece) -> Tensor:
-        """Read a full piece.
-
-        Returns:
-            A tensor on the CPU, with the sizes of the piece's box.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        self.open(entry, piece)  # before memory of the size that it asks for is taken
-        tensor = torch.empty(piece.box.sizes, dtype=torch_dtype(entry.dtype))
-        self.read_into(entry, piece, piece.box, tensor)
-        return tensor
-
     def read_into(
         self, entry: TensorEntry, piece: StoredPiece, box: Box, destination: Tensor
     ) -> None:

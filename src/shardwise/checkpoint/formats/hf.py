@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,8 @@ _MAX_CONFIG = 1 << 24
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
-@dataclass(frozen=True)
-class HfFile:
-    """One file of a model.
-
-    Attributes:
-        name: name of the file.
-        tensors: dtype and shape of its tensors, by name.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorInfo]
+#: Dtype and shape of the tensors of a model by name, by the name of their file.
+Files = Mapping[str, Mapping[str, TensorInfo]]
 
 
 class HfSource(ExtentSource):
@@ -136,7 +126,7 @@ def _and_others(names: list[str]) -> str:
 
 def plan_files(
     tensors: Mapping[str, TensorInfo], max_shard_size: int, single: str = SINGLE
-) -> list[HfFile]:
+) -> Files:
     """Assign tensors to files: in order, with a new file whenever the next tensor does not fit.
 
     A tensor larger than ``max_shard_size`` gets a file of its own.
@@ -155,21 +145,20 @@ def plan_files(
         groups[-1][name] = info
         filled += info.nbytes
     if len(groups) == 1:
-        return [HfFile(single, groups[0])]
-    return [
-        HfFile(f"model-{i:05}-of-{len(groups):05}.safetensors", group)
-        for i, group in enumerate(groups, 1)
-    ]
+        return {single: groups[0]}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)
+    }
 
 
-def write_index(folder: Path, files: list[HfFile]) -> None:
+def write_index(folder: Path, files: Files) -> None:
     """Write the index of a model in several files, and wait until it is on the disk."""
     if len(files) == 1:
         return
-    sizes = [info.nbytes for file in files for info in file.tensors.values()]
+    sizes = [info.nbytes for tensors in files.values() for info in tensors.values()]
     index = {
         "metadata": {"total_size": sum(sizes)},
-        "weight_map": {name: file.name for file in files for name in file.tensors},
+        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
     }
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     write_new(folder / INDEX, text.encode("utf-8"))
@@ -200,8 +189,8 @@ def write_hf(
     if text:
         write_new(folder / CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
-    for file in files:
-        write_safetensors(folder / file.name, file.tensors, window.by_name(source, paths))
+    for file, tensors in files.items():
+        write_safetensors(folder / file, tensors, window.by_name(source, paths))
     write_index(folder, files)
 
 

@@ -10,7 +10,6 @@ Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 
 from __future__ import annotations
 
-import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +21,7 @@ import torch
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import full_box
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name
 from shardwise.checkpoint.disk.files import Links, open_file
 from shardwise.checkpoint.disk.strict import (
     MAX_DIMS,
@@ -31,6 +30,7 @@ from shardwise.checkpoint.disk.strict import (
     check_shape,
     refuse,
 )
+from shardwise.checkpoint.disk.values import held_in
 from shardwise.checkpoint.formats.archive import Archive, Record
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
 from shardwise.checkpoint.formats.source import Extent, ExtentSource
@@ -51,13 +51,11 @@ class StoredTensor:
     Attributes:
         info: its dtype and shape.
         start: byte of the file at which its first element begins.
-        end: byte after its last element.
         strides: its strides, in elements.
     """
 
     info: TensorInfo
     start: int
-    end: int
     strides: tuple[int, ...]
 
 
@@ -108,61 +106,11 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
             f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
         ) from None
-    needed = sum(stored.info.nbytes for stored in stored_tensors(tree))
+    stored = (each.local if isinstance(each, StoredShard) else each for each in held_in(tree))
+    needed = sum(each.info.nbytes for each in stored if isinstance(each, StoredTensor))
     if needed > _FREE + _TIMES * length:  # elements stored once, and read a million times
         refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
     return tree
-
-
-def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
-    """Yield the tensors in what :func:`read_tree` returned; a shared one as often as it occurs."""
-    if isinstance(tree, dict):
-        for item in tree.values():
-            yield from stored_tensors(item)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from stored_tensors(item)
-    elif isinstance(tree, StoredTensor | StoredShard):
-        yield tree.local if isinstance(tree, StoredShard) else tree
-
-
-def map_tensors(tree: Any, path: Path) -> Any:
-    """Replace every :class:`StoredTensor` in what :func:`read_tree` returned by a tensor.
-
-    The tensors are views of the file, read when they are used. Writing to them does not change it.
-
-    Args:
-        tree: what :func:`read_tree` returned, or a part of it.
-        path: path of the file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    handle, size = open_file(path, Links.FOLLOW)
-    try:
-        memory = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    finally:
-        os.close(handle)
-    return _mapped(tree, memory)
-
-
-def _mapped(tree: Any, memory: mmap.mmap) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(item, memory) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(item, memory) for item in tree)
-    if isinstance(tree, StoredShard):
-        return _mapped(tree.local, memory)
-    if not isinstance(tree, StoredTensor):
-        return tree
-    info, dtype = tree.info, torch_dtype(tree.info.dtype)
-    if not info.numel:
-        return torch.empty(info.shape, dtype=dtype)
-    count = (tree.end - tree.start) // info.itemsize
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=tree.start)
-    return flat.as_strided(info.shape, tree.strides)
 
 
 def _check_byte_order(archive: Archive, path: Path) -> None:
@@ -297,7 +245,7 @@ class _PickledNames:
                 f"{where}: needs {end} bytes, found {storage.nbytes} in the archive"
             )
         begin = storage.first + (first * info.itemsize if info.numel else 0)
-        return StoredTensor(info, begin, storage.first + end, steps)
+        return StoredTensor(info, begin, steps)
 
 
 class _Shard:

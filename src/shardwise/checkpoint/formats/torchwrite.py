@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import os
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,6 +19,7 @@ from shardwise._torch import fake
 from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.disk.safetensors import Chunks
+from shardwise.checkpoint.disk.values import held_in, replaced_in
 from shardwise.checkpoint.formats.archive import write_checksums
 from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree
 
@@ -50,9 +50,23 @@ def write_tree(path: Path, tree: Any, chunks: Chunks) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    made: dict[str, torch.Tensor] = {}  # fake ones, which have no memory
+
+    def tensor_for(value: Any) -> Any:
+        if not isinstance(value, Placeholder):
+            return value
+        if value.name not in made:
+            with fake.FakeTensorMode():
+                dtype = torch_dtype(value.info.dtype)
+                made[value.name] = torch.empty(value.info.shape, dtype=dtype)
+        return made[value.name]
+
     with torch.serialization.skip_data(materialize_fake_tensors=True):
-        save(_with_tensors(tree, {}), path)
-    places = dict(_places(tree, read_tree(path)))
+        save(replaced_in(tree, tensor_for), path)
+    pairs = zip(held_in(tree), held_in(read_tree(path)), strict=True)
+    places: dict[str, StoredTensor] = {
+        hole.name: stored for hole, stored in pairs if isinstance(hole, Placeholder)
+    }
     sums: dict[int, int] = {}
     with path.open("r+b") as file:
         for name, stored in places.items():
@@ -61,7 +75,9 @@ def write_tree(path: Path, tree: Any, chunks: Chunks) -> None:
             for chunk in chunks(name):
                 file.write(chunk)
                 crc = zlib.crc32(chunk, crc)
-            assert file.tell() == stored.end, f"{name}: wrote another number of bytes than it has"
+            assert file.tell() == stored.start + stored.info.nbytes, (
+                f"{name}: wrote another number of bytes than it has"
+            )
             sums[stored.start] = crc
         write_checksums(file, sums)
         file.flush()
@@ -86,32 +102,3 @@ def save(value: Any, file: Path | BinaryIO) -> None:
         name = str(file if isinstance(file, Path) else file.name)
         message = f"torch.save could not write it; is the disk full? ({one_line(error, 80)})"
         raise OSError(errno.EIO, message, name) from error
-
-
-def _with_tensors(value: Any, made: dict[str, torch.Tensor]) -> Any:
-    """The tree with fake tensors, which have no memory, in place of placeholders."""
-    if isinstance(value, Placeholder):
-        if value.name not in made:
-            with fake.FakeTensorMode():
-                made[value.name] = torch.empty(
-                    value.info.shape, dtype=torch_dtype(value.info.dtype)
-                )
-        return made[value.name]
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, made) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        items = [_with_tensors(item, made) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
-
-
-def _places(tree: Any, stored: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """The name of every placeholder, and where the file has its tensor."""
-    if isinstance(tree, Placeholder):
-        yield tree.name, stored
-    elif isinstance(tree, dict):
-        for key, item in tree.items():
-            yield from _places(item, stored[key])
-    elif isinstance(tree, list | tuple):
-        for item, there in zip(tree, stored, strict=True):
-            yield from _places(item, there)

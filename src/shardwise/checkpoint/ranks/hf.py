@@ -35,7 +35,7 @@ from shardwise.checkpoint.formats.hf import (
     DEFAULT_SHARD,
     GENERATION_CONFIG,
     SINGLE,
-    HfFile,
+    Files,
     plan_files,
     write_index,
 )
@@ -131,15 +131,14 @@ def write_model(
     tensors, conversions = ranks.all(doing, contents)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[str, list[HfFile]]:
+        def prepare() -> tuple[str, Files]:
             infos = {name: info_of(tensor) for name, tensor in tensors.items()}
             for conversion in conversions:
                 infos.update(conversion.results)
             files = plan_files(infos, max_shard_size, single)
             partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
-            for file in files:
-                _make_file(partial / file.name, file)
+            _make_files(partial, files)
             write_index(partial, files)
             write_others(partial)
             for written in partial.rglob("*"):
@@ -147,7 +146,11 @@ def write_model(
             return str(partial), files
 
         partial, files = ranks.first(doing, prepare)
-        places = _Places(Path(partial), files)
+        places = {
+            name: (Path(partial) / file, at)
+            for file, infos in files.items()
+            for name, at in lay_out(infos, PT_METADATA)[1].items()
+        }
         ranks.all(doing, lambda: _write_shards(places, tensors, ranks, ReadWindow(buffer)))
         for number, conversion in enumerate(conversions):
             sources = {name: each.detach() for name, each in conversion.sources.items()}
@@ -209,40 +212,31 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-def _make_file(path: Path, file: HfFile) -> None:
-    """Make a file with a header, and with room for the tensors."""
-    header, _ = lay_out(file.tensors, PT_METADATA)
-    with path.open("xb") as opened:
-        opened.write(header)
-        opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
+def _make_files(folder: Path, files: Files) -> None:
+    """Make files with a header, and with room for the tensors."""
+    for name, tensors in files.items():
+        header, _ = lay_out(tensors, PT_METADATA)
+        with (folder / name).open("xb") as opened:
+            opened.write(header)
+            opened.truncate(len(header) + sum(info.nbytes for info in tensors.values()))
 
 
-class _Places:
-    """Where tensors are in the files of a folder.
+#: Where tensors are: the file, and the byte of it at which they begin, by name.
+_Places = Mapping[str, tuple[Path, int]]
 
-    Args:
-        folder: the folder.
-        files: the files and their tensors.
+
+def _opened(places: _Places, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Open the files of tensors, one after the other, and sync each in the end.
+
+    Yields:
+        A name, the descriptor of its file, and where in the file the tensor begins.
     """
-
-    def __init__(self, folder: Path, files: Sequence[HfFile]) -> None:
-        self._starts: dict[str, tuple[Path, int]] = {}
-        for file in files:
-            _, starts = lay_out(file.tensors, PT_METADATA)
-            self._starts |= {name: (folder / file.name, at) for name, at in starts.items()}
-
-    def opened(self, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-        """Open the files of tensors, one after the other, and sync each in the end.
-
-        Yields:
-            A name, the descriptor of its file, and where in the file the tensor begins.
-        """
-        ordered = sorted(names, key=lambda name: self._starts[name])
-        for file, group in itertools.groupby(ordered, key=lambda name: self._starts[name][0]):
-            with file.open("r+b") as opened:
-                for name in group:
-                    yield name, opened.fileno(), self._starts[name][1]
-                os.fsync(opened.fileno())
+    ordered = sorted(names, key=lambda name: places[name])
+    for file, group in itertools.groupby(ordered, key=lambda name: places[name][0]):
+        with file.open("r+b") as opened:
+            for name in group:
+                yield name, opened.fileno(), places[name][1]
+            os.fsync(opened.fileno())
 
 
 def _write_shards(
@@ -250,7 +244,7 @@ def _write_shards(
 ) -> None:
     """Write what this rank has to write to the files, and wait until it is on the disk."""
     own = [name for name, tensor in tensors.items() if _writes(tensor, ranks)]
-    for name, handle, start in places.opened(own):
+    for name, handle, start in _opened(places, own):
         _write_parts(handle, start, tensors[name], window)
 
 
@@ -305,7 +299,7 @@ def _write_converted(
             f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
             f"expected {', '.join(conversion.results)} with the planned shapes"
         )
-    for name, handle, start in places.opened(list(made)):
+    for name, handle, start in _opened(places, list(made)):
         _write_all(handle, as_bytes(made[name].contiguous()).numpy().data, start)
 
 

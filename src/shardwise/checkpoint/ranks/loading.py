@@ -110,10 +110,12 @@ def _load(
             for box, local in parts(into[entry.fqn]):
                 if box.numel:
                     read_box(reader, entry, box, local)
+        extra = [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
     tree = unflatten(
         [
             *((value.path, value.value) for value in manifest.values),
             *((entry.path, into[entry.fqn]) for entry in entries),
+            *extra,
         ],
         str(path),
     )
@@ -123,7 +125,8 @@ def _load(
             set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
     if optimizer is not None:
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    return _read_extra(path, manifest, buffer)
+    found: dict[str, Any] = tree.get("extra", {})
+    return found
 
 
 def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
@@ -175,12 +178,3 @@ def _check_names(
 def _place(entry: TensorEntry) -> tuple[str, int]:
     """Where a tensor begins, so that files are read front to back."""
     return min(((piece.file, piece.offset) for piece in entry.pieces), default=("", 0))
-
-
-def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
-    found: list[tuple[Any, Any]] = [(value.path, value.value) for value in manifest.values]
-    with PieceReader(path, manifest, buffer=buffer) as reader:
-        found += [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
-    extra = unflatten(found, str(path)).get("extra", {})
-    assert isinstance(extra, dict)
-    return extra

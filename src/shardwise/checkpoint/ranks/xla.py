@@ -30,8 +30,8 @@ from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.strict import refuse, shorten
+from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow, Watch, unwatched
-from shardwise.checkpoint.formats.torchfile import map_tensors
 from shardwise.checkpoint.formats.torchwrite import write_tree
 from shardwise.checkpoint.formats.xla_files import (
     FORMAT,
@@ -82,11 +82,11 @@ def save_rank_checkpoint(
     """
     path = rank_file(ckpt_prefix, _own_rank(), _world_size())
     model_state, metadata = sharded_state_dict(model), get_shard_metadata(model)
-    state = {"model": _locals(model_state), "shard_metadata": metadata}
+    state = {"model": replaced_in(model_state, _local), "shard_metadata": metadata}
     if optimizer is not None:
         tree = optimizer_tree(optimizer, parameter_names(model, model_state))
         metadata["optimizer_info"] = parts_of(tree)
-        state["optimizer"] = _locals(tree)
+        state["optimizer"] = replaced_in(tree, _local)
     with written_beside(path, None, force=force) as partial:
         torch.save(state, partial)
     return path
@@ -114,7 +114,8 @@ def load_rank_checkpoint(
     file = read_rank_file(path)
     expected = get_shard_metadata(model)["shard_info"]
     _check_same_parts(file.tree["shard_metadata"]["shard_info"], expected, str(path))
-    state = map_tensors({key: file.tree.get(key) for key in ("model", "optimizer")}, path)
+    with _refusing(path):  # a file that was read can be read in one way, and has no code
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     model_state = sharded_state_dict(model)
     full_state = {
         name: _wrapped_like(each, model_state.get(name))
@@ -124,7 +125,7 @@ def load_rank_checkpoint(
         model.load_state_dict(full_state)
     if optimizer is None:
         return
-    if state["optimizer"] is None:
+    if state.get("optimizer") is None:
         raise CheckpointError(f"{path}: contains no optimizer; load it without one")
     tree = _sharded_optimizer(file, state["optimizer"], model_state)
     with _refusing(path):
@@ -180,17 +181,12 @@ def _refusing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _locals(tree: Any) -> Any:
-    """A state dict with local shards in place of ``DTensor`` s, each in a storage of its own."""
-    if isinstance(tree, dict):
-        return {key: _locals(item) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_locals, tree))
-    if isinstance(tree, torch.Tensor):
-        local = dtensor.plain(tree)
-        owns_storage = local.untyped_storage().nbytes() == local.nbytes
-        return local.detach() if owns_storage else local.detach().clone()
-    return tree
+def _local(value: Any) -> Any:
+    """The local shard in place of a ``DTensor``, in a storage of its own."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    local = dtensor.plain(value).detach()
+    return local if local.untyped_storage().nbytes() == local.nbytes else local.clone()
 
 
 def _wrapped_like(local: Any, like: Any, part: TensorSlice | None = None) -> Any:
@@ -201,6 +197,7 @@ def _wrapped_like(local: Any, like: Any, part: TensorSlice | None = None) -> Any
         like: the parameter.
         part: for state of an optimizer, the part of the full tensor that it is, if it is one.
     """
+    local = dtensor.plain(local) if isinstance(local, DTensor) else local
     if not isinstance(like, DTensor) or not isinstance(local, torch.Tensor):
         return local
     if part is not None and part.shape != tuple(like.shape):
