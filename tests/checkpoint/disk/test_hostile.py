@@ -69,7 +69,7 @@ def load_all(folder: Path) -> None:
     with PieceReader(folder, manifest, buffer=4096) as reader:
         for entry in manifest.tensors:
             for piece in entry.pieces:
-                reader.read(entry, piece)
+                assert all(chunk.nbytes for chunk in reader.stream(entry, piece))
             read_tensor(reader, entry)
     checkpoint.load(folder, *make(seed=1))
 
