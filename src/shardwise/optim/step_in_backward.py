@@ -15,10 +15,9 @@ from torch import nn
 from shardwise._torch import autograd
 from shardwise.base.errors import StepInterruptedError
 from shardwise.base.optim_names import names_in_order, parameters_in_order
-from shardwise.optim.around import AroundOptimizer
+from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.norms import ClipBy, Clipping, NonFinite
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
-from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of

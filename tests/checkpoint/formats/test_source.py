@@ -24,8 +24,13 @@ from shardwise.checkpoint.formats.source import (
     check_boxes,
     model_tensors,
 )
-from shardwise.checkpoint.formats.torchfile import TorchSource, map_tensors, read_tree
-from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
+from shardwise.checkpoint.formats.torchfile import (
+    Placeholder,
+    TorchSource,
+    map_tensors,
+    read_tree,
+    write_tree,
+)
 from tests.checkpoint.small import save_small
 from tests.checkpoint.tilings import QUICK, boxes_in, part_of, shapes
 

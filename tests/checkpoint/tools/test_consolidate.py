@@ -21,8 +21,7 @@ from shardwise.checkpoint.disk.entries import TensorInfo
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX
 from shardwise.checkpoint.formats.source import LEAST_BUFFER
-from shardwise.checkpoint.formats.torchfile import read_tree
-from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
+from shardwise.checkpoint.formats.torchfile import Placeholder, read_tree, write_tree
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
 from tests.corpus.models import make_model

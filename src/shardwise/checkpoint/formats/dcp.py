@@ -59,8 +59,7 @@ from shardwise.checkpoint.formats.source import (
     Source,
     check_boxes,
 )
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, size_of_tensor
-from shardwise.checkpoint.formats.torchwrite import save
+from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, save, size_of_tensor
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"

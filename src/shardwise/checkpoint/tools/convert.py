@@ -33,7 +33,7 @@ from shardwise.checkpoint.formats.source import (
     model_tensors,
     unwatched,
 )
-from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
+from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 
 # Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
