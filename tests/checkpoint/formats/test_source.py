@@ -91,7 +91,7 @@ def test_few_files_are_open_at_a_time_and_none_in_the_end(tmp_path: Path) -> Non
     extents = []
     for i in range(100):
         (tmp_path / str(i)).write_bytes(bytes([i]))
-        extents.append(Extent(Box((i,), (1,)), tmp_path / str(i), 0))
+        extents.append(Extent(Box((i,), (1,)), tmp_path / str(i), 0, (1,)))
     before = len(os.listdir("/proc/self/fd"))
     into = torch.zeros(100, dtype=torch.uint8)
     with ExtentReader() as reader:

@@ -26,7 +26,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
-from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header, write_safetensors
+from shardwise.checkpoint.disk.safetensors import read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
     Extent,
@@ -34,6 +34,7 @@ from shardwise.checkpoint.formats.source import (
     ReadWindow,
     Source,
     model_tensors,
+    row_major,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -63,15 +64,14 @@ class HfSource(ExtentSource):
 
     def __init__(self, where: Path) -> None:
         super().__init__(where)
-        self._places: dict[StatePath, tuple[Path, StoredSpan]] = {}
+        self.tensors: dict[StatePath, TensorInfo] = {}
+        self.values: dict[StatePath, Any] = {}
+        self._extents: dict[StatePath, Extent] = {}
         for file, named in _files(where).items():
             self._add(file, named)
-        self.tensors = {path: place.info for path, (_, place) in self._places.items()}
-        self.values: dict[StatePath, Any] = {}
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
-        file, place = self._places[path]
-        return [Extent(full_box(place.info.shape), file, place.start)]
+        return [self._extents[path]]
 
     def _add(self, file: Path, named: frozenset[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""
@@ -84,9 +84,11 @@ class HfSource(ExtentSource):
             )
         for name, place in places.items():
             path = ("model", name)
-            if path in self._places and name not in named:
+            if path in self.tensors and name not in named:
                 continue  # a second copy, in a file other than the index says
-            self._places[path] = (file.resolve(), place)
+            self.tensors[path], shape = place.info, place.info.shape
+            box, strides = full_box(shape), row_major(shape)
+            self._extents[path] = Extent(box, file.resolve(), place.start, strides)
 
 
 def _files(where: Path) -> dict[Path, frozenset[str]]:

@@ -66,14 +66,18 @@ class _FillPlan:
     Attributes:
         direct: the tensor of the file that it is.
         converted: the conversion that makes it.
-        shapes: shape of each of these.
         unexpected: tensors of the files without a place in the model.
     """
 
     direct: dict[str, StatePath] = field(default_factory=dict)
     converted: dict[str, _Conversion] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
+
+    def shape_of(self, name: str, source: Source) -> tuple[int, ...]:
+        """The shape of one of these tensors."""
+        if name in self.converted:
+            return tuple(self.converted[name].made[name].shape)
+        return source.tensors[self.direct[name]].shape
 
 
 @dataclass
@@ -197,16 +201,13 @@ def _plan(conversions: hf.Conversions, source: Source) -> _FillPlan:
         if not conversions.has(target):
             plan.unexpected.append(target)
         elif pattern is None:
-            path = plan.direct.setdefault(target, stored[name])
-            plan.shapes[target] = source.tensors[path].shape
+            plan.direct.setdefault(target, stored[name])
         else:
             job = jobs.setdefault(target, _Conversion(target))
             job.sources.setdefault(pattern, []).append(stored[name])
     for job in jobs.values():
         _convert(job, conversions, source)
-        for target, weight in job.made.items():
-            plan.converted[target] = job
-            plan.shapes[target] = tuple(weight.shape)
+        plan.converted |= dict.fromkeys(job.made, job)
     return plan
 
 
@@ -238,9 +239,9 @@ def _check_shapes(
     source: Source, plan: _FillPlan, state: Mapping[str, torch.Tensor], found: Mapping[str, str]
 ) -> None:
     wrong = [
-        f"{name}: found shape {list(plan.shapes[plain])}, expected {list(state[name].shape)}"
+        f"{name}: found shape {list(shape)}, expected {list(state[name].shape)}"
         for name, plain in found.items()
-        if plan.shapes[plain] != tuple(state[name].shape)
+        if (shape := plan.shape_of(plain, source)) != tuple(state[name].shape)
     ]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
