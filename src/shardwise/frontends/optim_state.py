@@ -27,17 +27,16 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
-from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
     WrapperModule,
-    as_shard,
-    cut,
     exported,
+    shard_of,
     sharded_params,
     state_dict_settings,
     wrappers_in,
 )
 from shardwise.frontends.summon import is_first
+from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 
 StateDict = dict[str, Any]
@@ -273,22 +272,9 @@ def _load_from_first_rank(
     keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
 ) -> StateDict:
     unit = wrappers_in(model)[0].settings
-    ranks = group if group is not None else _group_of(unit)
+    ranks = group if group is not None else group_over(unit.mesh)
     state, receive = broadcast_state(state, ranks, unit.device)
     return load_by_name(model, optim, state, settings, keys, receive)
-
-
-def _group_of(unit: UnitSettings) -> dist.ProcessGroup:
-    """A process group of all ranks of a mesh."""
-    if unit.mesh.ndim == 1:
-        return unit.mesh.get_group()
-    if unit.mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"group: found none for a 2-D mesh over {unit.mesh.size()} of {dist.get_world_size()} "
-            "ranks; pass the process group of the ranks that load the state"
-        )
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def save_by_name(
@@ -436,14 +422,7 @@ def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictS
     is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
     if isinstance(value, DTensor) or param is None or is_step:
         return value.clone()
-    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    expected = param.local.shape if is_local else param.sharded.shape
-    if value.shape != expected:
-        raise ValueError(
-            f"optimizer state {what} on rank {dist.get_rank()}: found shape {tuple(value.shape)}, "
-            f"expected {tuple(expected)} under {settings.state_dict_type.name}"
-        )
-    return as_shard(param, value) if is_local else cut(param, value)
+    return shard_of(f"optimizer state {what}", value, param, settings)
 
 
 def _check_names(state_dict: StateDict, keys: Mapping[str, int], model: nn.Module) -> None:

@@ -376,10 +376,21 @@ def convert_loaded(
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value
         return value.redistribute(sharded.device_mesh, sharded.placements)
+    return shard_of(fqn, value, param, settings)
+
+
+def shard_of(
+    what: str, value: torch.Tensor, param: GroupParam, settings: StateDictSettings
+) -> DTensor:
+    """A plain value of a state dict as a ``DTensor`` that is sharded as a parameter is.
+
+    Raises:
+        ValueError: it does not have the shape that this type of state dict implies.
+    """
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        _check_shape(fqn, value.shape, param.local.shape, "this rank's rows", settings)
+        _check_shape(what, value.shape, param.local.shape, "this rank's rows", settings)
         return as_shard(param, value)
-    _check_shape(fqn, value.shape, sharded.shape, "the full tensor", settings)
+    _check_shape(what, value.shape, param.sharded.shape, "the full tensor", settings)
     return cut(param, value)
 
 

@@ -34,8 +34,8 @@ from shardwise.checkpoint.formats.source import (
     ReadWindow,
     Source,
     model_tensors,
-    row_major,
 )
+from shardwise.optim.part import row_major
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -10,7 +10,6 @@ files, which an :class:`ExtentReader` reads. Pieces of our own format are read b
 from __future__ import annotations
 
 import abc
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, tor
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
+from shardwise.optim.part import row_major
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -334,11 +334,6 @@ def check_boxes(where: str, info: TensorInfo, boxes: Sequence[Box]) -> None:
             f"{where}: found gaps or overlaps between {len(boxes)} pieces, expected pieces that "
             f"cover the shape {list(info.shape)} exactly"
         )
-
-
-def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor of these sizes in row-major order."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _is_dense(sizes: Sequence[int], steps: Sequence[int]) -> bool:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.files import sync, write_new
@@ -45,6 +43,7 @@ from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.checkpoint.ranks.weights import parts
+from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
 
 
@@ -265,26 +264,9 @@ def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: ReadWind
         for part in window.boxes(info, box):
             here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
             data = as_bytes(here).numpy().data
-            for first, count in _runs(part, info.shape):
+            for first, count in runs_of(info.shape, part.offsets, part.sizes):
                 run, data = data[: count * info.itemsize], data[count * info.itemsize :]
                 _write_all(handle, run, start + first * info.itemsize)
-
-
-def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box are in the full tensor, as runs of consecutive elements.
-
-    Yields:
-        Index of the first element of a run, and its length.
-    """
-    outer = len(shape)
-    run = 1
-    while outer and run == math.prod(shape[outer:]):
-        outer -= 1
-        run *= box.sizes[outer]
-    for index in itertools.product(*map(range, box.sizes[:outer])):
-        outside = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
-        inner = Box((*outside, *box.offsets[outer:]), (*[1] * outer, *box.sizes[outer:]))
-        yield inner.span(shape)[0], run
 
 
 def _write_converted(
