@@ -97,11 +97,11 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
         CheckpointError: the shards do not fit together, or cannot be cut like this one.
     """
     mine = Box(*dtensor.chunk_of(param))
-    saved = {
-        _checked(_parsed(key, where), param, where): each for key, each in tree[SHARDS].items()
-    }
+    shards = tree[SHARDS].items()
+    saved = {_checked(_parsed(key, where), param, where): each for key, each in shards}
     common = {box: both for box in saved if (both := mine.intersection(box)) is not None}
-    if not is_tiling([each.relative_to(mine.offsets) for each in common.values()], mine.sizes):
+    here = [each.relative_to(mine.offsets) for each in common.values()]
+    if len(saved) < len(shards) or not is_tiling(here, mine.sizes):
         raise CheckpointError(f"{where}: is damaged: its shards do not cover {_key(mine)}")
     found = [
         _SavedShard(box, common[box], str(saved[box].get(_CLASS)), _made(box, saved[box], where))
