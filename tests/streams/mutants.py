@@ -18,7 +18,7 @@ HOST_ONLY = {
     "checkpoint/tools": "files",
     "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
-    "checkpoint/ranks/weights.py": "copies one shard after the other, and waits for each",
+    "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
     "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
     "optim/adamw8bit.py": "works on the stream of the step, where its all-reduces run too",

@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX, SINGLE, HfSource, plan_files
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.hf import save_hf
-from shardwise.checkpoint.ranks.weights import load_weights
+from shardwise.checkpoint.ranks.loading import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
 from tests.corpus.models import make_model

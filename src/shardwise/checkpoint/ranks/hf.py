@@ -39,10 +39,10 @@ from shardwise.checkpoint.formats.hf import (
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.loading import own_part
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.checkpoint.ranks.weights import parts
 from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
 
@@ -260,13 +260,13 @@ def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: ReadWindow) -> None:
     info = info_of(tensor)
-    for box, local in parts(tensor):
-        for part in window.boxes(info, box):
-            here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
-            data = as_bytes(here).numpy().data
-            for first, count in runs_of(info.shape, part.offsets, part.sizes):
-                run, data = data[: count * info.itemsize], data[count * info.itemsize :]
-                _write_all(handle, run, start + first * info.itemsize)
+    box, local = own_part(tensor)
+    for part in window.boxes(info, box):
+        here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
+        data = as_bytes(here).numpy().data
+        for first, count in runs_of(info.shape, part.offsets, part.sizes):
+            run, data = data[: count * info.itemsize], data[count * info.itemsize :]
+            _write_all(handle, run, start + first * info.itemsize)
 
 
 def _write_converted(

@@ -31,9 +31,9 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.loading import own_part, read_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.checkpoint.ranks.weights import parts, read_parts, tensors_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
 from shardwise.frontends.pretrained.building import Name, find
@@ -172,7 +172,7 @@ def _load(
         first = {each: plain for each, plain in found.items() if ties.get(each, [each])[0] == each}
         for each, plain in first.items():
             if plain in plan.direct:
-                read_parts(state[each], each, source, window, plan.direct[plain])
+                read_part(state[each], each, source, window, plan.direct[plain])
         converted: dict[str, list[torch.Tensor]] = {}  # a weight, and copies that adapters make
         for each, plain in first.items():
             if plain in plan.converted:
@@ -267,16 +267,15 @@ def _read_converted(
         made = job.made[plain]
         if isinstance(made, Pieced):
             for tensor in tensors:
-                for box, local in parts(tensor):
-                    made.read(source, window, box, local)
+                made.read(source, window, *own_part(tensor))
         elif id(job) not in done:
             done.add(id(job))
             read = functools.partial(_read_full, source, tensors[0].dtype)  # dtypes come first
             full = conversions.convert(job.target, job.each(read))
             for name in full.keys() & wanted.keys():
                 for tensor in wanted[name]:
-                    for box, local in parts(tensor):
-                        local.copy_(narrow(full[name], box))
+                    box, local = own_part(tensor)
+                    local.copy_(narrow(full[name], box))
 
 
 def _read_full(source: Source, dtype: torch.dtype, path: StatePath) -> torch.Tensor:
