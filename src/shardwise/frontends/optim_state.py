@@ -40,7 +40,6 @@ from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 
 StateDict = dict[str, Any]
-Receive = Callable[[Any], Any]
 
 
 class OptimSavingModule(WrapperModule):
@@ -263,20 +262,6 @@ class OptimSavingModule(WrapperModule):
         return {"state": state, "param_groups": groups}
 
 
-def _load_from_first_rank(
-    model: nn.Module,
-    optim: torch.optim.Optimizer | None,
-    state: StateDict | None,
-    settings: StateDictSettings,
-    group: dist.ProcessGroup | None,
-    keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
-) -> StateDict:
-    unit = wrappers_in(model)[0].settings
-    ranks = group if group is not None else group_over(unit.mesh)
-    state, receive = broadcast_state(state, ranks, unit.device)
-    return load_by_name(model, optim, state, settings, keys, receive)
-
-
 def save_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -321,7 +306,7 @@ def load_by_name(
     state_dict: StateDict,
     settings: StateDictSettings,
     key_type: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
-    receive: Receive = lambda value: value,
+    receive: Callable[[Any], Any] = lambda value: value,
 ) -> StateDict:
     """Convert a state by parameter name for ``optimizer.load_state_dict``, without communication.
 
@@ -331,7 +316,7 @@ def load_by_name(
         state_dict: full tensors, ``DTensor``s, or this rank's rows under ``LOCAL_STATE_DICT``.
         settings: the type of state dict.
         key_type: the type of keys that the optimizer expects.
-        receive: applied to every value first; see :func:`broadcast_state`.
+        receive: applied to every value first.
 
     Raises:
         ValueError: the model has no parameter of a name, or a tensor does not have the shape of its
@@ -355,20 +340,21 @@ def load_by_name(
     return {"state": states, "param_groups": groups}
 
 
-def broadcast_state(
-    state_dict: StateDict | None, group: dist.ProcessGroup, device: torch.device
-) -> tuple[StateDict, Receive]:
-    """Broadcast a full state from the first rank of ``group``, one tensor at a time.
+def _load_from_first_rank(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state: StateDict | None,
+    settings: StateDictSettings,
+    group: dist.ProcessGroup | None,
+    keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
+) -> StateDict:
+    """Load a full state by name that only the first rank has, one tensor at a time.
 
-    Args:
-        state_dict: the state by name; used on the first rank only.
-        group: the ranks. All of them have to call this.
-        device: the device that collectives run on.
-
-    Returns:
-        The state with a tensor on the meta device for each tensor, and a function that broadcasts
-        the values of one. All ranks have to call it in the same order.
+    All ranks of ``group`` call this; by default those of the mesh. They learn first what there is,
+    with tensors on the meta device, and then get the values in the same order.
     """
+    unit = wrappers_in(model)[0].settings
+    group, device = group_over(unit.mesh) if group is None else group, unit.device
     source = dist.get_process_group_ranks(group)[0]
     tensors: deque[torch.Tensor] = deque()
 
@@ -380,14 +366,14 @@ def broadcast_state(
 
     sent: list[Any] = [None]
     if dist.get_rank() == source:
-        if state_dict is None:
+        if state is None:
             raise ValueError(f"rank {source}: found None, expected the full optimizer state")
         sent[0] = {
             "state": {
-                name: {kind: placeholder(value) for kind, value in state.items()}
-                for name, state in state_dict["state"].items()
+                name: {kind: placeholder(value) for kind, value in values.items()}
+                for name, values in state["state"].items()
             },
-            "param_groups": state_dict["param_groups"],
+            "param_groups": state["param_groups"],
         }
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
@@ -399,7 +385,7 @@ def broadcast_state(
         dist.broadcast(tensor, source, group=group)
         return tensor.cpu()
 
-    return sent[0], receive
+    return load_by_name(model, optim, sent[0], settings, keys, receive)
 
 
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:

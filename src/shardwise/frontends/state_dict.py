@@ -64,6 +64,7 @@ class WrapperModule(nn.Module, HasStateDictKinds):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.add_module(WRAPPED, module)
+        self._settings_of_state_dicts = state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_enter_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_leave_names)  # type: ignore[no-untyped-call]
 

@@ -321,6 +321,6 @@ def test_a_torch_file_beyond_four_gigabytes_has_its_tensors_where_it_says(tmp_pa
         write_tree(path, tree, lambda name: iter([memoryview(data[name])]))
 
     stored = read_tree(path)
-    assert stored["huge"].end - stored["huge"].start == 2**32 + 100
+    assert stored["huge"].info == huge
     assert stored["last"].start > 2**32
     assert path.stat().st_blocks * 512 < MIB, "what is not written takes no room"
