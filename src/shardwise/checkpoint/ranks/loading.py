@@ -24,7 +24,7 @@ from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
 from shardwise.checkpoint.disk.entries import Manifest, StatePath, TensorEntry, dotted, torch_dtype
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box, read_tensor
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
 from shardwise.checkpoint.disk.values import leaves, unflatten
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import (
@@ -115,18 +115,18 @@ def _load(
     _check_names(manifest, into, saved, strict=strict, where=str(path))
     if optimizer is not None:
         into |= destinations(manifest, optimizer, names)
+    for entry in manifest.section("extra"):
+        into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     entries = [entry for entry in manifest.tensors if entry.fqn in into]
     with PieceReader(path, manifest, buffer=buffer) as reader:
         for entry in sorted(entries, key=_place):
             box, local = own_part(into[entry.fqn])
             if box.numel:
                 read_box(reader, entry, box, local)
-        extra = [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
     tree = unflatten(
         [
             *((value.path, value.value) for value in manifest.values),
             *((entry.path, into[entry.fqn]) for entry in entries),
-            *extra,
         ],
         str(path),
     )
