@@ -27,7 +27,7 @@ class Links(Enum):
     FOLLOW = 0
 
 
-class Closing(contextlib.AbstractContextManager["Closing"]):
+class Closing:
     """Base class of objects that hold files open. Close them, or use a ``with`` statement."""
 
     def close(self) -> None:
