@@ -115,6 +115,11 @@ def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     return list(hooks.values()) if hooks else []
 
 
+def has_grad_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a hook was registered with ``register_hook``."""
+    return bool(parameter._backward_hooks)
+
+
 def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
     """Whether a hook reads ``parameter.grad`` as soon as it is accumulated."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
@@ -153,13 +158,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(each) for each in tensors]
 
 
-def versions_of_sharded(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Return what :func:`version_with_local` does for each of some ``DTensor``s."""
-    found = tuple(parameters)
+def versions_of_sharded(parameters: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return :func:`version_with_local` of some ``DTensor``s, and which local tensors they have."""
+    found = [(each, each._local_tensor) for each in parameters]
     try:
-        return [each._version + each._local_tensor._version for each in found]  # type: ignore[attr-defined]
+        return [(each._version + local._version, id(local)) for each, local in found]
     except RuntimeError:  # one of them is a tensor of inference mode
-        return [version_with_local(each) for each in found]
+        return [(version_with_local(each), id(local)) for each, local in found]
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:

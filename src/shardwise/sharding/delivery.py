@@ -202,7 +202,7 @@ class Delivery:
         self._way = way
         self._step = step
         self._flight = _LANDED
-        self._go_on()
+        self.advance()
 
     @property
     def when(self) -> When:
@@ -224,18 +224,15 @@ class Delivery:
         for work in self._flight.works:
             work.wait()
         self._flight = _LANDED  # frees what was read
-        self._go_on()
+        with autograd.no_grad():
+            self._flight = next(self._way, _LANDED)
+            if self.has_landed and self._step is not None:
+                self._step()
 
     def finish(self) -> None:
         """Wait until this is over."""
         while not self.has_landed:
             self.advance()
-
-    def _go_on(self) -> None:
-        with autograd.no_grad():
-            self._flight = next(self._way, _LANDED)
-            if self.has_landed and self._step is not None:
-                self._step()
 
 
 class GroupGrads:
@@ -316,15 +313,9 @@ class GroupGrads:
 
         If it froze the full parameter, autograd saw that: a gradient from before then stays.
         """
-        trained = [
-            param.full
-            for param, is_new in self._due.items()
-            if is_new and param.full is not None and param.full.requires_grad
-        ]
-        GroupParam.freeze_or_unfreeze_all(self._params)
-        for full in trained:
-            if not full.requires_grad:
-                full.grad = None
+        for param in GroupParam.freeze_or_unfreeze_all(self._params):
+            if param.full is not None and self._due.get(param):
+                param.full.grad = None
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label

@@ -96,6 +96,7 @@ class Root:
 
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
+        groups: their groups.
         forward_root: the state whose forward is the outermost one that is running.
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
@@ -108,12 +109,13 @@ class Root:
 
     def __init__(self) -> None:
         self.states: list[FSDPState] = []
+        self.groups: list[ParamGroup] = []
         self.forward_root: FSDPState | None = None
         self.forward_number = 0
         self.order = RunOrder()
         self.read_order = ReadOrder()
         self.post_optim_event: torch.Event | None = None
-        self.ledger = Ledger(self._groups, self._complete_or_reset)
+        self.ledger = Ledger(self.groups, self._complete_or_reset)
         self.knows_what_is_averaged = False
         # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
@@ -157,9 +159,9 @@ class Root:
 
     def _warn_of_what_is_not_averaged(self) -> None:
         """Warn on rank 0 of mesh dimensions over which the first step will average nothing."""
-        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self._groups()):
+        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self.groups):
             return
-        meshes = (param.form.spec.mesh for group in self._groups() for param in group.params)
+        meshes = (param.form.spec.mesh for group in self.groups for param in group.params)
         for name, size in unaveraged_dims(meshes).items():
             warnings.warn(
                 f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
@@ -181,7 +183,7 @@ class Root:
         self._reshard_unused()
         if not torch.is_grad_enabled():
             # No backward needs them, and users expect shards: to step, freeze or clear.
-            for group in self._groups():
+            for group in self.groups:
                 group.reshard_if_stale()
 
     def queue_end_of_backward(self) -> None:
@@ -296,12 +298,9 @@ class Root:
         """Whether the backward that ends now ran inside the forward of ``state``."""
         return self.forward_root is not None and state.phase is Phase.FORWARD
 
-    def _groups(self) -> Iterator[ParamGroup]:
-        return (group for state in self.states for group in state.groups)
-
     def _deliver_or_reset(self) -> None:
         if self.ledger.is_manual:
-            for group in self._groups():
+            for group in self.groups:
                 if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
                     group.phase = Phase.DEFERRED
         if self.ledger.ends_step:
@@ -310,36 +309,36 @@ class Root:
 
     def _deliver(self) -> None:
         self.ledger.settle()
-        for group in self._groups():
+        for group in self.groups:
             group.complete_ties()
-        for group in self._groups():
+        for group in self.groups:
             group.wait_for_offload()
         self._end_step()
 
     def _end_step(self) -> None:
         """Have groups step in backward that could not before its end, and end that step."""
-        steppers = list(self._steppers())
+        steppers = self._steppers()
         if not steppers:
             return
         incomplete = {
             param.form: None
-            for group in self._groups()
+            for group in self.groups
             if not group.completes_grads
             for param in group.params
         }
-        for group in self._groups():
+        for group in self.groups:
             group.step_in_backward(incomplete)
         for stepper in steppers:
             stepper.finish()
         # A program that steps in backward needs memory more than the time to get it anew.
-        meshes = {id(each.mesh): each.mesh for each in self._groups() if each.stepper is not None}
+        meshes = {id(each.mesh): each.mesh for each in self.groups if each.stepper is not None}
         for mesh in meshes.values():
             mesh.trim()
 
-    def _steppers(self) -> Iterator[Stepper]:
+    def _steppers(self) -> list[Stepper]:
         """What updates shards during backward; each once."""
-        found = (group.stepper for group in self._groups())
-        return iter(dict.fromkeys(each for each in found if each is not None))
+        found = [group.stepper for group in self.groups if group.stepper is not None]
+        return list(dict.fromkeys(found))
 
     def _complete_or_reset(self) -> None:
         with self._or_reset():
@@ -350,9 +349,9 @@ class Root:
         self.ledger.end(StepProgress.COMPLETE)
         for state in self.states:
             for group in state.groups:
-                asked = group.options.reshard_after_backward and not group.options.keep_unsharded
-                is_left = group.state is not GroupState.SHARDED
-                if asked and is_left and not self._is_in_forward(state):
+                if group.state is GroupState.SHARDED or self._is_in_forward(state):
+                    continue
+                if group.options.reshard_after_backward and not group.options.keep_unsharded:
                     # Frees parameters for a backward that did not come, and those that a forward
                     # in a hook of this backward left.
                     group.reshard()
@@ -362,11 +361,10 @@ class Root:
     def _reshard_unused(self) -> None:
         """Free groups that were prefetched and then did not run, or that a user has resharded."""
         is_over = not self.is_in_forward()
-        for group in self._groups():
-            found = group.state
-            if found is GroupState.UNSHARDING or (is_over and group.is_left):
+        for group in self.groups:
+            if group.state is GroupState.UNSHARDING or (is_over and group.is_left):
                 group.reshard()
-            elif found is not GroupState.SHARDED:
+            elif group.state is not GroupState.SHARDED:
                 group.mark_stale()
 
 
@@ -480,6 +478,7 @@ class FSDPState:
                     "root, the outermost module that fully_shard was applied to"
                 )
             self.root.states.append(state)
+            self.root.groups += state.groups
         self._name_everything(top)
         for state in self.root.states:
             state._is_root = state is self

@@ -74,13 +74,11 @@ class Lease:
     A group without a lease is ``SHARDED``.
 
     Attributes:
-        state: the state of the group.
         steps: how many steps in backward its shards had made when they were gathered.
         freshness: whether the next forward may use it.
         forward: the outermost forward that has used it last, by its number; 0: none.
     """
 
-    state: GroupState
     steps: int
     freshness: Freshness = Freshness.CURRENT
     forward: int = 0
@@ -250,7 +248,9 @@ class Passes:
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group still grows in the running backward."""
         running = autograd.backward_id()
-        if running is None:
-            return False
-        passes = (ref() for ref in self._passes)
-        return any(each is not None and each.may_come_in(running) for each in passes)
+        if running is not None:
+            for ref in self._passes:
+                each = ref()
+                if each is not None and each.may_come_in(running):
+                    return True
+        return False
