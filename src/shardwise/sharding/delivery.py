@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -100,6 +101,10 @@ def _scalings(
 
 
 _usual_scalings = functools.lru_cache(_scalings)
+
+
+#: The dtype of the shard that a :class:`Grad` is for.
+_STORED = operator.attrgetter("param.form.parameter.dtype")
 
 
 @dataclass(slots=True)
@@ -245,7 +250,7 @@ class GroupGrads:
 
     def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
         self._params = params
-        self._precision = precision
+        self._reduce_dtype = functools.cache(precision.reduce_dtype)
         # What takes part in the next delivery, on all ranks, and whether it had no gradient when
         # the backward of the group began.
         self._due: dict[GroupParam, bool] = {}
@@ -259,14 +264,14 @@ class GroupGrads:
         Which of them get one may differ between ranks, so that cannot decide.
         """
         for param in self._params:
-            if param.sharded.requires_grad:
+            if param.form.parameter.requires_grad:
                 self._due[param] = param.full is not None and param.full.grad is None
 
     def keep(self, name: str) -> None:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
         self._drop_unwanted()
         for param in self._params:
-            kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+            kept = param.accumulate_grad(self._reduce_dtype(param.dtype))
             if kept is not None:
                 observe.memory_of(Memory.GRADIENTS, name, kept)
         self._due = dict.fromkeys(self._due, False)
@@ -295,7 +300,7 @@ class GroupGrads:
             if grad is None and takes_part and (unused or not mesh.is_alone):
                 grad = param.zeros_for_grad()
             if grad is not None:
-                is_owned = is_returned(grad) and is_only_reference(grad)
+                is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
         observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
         due.clear()
@@ -331,7 +336,7 @@ class GroupGrads:
         hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
         keeps_dtype, replicate = options.keep_low_precision_grads, mesh.replicate
         is_held = replicate is not None and not options.requires_all_reduce
-        dtypes = tuple([self._precision.reduce_dtype(grad.param.dtype) for grad in grads])
+        dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
         scalings = _scalings_for(dtypes, mesh.world_size, options)
         absent: Set[GroupParam] = frozenset()
         if mesh.is_alone and hook is None:
@@ -541,10 +546,9 @@ def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.
 
 def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     """Add a reduced gradient to the sharded one, and run hooks unless other groups add to it."""
-    param, shard = grad.param, grad.value
+    form, shard = grad.param.form, grad.value
     if scaling.after != 1.0:
         shard /= scaling.after
-    form = param.form
-    form.add_grad(shard if keeps_dtype or shard.dtype == param.dtype else shard.to(param.dtype))
+    form.add_grad(shard if keeps_dtype else shard.to(form.parameter.dtype))
     if not form.is_tied:
         form.run_hooks()

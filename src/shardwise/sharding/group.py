@@ -219,7 +219,10 @@ class ParamGroup:
         if self.state is GroupState.SHARDED:
             if self.is_left:
                 self._free()
-            self._take_over_replaced()
+            if not ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
+                self._take_over_replaced()
+            elif self.fulls is not None and self.fulls.aliased.has_moved:
+                self.refresh()  # after swap_tensors, say
         elif self.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
@@ -231,7 +234,8 @@ class ParamGroup:
             )
         else:
             return
-        self._deliver_ties()
+        if self._tied:
+            self._deliver_ties()
         if self.fulls is None:
             check_home(self.params, self._offload.home)
             with autograd.no_grad():
@@ -535,9 +539,6 @@ class ParamGroup:
 
     def _label_of(self, params: Sequence[GroupParam]) -> Label:
         """The label of a reduction in which only some of the parameters take part."""
-        whole = self.label
-        if len(params) == len(self.params):
-            return whole
         found = self._labels.get(tuple(params))
         if found is None:
             found = self._labels[tuple(params)] = self._make_label(params)
@@ -586,8 +587,9 @@ class ParamGroup:
             self._lease.freshness = self._left_behind
         if not grads:
             return None
-        label = self._label_of([grad.param for grad in grads])
-        steps = completes and self.completes_grads and self.stepper is not None
+        all_take_part = len(grads) == len(self.params)
+        label = self.label if all_take_part else self._label_of([grad.param for grad in grads])
+        steps = self.stepper is not None and completes and self.completes_grads
         way = waiting.deliver(grads, self.mesh, options, label)
         return Delivery(way, self._step_own if steps else None)
 
@@ -722,10 +724,6 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        if ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
-            if self.fulls is not None and self.fulls.aliased.has_moved:  # after swap_tensors, say
-                self.refresh()
-            return
         for param, owner in zip(self._owned, self._owners, strict=True):
             if owner.holds(None):
                 raise MisuseError(

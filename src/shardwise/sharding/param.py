@@ -303,8 +303,9 @@ class ShardedParam:
                 with observe.during(Activity.COPY, self.fqn):
                     local = self.offload.grad_to_host(local, parameter)
             observe.memory_of(Memory.GRADIENTS, self.fqn, local)
-            spec = dtensor.with_dtype(self.spec, local.dtype)
-            if spec is not self.spec:
+            spec = self.spec
+            if local.dtype != parameter.dtype:
+                spec = dtensor.with_dtype(spec, local.dtype)
                 parameter.grad_dtype = local.dtype
             parameter.grad = dtensor.wrap_local(local, spec)
         else:

@@ -380,6 +380,7 @@ class FSDPState:
         device: the device on which they compute.
         precision: the dtypes in which they compute.
         phase: where they are in a training step.
+        is_root: whether this is the outermost state; ``None`` before the first forward.
         root: what they share with the other states of the model.
         modules_to_run: the modules whose forward has yet to run in this pass, if there are several.
         forward_prefetch: the states to unshard when the forward of this one begins.
@@ -413,7 +414,7 @@ class FSDPState:
         self.precision = Precision(mp_policy)
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
         self._keep_if_root = reshard_after_forward is None
-        self._is_root: bool | None = None
+        self.is_root: bool | None = None
         for module in modules:
             module.__dict__[_STATE] = self
 
@@ -433,13 +434,8 @@ class FSDPState:
         made.handled = []
         made.before_forward = copy.deepcopy(self.before_forward, memo)
         made.after_forward = copy.deepcopy(self.after_forward, memo)
-        made._is_root = None
+        made.is_root = None
         return made
-
-    @property
-    def is_root(self) -> bool | None:
-        """Whether this is the outermost state. ``None`` before the first forward."""
-        return self._is_root
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Set ``reshard_after_forward`` for all groups, also if this is or becomes the root."""
@@ -454,7 +450,7 @@ class FSDPState:
             RuntimeError: a nested state has already run forward as a root, or several modules that
                 were sharded together would be the root.
         """
-        if self._is_root is not None:
+        if self.is_root is not None:
             return
         if len(self.modules) > 1:
             names = ", ".join(type(module).__name__ for module in self.modules)
@@ -467,7 +463,7 @@ class FSDPState:
             state = state_of(module)
             if state is None or state in self.root.states:
                 continue
-            if state is not self and state._is_root is not None:
+            if state is not self and state.is_root is not None:
                 raise RuntimeError(
                     f"{name} has already run forward as a root of its own, before the module that "
                     "contains it. Run the forward of the outermost fully_shard module first"
@@ -481,7 +477,7 @@ class FSDPState:
             self.root.groups += state.groups
         self._name_everything(top)
         for state in self.root.states:
-            state._is_root = state is self
+            state.is_root = state is self
             state.root = self.root
             for group in state.groups:
                 group.refresh()
