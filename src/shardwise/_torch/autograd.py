@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
@@ -107,6 +108,21 @@ def wait_in_graph(tensor: torch.Tensor) -> torch.Tensor:
     if not (isinstance(tensor, AsyncCollectiveTensor) and tensor.requires_grad):
         return tensor
     return cast(torch.Tensor, _WaitInGraph.apply(tensor))  # type: ignore[no-untyped-call]
+
+
+def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a hook on the gradient of ``tensor``, for good.
+
+    ``register_hook`` also makes a handle that removes it, which takes longer than the rest.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)
+        return
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = OrderedDict()
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+    tensor._backward_hooks[cast(Any, hook)] = hook
 
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:

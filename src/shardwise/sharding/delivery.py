@@ -549,6 +549,7 @@ def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     form, shard = grad.param.form, grad.value
     if scaling.after != 1.0:
         shard /= scaling.after
-    form.add_grad(shard if keeps_dtype else shard.to(form.parameter.dtype))
+    dtype = form.parameter.dtype
+    form.add_grad(shard if keeps_dtype or shard.dtype == dtype else shard.to(dtype))
     if not form.is_tied:
         form.run_hooks()

@@ -115,7 +115,7 @@ def hand_on(state: FSDPState, output: Any) -> Any:
         begun = tuple(group.passes.current for group in state.groups)
         for tensor in every_tensor_in(output):
             if tensor.requires_grad and _precede(begun, tensor.grad_fn):
-                tensor.register_hook(functools.partial(_pre_partial, state, begun))  # type: ignore[no-untyped-call]
+                autograd.add_grad_hook(tensor, functools.partial(_pre_partial, state, begun))
     return state.precision.cast_outputs(output)
 
 
@@ -317,7 +317,7 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
         # The node of an input that is returned must not keep the passes, which keep the node.
         keeps = _precede(passes, tensor.grad_fn) or autograd.in_transform()
         kept = passes if keeps else (None,) * len(passes)
-        tensor.register_hook(functools.partial(_pre_backward, state, kept))  # type: ignore[no-untyped-call]
+        autograd.add_grad_hook(tensor, functools.partial(_pre_backward, state, kept))
 
 
 def _mark_base(state: FSDPState, passes: tuple[Pass | None, ...], tensor: torch.Tensor) -> None:
