@@ -302,7 +302,8 @@ class GroupGrads:
             if grad is not None:
                 is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
-        observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
+        if observe.is_observed():
+            observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
         due.clear()
         return taken
 
@@ -551,5 +552,5 @@ def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
         shard /= scaling.after
     dtype = form.parameter.dtype
     form.add_grad(shard if keeps_dtype or shard.dtype == dtype else shard.to(dtype))
-    if not form.is_tied:
+    if not form.is_tied and autograd.has_post_accumulate_hooks(form.parameter):
         form.run_hooks()

@@ -681,7 +681,7 @@ class ParamGroup:
             MisuseError: a shard was written to as well, or a full parameter got data of another
                 shape, or another group that the parameter is tied to has values of before.
         """
-        if self.fulls is None:
+        if self.fulls is None or not self.fulls.moves:
             return
         for param in self.fulls.filled.deliver():
             for group in param.form.groups:
@@ -772,8 +772,7 @@ class ParamGroup:
             self.pages.let_go()
         if self.fulls is not None:
             try:
-                if self.fulls.moves:
-                    self.deliver_writes()
+                self.deliver_writes()
             finally:
                 if self.options.keep_unsharded_storage:
                     self.fulls.retain()
