@@ -201,7 +201,14 @@ class Delivery:
         way: what the gradients go through. It yields what has to be waited for.
         step: updates the shards, and drops the gradients, when that is over; ``None``: nothing
             does.
+
+    Attributes:
+        when: when to :meth:`advance`, at the latest.
+        has_landed: whether this is over: the sharded gradients are complete, or held.
     """
+
+    when: When
+    has_landed: bool
 
     def __init__(self, way: Iterator[Flight], step: Callable[[], None] | None) -> None:
         self._way = way
@@ -210,19 +217,9 @@ class Delivery:
         self.advance()
 
     @property
-    def when(self) -> When:
-        """When to :meth:`advance`, at the latest."""
-        return self._flight.when
-
-    @property
     def steps(self) -> bool:
         """Whether the shards are updated, and the gradients dropped, when this is over."""
         return self._step is not None
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether this is over: the sharded gradients are complete, or held."""
-        return self._flight is _LANDED
 
     def advance(self) -> None:
         """Wait for what is under way, and start what follows."""
@@ -231,6 +228,7 @@ class Delivery:
         self._flight = _LANDED  # frees what was read
         with autograd.no_grad():
             self._flight = next(self._way, _LANDED)
+            self.when, self.has_landed = self._flight.when, self._flight is _LANDED
             if self.has_landed and self._step is not None:
                 self._step()
 

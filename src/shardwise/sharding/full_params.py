@@ -68,13 +68,16 @@ class AliasedParams:
     @property
     def has_moved(self) -> bool:
         """Whether a shard is in other memory now."""
-        return self._addresses != dtensor.addresses_of(map(PARAMETER, self._forms))
+        forms = self._forms
+        return bool(forms) and self._addresses != dtensor.addresses_of(map(PARAMETER, forms))
 
     def follow(self) -> None:
         """Let autograd see writes to the shards as writes to the full parameters.
 
         A backward that needs the value of before then raises, as without sharding.
         """
+        if not self._forms:
+            return
         before, self._versions = self._versions, versions_of(self._forms)
         if before != self._versions:
             for full, old, new in zip(self._fulls, before, self._versions, strict=True):

@@ -85,7 +85,8 @@ class ParamGroup:
         self._offload = offload
         self.fulls: FullParams | None = None
         self.stepper: Stepper | None = None
-        self.pages = Pages.of([param.form for param in params])
+        paged = [param.form for param in params if param.form.offload.disk is not None]
+        self.pages = Pages(paged) if paged else None
         self._lease: Lease | None = None
         self._left = Freshness.STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}

@@ -25,7 +25,6 @@ from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
-from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.states import GroupState, Phase
@@ -100,7 +99,6 @@ class Root:
         forward_root: the state whose forward is the outermost one that is running.
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
-        read_order: the order in which they are gathered, for reading shards that are on a disk.
         ledger: the gradients that are not complete.
         knows_what_is_averaged: whether the user was warned of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
@@ -113,7 +111,6 @@ class Root:
         self.forward_root: FSDPState | None = None
         self.forward_number = 0
         self.order = RunOrder()
-        self.read_order = ReadOrder()
         self.post_optim_event: torch.Event | None = None
         self.ledger = Ledger(self.groups, self._complete_or_reset)
         self.knows_what_is_averaged = False
@@ -481,10 +478,11 @@ class FSDPState:
             state.root = self.root
             for group in state.groups:
                 group.refresh()
-                if group.pages is not None:
-                    group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
                 group.is_in_forward = state.root.is_in_forward
+        paged = [group.pages for group in self.root.groups if group.pages is not None]
+        for pages in paged:
+            pages.order = paged[0].order
         if self._keep_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False
