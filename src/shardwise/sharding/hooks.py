@@ -149,9 +149,7 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
 
     def loses() -> bool:
         found, inside = tensors_and_those_in_objects(output)
-        return any(map(is_lost, found)) or any(
-            is_lost(tensor) for tensor in inside if id(tensor) not in fulls
-        )
+        return any(map(is_lost, found + [each for each in inside if id(each) not in fulls]))
 
     if not loses():
         return output
@@ -300,13 +298,12 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     graph. The base of the view stays in the graph, so it gets a hook, too. An input that the module
     wrote to is also an output, even if it is not returned.
     """
-    ended = [group.passes.end() for group in state.groups]
+    passes = tuple([group.passes.current for group in state.groups])
+    written = [tensor for group in state.groups for tensor in group.passes.end()]
     if not torch.is_grad_enabled():
         return
-    passes = tuple([begun for begun, _ in ended])
-    for _, written in ended:
-        for tensor in written:
-            _mark_base(state, passes, tensor)
+    for tensor in written:
+        _mark_base(state, passes, tensor)
     for tensor in every_tensor_in(output):
         if not tensor.requires_grad and autograd.in_transform():
             found = autograd.that_needs_grad(tensor)

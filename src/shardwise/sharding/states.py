@@ -229,14 +229,14 @@ class Passes:
         self._passes.append(weakref.ref(self.current))
         return self.current
 
-    def end(self) -> tuple[Pass | None, list[torch.Tensor]]:
-        """End the forward of the current pass, if there is one.
+    def end(self) -> list[torch.Tensor]:
+        """End the forward of the current pass, if there is one, and release it.
 
         Returns:
-            The pass, which is released, and the inputs that its forward wrote to.
+            The inputs that its forward wrote to.
         """
         ended, self.current = self.current, None
-        return ended, ([] if ended is None else ended.end_forward())
+        return [] if ended is None else ended.end_forward()
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""

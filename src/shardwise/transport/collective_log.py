@@ -158,7 +158,8 @@ class Issued:
 
     def __exit__(self, *_: object) -> None:
         observe.count_wait(time.perf_counter() - self._began)
-        observe.end(self._waiting)
+        if self is not UNWATCHED:
+            observe.end(self._waiting)
 
     def end(self) -> None:
         """Report that it has been waited for."""
