@@ -127,13 +127,8 @@ def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
-    hooks = getattr(parameter, "_backward_hooks", None)
+    hooks = parameter._backward_hooks
     return list(hooks.values()) if hooks else []
-
-
-def has_grad_hooks(parameter: torch.Tensor) -> bool:
-    """Whether a hook was registered with ``register_hook``."""
-    return bool(parameter._backward_hooks)
 
 
 def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:

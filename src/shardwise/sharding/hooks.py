@@ -249,11 +249,10 @@ def _prefetch_in_forward(state: FSDPState) -> None:
 
     A write to a group between its gather and its forward would be missed.
     """
-    if autograd.in_backward():
-        return  # activation checkpointing does not follow the order of forward
-    for other in state.forward_prefetch:
-        for group in other.groups:
-            group.prefetch()
+    if not autograd.in_backward():  # activation checkpointing does not follow the order of forward
+        for other in state.forward_prefetch:
+            for group in other.groups:
+                group.prefetch()
 
 
 def mark_inputs(
