@@ -76,7 +76,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
     "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
-    "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
+    "sharding/group.py ParamGroup.wait_for_offload: offload.wait()": "offload_pinned",
     "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "base/offload.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
