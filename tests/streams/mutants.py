@@ -171,7 +171,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
     "sharding/delivery.py _scaled: value.to(dtype)": "scalars",
-    "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
+    "sharding/delivery.py _add_to_shard: shard.to(dtype)": "half_reduced",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
