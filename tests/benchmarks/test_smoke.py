@@ -39,7 +39,7 @@ ROWS = {
         ]
     ],
     "memory": [["formula", "shardwise", "torch FSDP2", "shardwise, in backward"]],
-    "overhead": [["shardwise", "torch FSDP2"], ["shardwise", "torch FSDP2"]],
+    "overhead": [["shardwise", "torch FSDP2"]] * 3,
     "checkpoint": [
         [f"{name}, {what}" for what in ("save", "load") for name in ("shardwise", "torch DCP")]
     ],

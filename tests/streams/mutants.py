@@ -75,7 +75,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
     "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
-    "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
+    "sharding/group.py ParamGroup.wait_for_offload: offload.wait()": "offload_pinned",
     "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "base/offload.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
@@ -170,7 +170,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
     "sharding/delivery.py _scaled: value.to(dtype)": "scalars",
-    "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
+    "sharding/delivery.py _add_to_shard: shard.to(dtype)": "half_reduced",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
