@@ -19,7 +19,6 @@ import errno
 import faulthandler
 import gc
 import io
-import json
 import os
 import signal
 import sys
@@ -27,7 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -68,10 +67,29 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     leave(0)
 
 
+def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None:
+    """Run ``body`` as one rank in a process of another program, such as a worker of Ray Train.
+
+    Unlike :func:`run_rank` it neither ends the process nor handles signals, which only the main
+    thread may. The program that started the workers takes the first error that it sees for the
+    cause. So a rank that has only lost a peer waits before it raises.
+
+    Raises:
+        BaseException: what ``body`` raises.
+    """
+    try:
+        body(world, StopSignals())
+    except BaseException as error:
+        if lost_peer_behind(error) is not None:
+            time.sleep(torchrun.PATIENCE)
+        raise
+
+
 def report_end(world: World, error: BaseException) -> int:
     """Report that an error, or a request to stop, ends this rank; return its exit code."""
-    _report(_ending(world, error), world)
-    return _exit_code(error)
+    report = RankReport(world.rank, *_ending(error))
+    _report(report, world)
+    return report.exit_code
 
 
 def die_with_parent(parent: int) -> None:
@@ -88,36 +106,26 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _ending(world: World, error: BaseException) -> RankReport:
-    code = _exit_code(error)
-    if isinstance(error, Stopped):
-        return RankReport(world.rank, Ending.STOPPED, code, error.message)
-    if lost_peer_behind(error) is not None:
-        text = str(error) if isinstance(error, UserError) else _traceback(error)
-        return RankReport(world.rank, Ending.PEER, code, text)
-    if isinstance(error, UserError):
-        if error.passing:
-            return RankReport(world.rank, Ending.FAILED, code, str(error))
-        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
-    if isinstance(error, BrokenPipeError):
-        return RankReport(world.rank, Ending.USER, code, "error: standard output was closed")
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
-    if isinstance(error, OffloadError):  # it says all that a user of the disk can do
-        return RankReport(world.rank, Ending.FAILED, code, str(error))
-    return RankReport(world.rank, Ending.FAILED, code, _traceback(error))
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, Stopped):
-        return error.exit_code
-    if isinstance(error, UserError) and lost_peer_behind(error) is None:
-        return error.exit_code
-    return 1
+def _ending(error: BaseException) -> tuple[Ending, int, str]:
+    """Return why an error ends this rank, the exit code, and what to show."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    is_secondary = lost_peer_behind(error) is not None
+    match error:
+        case Stopped():
+            return Ending.STOPPED, error.exit_code, error.message
+        case _ if is_secondary:
+            return Ending.PEER, 1, str(error) if isinstance(error, UserError) else trace
+        case UserError(passing=True):
+            return Ending.FAILED, error.exit_code, str(error)
+        case UserError():
+            return Ending.USER, error.exit_code, f"error: {error}"
+        case BrokenPipeError():
+            return Ending.USER, 1, "error: standard output was closed"
+        case OSError(errno=number) if number in _NO_ROOM:
+            return Ending.USER, 1, f"error: {error}"
+        case OffloadError():  # it says all that a user of the disk can do
+            return Ending.FAILED, 1, str(error)
+    return Ending.FAILED, 1, trace
 
 
 def report_stage(stage: Stage) -> None:
@@ -317,13 +325,12 @@ class RankReport:
         if len(text) > MAX_TEXT:
             half = MAX_TEXT // 2
             text = f"{text[:half]}\n  [...]\n{text[-half:]}"
-        fields = {**asdict(self), "ending": self.ending.value, "text": text}
-        return json.dumps(fields, ensure_ascii=False)
+        return plain.written(replace(self, text=text)).decode()
 
     @staticmethod
-    def from_json(line: str | bytes) -> RankReport:
+    def from_json(line: bytes) -> RankReport:
         """Read what :meth:`to_json` wrote."""
-        return plain.converted(RankReport, json.loads(line))
+        return plain.read(RankReport, line)
 
     def send(self, file: str) -> None:
         """Write to the launcher's file."""

@@ -7,8 +7,7 @@ import os
 
 from shardwise.elastic.hosts import HERE, Command, Nodes, Terms
 from shardwise.elastic.rank import importing
-
-_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
+from shardwise.elastic.world import environment
 
 
 def run_here(command: Command, nproc: int, restarts: int) -> int:
@@ -44,15 +43,12 @@ def run_over_hosts(
         UserError: the hosts did not come together, or were lost.
     """
     # torch warns of every address that has no name, once torch is imported.
-    level = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = level or "ERROR"
+    quiet = environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR")
     # Here, and not before: it imports torch, which takes seconds.
-    with importing():
+    with quiet, importing():
         from shardwise.elastic.agent import Agent, Signals, agents_environment
         from shardwise.elastic.rendezvous import Rendezvous
 
-    if level is None:
-        del os.environ[_LOG_LEVEL]  # ranks have their own
     with contextlib.closing(Signals()) as signals, agents_environment():
         rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: bool(signals.noted))
         return Agent(command, nproc, rendezvous, restarts, signals).run_job()

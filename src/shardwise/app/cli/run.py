@@ -31,6 +31,7 @@ from shardwise.elastic.world import (
     LOCKED,
     ReplicaWorld,
     World,
+    environment,
     find_world,
     launched_here,
     usable_cores,
@@ -234,8 +235,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         if nodes is None:
             # Over several hosts rank 0 locks it, which may be on another host after a restart.
             held.enter_context(locked(job.config.files))
-            os.environ[LOCKED] = "1"
-            held.callback(os.environ.pop, LOCKED)
+            held.enter_context(environment(**{LOCKED: "1"}))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
         command = command_of(job, _words(job, chosen), Path(folder))
