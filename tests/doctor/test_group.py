@@ -445,18 +445,15 @@ PROBE = asdict(Probe())
         {"nproc": 0},
         {"nproc": 1.5},
         {"name": 3},
-        {"name": ESCAPES},
         {"versions": []},
         {"versions": {"python": 3}},
         {"versions": {"numpy": "2"}},
         {"interfaces": {"lo": "127.0.0.1"}},
         {"interfaces": {"lo": [1]}},
-        {"interfaces": {ESCAPES: []}},
         {"towards": 1},
         {"settings": {"LD_PRELOAD": "x"}},
         {"files": None},
         {"localhost": 1},
-        {"temporary": ESCAPES},
         {"temporary_free": -1},
         {"tasks": "many"},
         {"probe": {}},
@@ -477,7 +474,7 @@ def test_links_have_the_types_that_checks_rely_on() -> None:
     link = PairLink("", 2.5, 0.1, -3.0)
     sent = {"error": "", "gbit": 2.5, "ms": 0.1, "ahead": -3}
     assert received(PairLink, sent) == link
-    for other in ({}, [1, 2], None, {**sent, "error": 1}, {**sent, "error": "\n"}):
+    for other in ({}, [1, 2], None, {**sent, "error": 1}):
         assert received(PairLink, other) is None
     for name in ("gbit", "ms"):
         assert received(PairLink, {**sent, name: -1}) is None

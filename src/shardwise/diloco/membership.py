@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -469,32 +470,28 @@ class ReplicaSession:
         Raises:
             GivenUpError: it has failed, or is over.
         """
-        result: list[T] = []
-        failed: list[Exception] = []
-        ended = threading.Event()
+        ended: Future[T] = Future()
 
         def run() -> None:
             try:
-                result.append(work())
+                ended.set_result(work())
             except Exception as error:
-                failed.append(error)
-            finally:
-                ended.set()
-                with self._changed:
-                    self._changed.notify_all()
+                ended.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
 
         threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
         with self._eagerly(), self._changed:
-            while not ended.is_set():
+            while not ended.done():
                 plan = self._plan  # this rank may not know yet what the first one has seen
                 is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
                 if not self.is_connected or (not is_older and is_over(plan)):
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
-        if failed:
-            _log.warning("replica %s: %s failed: %s", self.replica, doing, failed[0])
-            raise GivenUpError(doing) from failed[0]
-        return result[0]
+        if (error := ended.exception()) is not None:
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, error)
+            raise GivenUpError(doing) from error
+        return ended.result()
 
     # -- outer states ------------------------------------------------------------------------------
 
