@@ -38,7 +38,7 @@ from shardwise.base.errors import RankFailedError, lost_peer_behind
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
 from shardwise.elastic.rank import die_with_parent
-from shardwise.elastic.restarts import run_here
+from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import most_ranks
 
 T = TypeVar("T")
@@ -357,7 +357,7 @@ def main(folder: Path, role: str, *words: str) -> NoReturn:
         return [*_command(folder), "rank"]
 
     with contextlib.redirect_stderr(account):
-        code = run_here(command, nproc, restarts)
+        code = run_job(command, nproc, restarts)
     (folder / "account").write_text(account.getvalue())
     sys.exit(code)
 

@@ -442,7 +442,7 @@ class Rendezvous(RendezvousHandler):
         while True:
             found = self._directory.get_state()
             server, where = ("", None) if found is None else _named(found[0])
-            if where is not None and (server == self._id or _answers(*where)):
+            if where is not None and (server == self._id or _knock(*where) is None):
                 return server, where
             waited = self._clock.now() - began
             if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
@@ -834,26 +834,21 @@ def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
     return server, parse_endpoint(endpoint)
 
 
-def _answers(address: str, port: int) -> bool:
-    """Whether something listens at an address and port."""
+def _knock(address: str, port: int) -> OSError | None:
+    """Return why there is no connection to an address and port; None if there is one."""
     try:
         socket.create_connection((address, port), timeout=_ATTEMPT).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None
 
 
 def _refuses(address: str, port: int) -> bool:
     """Whether the system of a host answers that nothing listens at its port: it has ended."""
     deadline = time.monotonic() + _ATTEMPT
     while time.monotonic() < deadline:  # a process that ends closes one socket after the other
-        try:
-            socket.create_connection((address, port), timeout=_ATTEMPT).close()
-        except ConnectionRefusedError:
-            return True
-        except ConnectionResetError:
-            pass
-        except OSError:
-            return False
+        error = _knock(address, port)
+        if error is not None and not isinstance(error, ConnectionResetError):
+            return isinstance(error, ConnectionRefusedError)
         time.sleep(_POLL)
     return False

@@ -10,30 +10,16 @@ from shardwise.elastic.rank import importing
 from shardwise.elastic.world import environment
 
 
-def run_here(command: Command, nproc: int, restarts: int) -> int:
-    """Run a job on this host alone.
-
-    Args:
-        command: gives the command of a generation.
-        nproc: ranks.
-        restarts: how often to restart after a rank was killed or crashed.
-
-    Returns:
-        The exit code of the last generation.
-    """
-    return run_over_hosts(command, nproc, HERE, restarts)
-
-
-def run_over_hosts(
-    command: Command, nproc: int, nodes: Nodes, restarts: int, terms: Terms | None = None
+def run_job(
+    command: Command, nproc: int, restarts: int, nodes: Nodes = HERE, terms: Terms | None = None
 ) -> int:
     """Run this host's part of a job.
 
     Args:
         command: gives the command of a generation.
         nproc: ranks of this host.
-        nodes: the job.
         restarts: how often to restart after a rank or a host was lost.
+        nodes: the job; by default on this host alone.
         terms: what hosts that join later have to agree on.
 
     Returns:

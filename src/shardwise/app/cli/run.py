@@ -26,7 +26,7 @@ from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
-from shardwise.elastic.restarts import run_here, run_over_hosts
+from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
     LOCKED,
     ReplicaWorld,
@@ -286,9 +286,9 @@ def _start(
 ) -> int:
     """Start this host's ranks, and wait for them; return their exit code."""
     if nodes is None:
-        return run_here(lambda attempt: command, processes, max_restarts)
+        return run_job(lambda attempt: command, processes, max_restarts)
     tell(_meeting(nodes))
-    return run_over_hosts(lambda attempt: command, processes, nodes, max_restarts, terms)
+    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms)
 
 
 def _launch_replicas(
