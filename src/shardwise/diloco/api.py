@@ -314,7 +314,7 @@ class DiLoCo(AroundOptimizer):
         Only with a :class:`~shardwise.diloco.Quorum`. The last step comes before.
         """
         if self._rounds is not None:
-            self._rounds.leave()
+            self._rounds.quorum.close()
 
     @property
     def has_peers(self) -> bool:
@@ -323,7 +323,7 @@ class DiLoCo(AroundOptimizer):
         Always with a group. With a :class:`~shardwise.diloco.Quorum` ranks may not see it at the
         same moment: ask one of them.
         """
-        return self._group is not None if self._rounds is None else self._rounds.has_peers
+        return self._group is not None if self._rounds is None else self._rounds.quorum.has_peers
 
     def count_tokens(self, tokens: int) -> None:
         """Count tokens of the step that follows: the weight of this replica in the next average.

@@ -248,10 +248,6 @@ class ReplicaSession:
         """Whether the server can be reached, as far as is known."""
         return self._lost_at is None
 
-    def is_live(self, plan: RoundPlan) -> bool:
-        """Whether the server can be reached, and hears every rank of this replica."""
-        return self.is_connected and self.replica in plan.live
-
     def check(self) -> None:
         """Check that this replica may take part.
 

@@ -19,6 +19,7 @@ import errno
 import faulthandler
 import gc
 import io
+import json
 import os
 import signal
 import sys
@@ -33,13 +34,19 @@ from typing import NoReturn
 
 from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
-from shardwise.elastic import starting, torchrun
+from shardwise.elastic import starting
 from shardwise.elastic.errors import Stopped, UserError, signal_name
-from shardwise.elastic.world import PARENT_PID, REPORT, World
+from shardwise.elastic.world import PARENT_PID, REPORT, World, launched_here
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _UNWRITTEN = 120  # Python's exit code if it could not write all output
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's agent reads it when this process has failed
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+# Seconds. torch's agent looks ten times per second; one of another host has to meet this one's
+# anew, which then restarts its ranks without counting it.
+PATIENCE = 5.0
 
 
 def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
@@ -62,7 +69,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
         body(world, signals)
     except BaseException as error:  # the launcher must learn of it, whatever it is
         if lost_peer_behind(error) is not None and not signals.noted:
-            torchrun.let_the_first_failure_be_named()
+            let_the_first_failure_be_named()
         _end(report_end(world, error))  # without what may wait for peers that are gone
     leave(0)
 
@@ -81,7 +88,7 @@ def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None
         body(world, StopSignals())
     except BaseException as error:
         if lost_peer_behind(error) is not None:
-            time.sleep(torchrun.PATIENCE)
+            time.sleep(PATIENCE)
         raise
 
 
@@ -142,7 +149,7 @@ def _report(report: RankReport, world: World) -> None:
         return
     # Many ranks lose a peer, and none of them is the cause: one line is enough.
     shown = report.text.splitlines()[-1] if report.ending is Ending.PEER else report.text
-    is_recorded = torchrun.record_failure(shown, report.text, report.exit_code)
+    is_recorded = record_failure(shown, report.text, report.exit_code)
     # Without our launcher, which would choose among reports, every rank shows its own failure.
     if report.ending is Ending.STOPPED and report.rank != 0:
         return
@@ -344,6 +351,48 @@ def _send(file: str, line: str) -> None:
             os.write(descriptor, line.encode() + b"\n")
         finally:
             os.close(descriptor)
+
+
+def let_the_first_failure_be_named() -> None:
+    """Wait for torch's agent to end this rank, which has lost a peer and is not to blame.
+
+    The agent takes the rank that it finds ended for the cause. It ends the others by SIGTERM. If
+    it does not, the peer was on another host, and this rank must end by itself.
+    """
+    if _RUN_ID in os.environ and not launched_here():
+        with contextlib.suppress(Stopped):
+            time.sleep(PATIENCE)
+
+
+def record_failure(line: str, text: str, exit_code: int) -> bool:
+    """Write why this rank ends where torch's agent looks, in the format of its ``record``.
+
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors``, which takes seconds
+    to import.
+
+    Args:
+        line: what ``torchrun`` shows.
+        text: all that is known, for who opens the file.
+        exit_code: of this process.
+
+    Returns:
+        Whether there is such an agent, and the file was written.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        return False
+    when = str(int(time.time()))
+    message = {
+        "message": text,
+        "errorCode": exit_code,
+        "extraInfo": {"py_callstack": line, "timestamp": when},
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
