@@ -38,7 +38,7 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
-from shardwise.elastic.membership import SECONDARY, Next
+from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
 from shardwise.elastic.rank import STOP_SIGNALS, Ending, RankReport, Stage
@@ -118,6 +118,7 @@ class Agent(LocalElasticAgent):
         self._starting = StartWatch(self.ranks, self._say)
         self._timers = Timers(process_clock().now)
         self._asked = False  # whether the ranks were asked to stop
+        self._has_shown = False  # how this generation has ended
         self._outcome: Outcome | None = None
 
     def run_job(self) -> int:
@@ -154,7 +155,7 @@ class Agent(LocalElasticAgent):
         spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
-        self._asked, self._outcome = False, None
+        self._asked, self._outcome, self._has_shown = False, None, False
         self._timers = Timers(process_clock().now)
         # Blocked while ranks start: they inherit the mask, and unblock the signals when they can
         # tell a stop from a crash.
@@ -183,7 +184,9 @@ class Agent(LocalElasticAgent):
             if self._outcome is not None and len(self.signals.noted) > 1:
                 return RunResult(WorkerState.FAILED)  # no reason is left to wait for other hosts
             return RunResult(WorkerState.HEALTHY)
-        self._show_verdict(self._outcome)
+        if not self._has_shown:
+            self._has_shown = True
+            self._show_verdict(self._outcome, verdict)
         if verdict.next.begins_again and not self.signals.noted:
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
@@ -336,11 +339,8 @@ class Agent(LocalElasticAgent):
                     sys.stdout.write("\x1b[?25h\n")
                     sys.stdout.flush()
 
-    def _show_verdict(self, outcome: Outcome) -> None:
-        """Say how the generation ended and what follows, once."""
-        verdict = self.meeting.take_verdict()
-        if verdict is None:
-            return
+    def _show_verdict(self, outcome: Outcome, verdict: Verdict) -> None:
+        """Say how the generation ended and what follows."""
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
             self._say(outcome.farewell)

@@ -162,7 +162,6 @@ class Rendezvous(RendezvousHandler):
         self._plan = b""  # the same as it was read or published last
         self._seen = JobState()
         self._failure: BaseException | None = None
-        self._said = True  # whether the verdict was taken
         self._noticed: int | None = None  # how many notices were said
         self._clock = clock or process_clock()
         self._timers = Timers(self._clock.now)
@@ -206,7 +205,7 @@ class Rendezvous(RendezvousHandler):
         finally:
             listener.close()
         self.generation, self.hosts, self._began = seen.generation, len(members), self._clock.now()
-        self.verdict, self._said = None, False
+        self.verdict = None
         if self.nodes.is_elastic:
             self._describe(index)
         assert self._store is not None
@@ -299,13 +298,6 @@ class Rendezvous(RendezvousHandler):
     def job_id(self) -> str:
         """Tells the job from every other one; the same after a restart, and on all hosts."""
         return self._seen.job
-
-    def take_verdict(self) -> Verdict | None:
-        """Return what follows the generation, once."""
-        if self._said:
-            return None
-        self._said = self.verdict is not None
-        return self.verdict
 
     # -- meeting -----------------------------------------------------------------------------------
 

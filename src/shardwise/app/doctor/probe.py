@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import socketserver
 import statistics
 import struct
 import subprocess
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import plain
 from shardwise.base.units import printable
@@ -129,49 +130,50 @@ def _stream(address: str, port: int) -> float:
         return 8e-9 * sent / (time.perf_counter() - began)
 
 
-class EchoServer:
+class EchoServer(socketserver.ThreadingTCPServer):
     """Answers :func:`measure_connection` of other hosts, at a port that the kernel chose."""
 
+    daemon_threads = True
+    block_on_close = False  # nor wait for clients that send nothing
+
     def __init__(self) -> None:
-        self._listener = listening_everywhere()
-        self._listener.settimeout(0.2)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed = threading.Event()
+        super().__init__(("", 0), _Answers, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening_everywhere()
+        self.port: int = self.socket.getsockname()[1]
         self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.2,), daemon=True).start()
 
     def close(self) -> None:
         """Stop answering."""
-        self._closed.set()
-        self._thread.join()
-        self._listener.close()
+        self.shutdown()
+        self.server_close()
 
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError):  # no client, or one that is gone already
-                connection, _ = self._listener.accept()
-                if self._free.acquire(blocking=False):
-                    threading.Thread(
-                        target=self._answer_client, args=(connection,), daemon=True
-                    ).start()
-                else:
-                    connection.close()
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Turn away more clients than can be served."""
+        return self._free.acquire(blocking=False)
 
-    def _answer_client(self, connection: socket.socket) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a client; one that is gone already is no error."""
         try:
-            with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
-                connection.settimeout(STREAM + DRAIN)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                kind = received.read(1)
-                while kind == _CLOCK and len(received.read(_TIME.size)) == _TIME.size:
-                    connection.sendall(_TIME.pack(time.time()))
-                while kind == _SINK and received.read1(2**18):
-                    pass
-                if kind == _SINK:
-                    connection.sendall(b"!")
+            with request, contextlib.suppress(OSError):
+                self.finish_request(request, client_address)
         finally:
             self._free.release()
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    timeout = STREAM + DRAIN
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        kind = self.rfile.read(1)
+        while kind == _CLOCK and len(self.rfile.read(_TIME.size)) == _TIME.size:
+            self.wfile.write(_TIME.pack(time.time()))
+        while kind == _SINK and self.rfile.read1(2**18):
+            pass
+        if kind == _SINK:
+            self.wfile.write(b"!")
 
 
 START = 60.0  # seconds; torch may have to come from storage far away
