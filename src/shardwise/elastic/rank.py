@@ -137,15 +137,11 @@ def _ending(error: BaseException) -> tuple[Ending, int, str]:
 
 def report_stage(stage: Stage) -> None:
     """Report how far this rank is; nothing happens without our launcher."""
-    file = os.environ.get(REPORT)
-    if file is not None:
-        stage.send(file)
+    _send(stage.value)
 
 
 def _report(report: RankReport, world: World) -> None:
-    file = os.environ.get(REPORT)
-    if file is not None:
-        report.send(file)
+    if _send(report.to_json()):
         return
     # Many ranks lose a peer, and none of them is the cause: one line is enough.
     shown = report.text.splitlines()[-1] if report.ending is Ending.PEER else report.text
@@ -294,10 +290,6 @@ class Stage(enum.Enum):
         """Return the stage that a line names, or None if it belongs to a report."""
         return next((stage for stage in Stage if stage.value.encode() == line), None)
 
-    def send(self, file: str) -> None:
-        """Write to the launcher's file."""
-        _send(file, self.value)
-
 
 class Ending(enum.Enum):
     """Why a rank ended."""
@@ -339,18 +331,19 @@ class RankReport:
         """Read what :meth:`to_json` wrote."""
         return plain.read(RankReport, line)
 
-    def send(self, file: str) -> None:
-        """Write to the launcher's file."""
-        _send(file, self.to_json())
 
-
-def _send(file: str, line: str) -> None:
+def _send(line: str) -> bool:
+    """Write a line to the launcher's file; return whether there is a launcher of ours."""
+    file = os.environ.get(REPORT)
+    if file is None:
+        return False
     with contextlib.suppress(OSError):  # it is no error if the launcher is gone
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, line.encode() + b"\n")
         finally:
             os.close(descriptor)
+    return True
 
 
 def let_the_first_failure_be_named() -> None:
