@@ -186,16 +186,21 @@ _MOST_BYTES = 2**20  # of a report
 
 
 @dataclass(frozen=True)
-class Accelerators:
-    """The accelerators that a rank sees.
+class Probe:
+    """What two processes that were started as ranks have found.
 
     Attributes:
-        kind: their type as torch names it; empty if there are none.
+        error: why the first did not start; empty if it did.
+        memory: how they exchange data through shared memory.
+        kind: the type of the accelerators that the first sees, as torch names it; empty if there
+            are none.
         models: name and bytes of memory of each, by index; 0 bytes if torch cannot tell.
         versions: of the driver and of libraries, by name.
         problem: why torch finds none although there is a driver; empty otherwise.
     """
 
+    error: str = ""
+    memory: PairLink = field(default_factory=PairLink)
     kind: str = ""
     models: list[tuple[str, int]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -206,21 +211,6 @@ class Accelerators:
             raise ValueError("found more accelerators or libraries than a host has")
         if any(memory < 0 for _, memory in self.models):
             raise ValueError("found accelerators with less than no memory")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What two processes that were started as ranks have found.
-
-    Attributes:
-        error: why the first did not start; empty if it did.
-        accelerators: what it sees.
-        memory: how they exchange data through shared memory.
-    """
-
-    error: str = ""
-    accelerators: Accelerators = field(default_factory=Accelerators)
-    memory: PairLink = field(default_factory=PairLink)
 
 
 def probe_ranks() -> Probe:
@@ -236,7 +226,7 @@ def probe_ranks() -> Probe:
 
 
 def _failed(error: str) -> Probe:
-    return Probe(printable(error), memory=PairLink("no rank starts"))
+    return Probe(printable(error), PairLink("no rank starts"))
 
 
 def _run(folder: Path) -> Probe:
@@ -282,12 +272,13 @@ def _started(
 # -- in these processes ----------------------------------------------------------------------------
 
 
-def _find() -> Accelerators:
+def _find(memory: PairLink) -> Probe:
     """Ask torch, in this process, for its accelerators."""
     from shardwise.base import devices
 
     found = devices.accelerator()
-    return Accelerators(
+    return Probe(
+        memory=memory,
         kind="" if found is None else found.type,
         models=[(model.name, model.memory) for model in devices.models()],
         versions=devices.versions(),
@@ -340,6 +331,6 @@ def _seconds(transport: Transport, numel: int) -> float:
 
 if __name__ == "__main__":
     _folder, _rank, _seconds_to_meet = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    _found = Probe("", _find(), _share(_folder / "store", int(_rank), _seconds_to_meet))
+    _found = _find(_share(_folder / "store", int(_rank), _seconds_to_meet))
     if _rank == "0":
         (_folder / "report").write_bytes(plain.written(_found))
