@@ -95,6 +95,10 @@ class ReplicaSession:
     Args:
         quorum: where the replicas meet, and which one this is.
 
+    Attributes:
+        snapshot: returns the number of outer steps, and copies of what this rank has of the outer
+            state, for replicas that catch up; fp32, 1-D, on the CPU. Called in other threads.
+
     Raises:
         ValueError: the quorum makes no sense.
         OSError: the server cannot be reached.
@@ -130,7 +134,7 @@ class ReplicaSession:
         self._lost_at: float | None = None  # since when the server is missed; None: it is there
         self._lost_why: Exception | None = None
         self._served: dict[int, int] = {}  # by the replica that receives
-        self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
+        self.snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
         try:
             self._connect()
@@ -491,25 +495,16 @@ class ReplicaSession:
 
     # -- outer states ------------------------------------------------------------------------------
 
-    def serve(self, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
-        """Send what ``snapshot`` returns to replicas that catch up, from now on.
-
-        Args:
-            snapshot: returns the number of outer steps, and copies of what this rank has of the
-                outer state; fp32, 1-D, on the CPU. Called in other threads.
-        """
-        self._snapshot = snapshot
-        self._serve(self._plan)
-
     def _serve(self, plan: RoundPlan) -> None:
-        if self._snapshot is None:
+        """Send the outer state to the replicas that are to get it from this one."""
+        if self.snapshot is None:
             return
         for receiver, fetch in plan.fetches.items():
             mine = (fetch.source, fetch.source_incarnation) == (self.replica, self.incarnation)
             if mine and fetch.number != self._served.get(receiver):
                 self._served[receiver] = fetch.number
                 threading.Thread(
-                    target=self._send, args=(fetch, self._snapshot), daemon=True
+                    target=self._send, args=(fetch, self.snapshot), daemon=True
                 ).start()
 
     def _send(self, fetch: Fetch, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
@@ -545,11 +540,11 @@ class ReplicaSession:
         return f"{MEETING}fetch-{fetch.number}/{self.rank}/here"
 
     def receive(self, fetch: Fetch, tensors: list[torch.Tensor]) -> int | None:
-        """Receive what the source's :meth:`serve` sends. Every rank calls it.
+        """Receive what the source sends. Every rank calls it.
 
         Args:
             fetch: what to fetch.
-            tensors: as the source's, on the CPU; their values are undefined after a failure.
+            tensors: as those of the source, on the CPU; their values are undefined after a failure.
 
         Returns:
             The number of outer steps; ``None``: it has failed on a rank.

@@ -69,6 +69,7 @@ class Rounds:
         self._is_joined = False
         # Held while the outer state changes, since it may be on its way to another replica.
         self._changing = threading.Lock()
+        quorum.snapshot = self._snapshot
 
     @property
     def version(self) -> int:
@@ -94,7 +95,6 @@ class Rounds:
         layout = xxhash.xxh64(repr(layouts).encode()).hexdigest()
         settings = f"{quorum.size} shards, parameters of checksum {layout}, {self._settings}"
         fetch = quorum.join(settings, combined, self.version)
-        quorum.serve(self._snapshot)
         self._is_joined = True
         while fetch is not None:
             self._tokens = 0  # it belongs to an outer state that this replica does not go on from
@@ -114,7 +114,9 @@ class Rounds:
         self.join()
         wish = self.quorum.wish(self.version)
         if wish is Wish.FETCH:
-            self._catch_up_if_asked()
+            (fetch,) = self.quorum.wait_for(lambda plan: (self.quorum.fetch_for_me(plan),))
+            if fetch is not None:
+                self._catch_up(fetch)
         elif wish is Wish.MEET or self._steps >= self._every:
             self.meet(step)
 
@@ -217,12 +219,6 @@ class Rounds:
         with self._changing:
             state = [flat.to(_CPU, copy=True) for flat in (fragment.outer, fragment.momentum)]
             return fragment.rounds, state
-
-    def _catch_up_if_asked(self) -> None:
-        quorum = self.quorum
-        (fetch,) = quorum.wait_for(lambda plan: (quorum.fetch_for_me(plan),))
-        if fetch is not None:
-            self._catch_up(fetch)
 
     def _catch_up(self, fetch: Fetch) -> bool:
         """Take over the outer state of another replica; keep what inner steps have done here."""

@@ -205,7 +205,9 @@ def _error(folder: Path, code: int) -> Exception:
         )
     account = folder / "account"
     text = account.read_text().strip() if account.exists() else ""
-    failures = [_RankFailure.read(file) for file in folder.glob("error-*")]
+    failures: list[_RankFailure] = [
+        pickle.loads(file.read_bytes()) for file in folder.glob("error-*")
+    ]
     # A rank that was killed, or has ended itself, has left no error, and may have caused others'.
     if first := _FIRST.findall(text):
         failures = [failure for failure in failures if failure.who == first[-1]]
@@ -235,11 +237,6 @@ class _RankFailure:
     time: float
     text: str
     pickled: bytes
-
-    @staticmethod
-    def read(file: Path) -> _RankFailure:
-        failure: _RankFailure = pickle.loads(file.read_bytes())
-        return failure
 
     def error(self) -> Exception:
         """Return the exception, or an error of our own that shows it."""
