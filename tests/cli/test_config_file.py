@@ -206,7 +206,7 @@ def test_an_edited_file_does_not_change_a_run_that_restarts(
             rank.main()
         return 0
 
-    monkeypatch.setattr(run, "run_here", launch)
+    monkeypatch.setattr(run, "run_job", launch)
     world = World(0, 1, 0, 1)
     monkeypatch.setattr(rank, "find_world", lambda: world)
     monkeypatch.setattr(TrainingJob, "run", lambda job, *_: trained.append(job.config.train))

@@ -48,7 +48,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]) 
     def started(*_: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(cli_run, "run_here", started)
+    monkeypatch.setattr(cli_run, "run_job", started)
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     with pytest.raises(SystemExit) as ended:
         app()

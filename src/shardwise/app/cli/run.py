@@ -26,11 +26,12 @@ from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
-from shardwise.elastic.restarts import run_here, run_over_hosts
+from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
     LOCKED,
     ReplicaWorld,
     World,
+    environment,
     find_world,
     launched_here,
     usable_cores,
@@ -211,8 +212,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         if nodes is None:
             # Over several hosts rank 0 locks it, which may be on another host after a restart.
             held.enter_context(locked(job.config.files))
-            os.environ[LOCKED] = "1"
-            held.callback(os.environ.pop, LOCKED)
+            held.enter_context(environment(**{LOCKED: "1"}))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
         command = command_of(job, _words(job, chosen), Path(folder))
@@ -263,9 +263,9 @@ def _start(
 ) -> int:
     """Start this host's ranks, and wait for them; return their exit code."""
     if nodes is None:
-        return run_here(lambda attempt: command, processes, max_restarts)
+        return run_job(lambda attempt: command, processes, max_restarts)
     tell(_meeting(nodes))
-    return run_over_hosts(lambda attempt: command, processes, nodes, max_restarts, terms)
+    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms)
 
 
 def _launch_replicas(

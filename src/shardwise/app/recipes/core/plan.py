@@ -8,7 +8,6 @@ matter then: the ranks may be meant for others.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +24,7 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices
 from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
+from shardwise.elastic.world import World, environment
 from shardwise.frontends.blocks import store_in
 from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
@@ -201,11 +200,8 @@ def kept_for_the_run(plan: ModelPlan) -> Iterator[None]:
         if plan.step is not None:
             text = json.dumps(prediction_to_json(plan.step))
             path.with_name(PREDICTION).write_text(text, encoding="utf-8")
-        os.environ[PLAN_FILE] = str(path)
-        try:
+        with environment(**{PLAN_FILE: str(path)}):
             yield
-        finally:
-            os.environ.pop(PLAN_FILE, None)
 
 
 # -- --dry-run ------------------------------------------------------------------------------------
