@@ -354,6 +354,18 @@ def freezes_ahead(program: Program) -> bool:
     )
 
 
+def writes_before_a_use_on_one_rank(program: Program) -> bool:
+    """Whether a forward on one rank writes to shards that it may have yet to use.
+
+    Autograd learns of such writes where forwards and backwards of groups begin. It refuses what
+    was saved since the last of these, though that may have been saved after the write.
+    """
+    return program.shards == 1 and any(
+        isinstance(each, At) and isinstance(each.do, (Write, Ema)) and each.when != "backward"
+        for each in walk(program.steps)
+    )
+
+
 def returns_views_in_objects(program: Program) -> bool:
     """Whether a block returns a view of its parameter in an object of a class of its own."""
     return any(

@@ -17,6 +17,7 @@ from tests.fuzz.program import (
     loosens_ties,
     returns_views_in_objects,
     runs_copies_on_parted_ranks,
+    writes_before_a_use_on_one_rank,
 )
 from tests.fuzz.worker import Report
 
@@ -118,7 +119,8 @@ def judge(program: Program, ours: _Ranks, torchs: _Ranks | None) -> Verdict:
             return Verdict(f"refuses what is out of date ({beside})")
         if returns_views_in_objects(program) and all(_REFUSED_VIEW in text for text in raised):
             return Verdict(f"refuses a view of what is freed ({beside})")
-        if freezes_ahead(program) and all(_REFUSED_STEPPED in text for text in raised):
+        ahead = freezes_ahead(program) or writes_before_a_use_on_one_rank(program)
+        if ahead and all(_REFUSED_STEPPED in text for text in raised):
             return Verdict(f"refuses a write between forward and backward ({beside})")
         if torch_ran == "equal":
             return Verdict("raises (torch equal)", True, detail)
