@@ -30,11 +30,10 @@ with importing():
 
         import shardwise.app.cli.main
         import shardwise.app.cli.train
-        import shardwise.app.recipes.imagenet
+        import shardwise.app.recipes.images
         import shardwise.app.recipes.lm
         import shardwise.app.recipes.mnist
         import shardwise.app.recipes.text.adapters  # peft, which takes most of a second
-        import shardwise.app.recipes.vit
         import tests.recipes.digits
         import tests.recipes.running
         import tests.recipes.small

@@ -18,8 +18,8 @@ from shardwise.app.cli.main import app
 from shardwise.app.cli.options import Options
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import Bounds, OptionError
+from tests.recipes.small import RECIPES
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")

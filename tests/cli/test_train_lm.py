@@ -101,6 +101,7 @@ def test_a_rank_imports_only_what_its_training_uses(whole: Ended) -> None:
     assert "shardwise.app.recipes.lm" in imported
     others = {
         *("app.recipes.text.conversations", "app.recipes.text.streams"),
+        *("app.recipes.text.chat", "app.recipes.text.documents"),
         *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
         *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
     }

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from shardwise.app.cli.main import app
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError
@@ -20,7 +19,7 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import bytes_needed
 from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
 from shardwise.insight.schema.training import DilocoConfig
-from tests.recipes.small import ONE_BLOCK
+from tests.recipes.small import ONE_BLOCK, RECIPES
 from tests.recipes.test_plan import planned_config
 
 TWO = World(0, 2, 0, 2)

@@ -41,7 +41,7 @@ from shardwise.diloco.settings import (
     keeps_errors,
 )
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.wrap.policies import repeated_blocks
+from shardwise.frontends.wrap import repeated_blocks
 from shardwise.optim.around import AroundOptimizer
 from shardwise.sharding.mesh import mark_separate, unaveraged_dims
 from shardwise.transport.all_to_all import AllToAll
