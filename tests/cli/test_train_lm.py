@@ -26,14 +26,6 @@ from shardwise.checkpoint.disk.manifest import read_manifest
 from tests.programs import Program, shell_environment, start_program
 from tests.recipes.small import write_model, write_text
 
-# Runs before anything else: at its end, each rank writes down what it has imported.
-NOTES_IMPORTS = """
-import atexit, os, sys
-from pathlib import Path
-if "RANK" in os.environ:
-    atexit.register(lambda: Path(os.environ["RANK"]).write_text(" ".join(sys.modules)))
-"""
-
 WAIT = 180.0  # seconds that anything may take on a busy machine
 
 OPTIONS = (  # noqa: SIM905 (as one types it)
@@ -70,13 +62,11 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("whole")
     write_model(folder)
     write_text(folder)
-    (folder / "start").mkdir()
-    (folder / "start" / "sitecustomize.py").write_text(NOTES_IMPORTS)
     more = ("--nproc", "2", "--out", "run", "--tensorboard")
     done = subprocess.run(
         [sys.executable, "-m", "shardwise", "train", "lm", *OPTIONS, *more],
         cwd=folder,
-        env={**shell_environment(), "PYTHONPATH": str(folder / "start")},
+        env=shell_environment(),
         capture_output=True,
         text=True,
         timeout=WAIT,
@@ -94,19 +84,6 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def test_a_run_ends_well_and_warns_of_nothing(whole: Ended) -> None:
     assert (whole.code, whole.err) == (0, "")
-
-
-def test_a_rank_imports_only_what_its_training_uses(whole: Ended) -> None:
-    imported = (whole.folder / "1").read_text().split()  # rank 0 also makes the page
-    assert "shardwise.app.recipes.lm" in imported
-    others = {
-        *("app.recipes.text.conversations", "app.recipes.text.streams"),
-        *("app.recipes.text.chat", "app.recipes.text.documents"),
-        *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
-        *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
-    }
-    others = {"peft", *(f"shardwise.{name}" for name in others)}
-    assert not others & {*imported}
 
 
 def test_inspect_shows_what_the_ranks_of_the_run_hold(
