@@ -11,6 +11,8 @@ from shardwise.elastic.rank import importing
 with importing():
     import pytest
     import torch._dynamo  # the first optimizer of a process imports it, for half a second
+    import torch._dynamo.backends.debugging
+    import torch._inductor.pattern_matcher  # and the first compiled block this, for more than one
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor

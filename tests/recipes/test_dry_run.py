@@ -25,7 +25,14 @@ from tests.recipes.test_plan import planned_config
 TWO = World(0, 2, 0, 2)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+# What a dry run shows, plans have, and of those `make test` makes one for every recipe.
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        pytest.param(name, marks=() if name in ("lm", "mnist") else pytest.mark.long)
+        for name in RECIPES
+    ],
+)
 def test_every_recipe_shows_what_ranks_would_hold(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
