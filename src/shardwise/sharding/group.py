@@ -30,7 +30,25 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
+from shardwise.sharding.states import (
+    AHEAD,
+    BACKWARD,
+    CURRENT,
+    DEFERRED,
+    IDLE,
+    KEPT,
+    MOVES,
+    SHARDED,
+    SHARDED_POST_FORWARD,
+    STALE,
+    SUMMONED,
+    UNSHARDED,
+    UNSHARDING,
+    Freshness,
+    GroupState,
+    Lease,
+    Passes,
+)
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
 
@@ -77,8 +95,8 @@ class ParamGroup:
         self.mesh = mesh
         self.post_forward = post_forward
         self.fqn = ""
-        self.state = GroupState.SHARDED
-        self.phase = Phase.IDLE
+        self.state = SHARDED
+        self.phase = IDLE
         self.passes = Passes()
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
@@ -88,7 +106,7 @@ class ParamGroup:
         paged = [param.form for param in params if param.form.offload.disk is not None]
         self.pages = Pages(paged) if paged else None
         self._lease: Lease | None = None
-        self._left = Freshness.STALE  # of full parameters that stay in memory without a lease
+        self._left = STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
@@ -155,7 +173,7 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
-        is_whole = self.state in (GroupState.SHARDED, GroupState.UNSHARDED)
+        is_whole = self.state in (SHARDED, UNSHARDED)
         stays = self._is_in_use or (is_whole and self.is_in_forward())
         self._put_shards_back(self._deliver_all if stays else self._free)
 
@@ -217,18 +235,18 @@ class ParamGroup:
             MisuseError: a tied parameter was written to in two groups.
         """
         source = None
-        if self.state is GroupState.SHARDED:
+        if self.state is SHARDED:
             if self.is_left:
                 self._free()
             if not ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
                 self._take_over_replaced()
             elif self.fulls is not None and self.fulls.aliased.has_moved:
                 self.refresh()  # after swap_tensors, say
-        elif self.state is GroupState.SHARDED_POST_FORWARD:
+        elif self.state is SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
                 self.reshard()  # this raises
-        elif self.state is GroupState.SUMMONED:
+        elif self.state is SUMMONED:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
                 "summon_full_params; run forward and backward outside of it"
@@ -246,7 +264,7 @@ class ParamGroup:
         if self.fulls.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
                 self.fulls.start(self.label, source)
-        self._move(GroupState.UNSHARDING)  # unless start() raised
+        self._move(UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -254,7 +272,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled; the message names the group.
         """
-        if self.state is not GroupState.UNSHARDING:
+        if self.state is not UNSHARDING:
             return
         assert self.fulls is not None
         if self.fulls.moves:
@@ -268,7 +286,7 @@ class ParamGroup:
             self.post_forward.release()
         GroupParam.freeze_or_unfreeze_all(self.params)
         ParamOwner.register_all(self._owners, map(_FULL, self._owned))
-        self._move(GroupState.UNSHARDED)
+        self._move(UNSHARDED)
 
     def use_now(self) -> None:
         """Unshard, wait, and let autograd see what was written to shards that are used in place.
@@ -293,7 +311,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        unshards = self.options.unshard_in_backward and self.state is not GroupState.UNSHARDED
+        unshards = self.options.unshard_in_backward and self.state is not UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()
         if not unshards:  # otherwise this was done with the full parameters
@@ -312,17 +330,17 @@ class ParamGroup:
         self._put_shards_back(self._free)
 
     def _put_shards_back(self, then: Callable[[], None]) -> None:
-        if self.state is GroupState.SHARDED:
+        if self.state is SHARDED:
             if self.is_left:
                 then()
             return
-        if self.state is GroupState.SUMMONED:
+        if self.state is SUMMONED:
             return
-        if self.state is GroupState.UNSHARDING:
+        if self.state is UNSHARDING:
             self.wait_for_unshard()
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
-        if self.state is GroupState.UNSHARDED and not (
+        if self.state is UNSHARDED and not (
             ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
         ):
             replaced = [param for param in self.params if param.is_replaced]
@@ -348,17 +366,17 @@ class ParamGroup:
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
-        self._move(GroupState.SUMMONED)
+        self._move(SUMMONED)
 
     def use_shards(self) -> None:
         """Put the shards into the modules, and leave the full parameters as they are."""
         GroupParam.leave_all(self.params)
         ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
-        self._move(GroupState.SHARDED)
+        self._move(SHARDED)
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
-        if self.state is not GroupState.UNSHARDED:
+        if self.state is not UNSHARDED:
             if self.is_left:
                 self._free()
             return
@@ -368,7 +386,7 @@ class ParamGroup:
             with torch.no_grad():
                 self.post_forward.keep(self.label)
             self._free_memory()
-            self._move(GroupState.SHARDED_POST_FORWARD)
+            self._move(SHARDED_POST_FORWARD)
             self.mark_stale()
         else:
             self.reshard()
@@ -378,13 +396,13 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return (asked and self.state is GroupState.UNSHARDED) or self.is_left
+        return (asked and self.state is UNSHARDED) or self.is_left
 
     @property
     def ends_with_forward(self) -> bool:
         """Whether the end of the outermost forward frees the full parameters: see ``Root``."""
         evaluates = not (torch.is_grad_enabled() or self.options.keep_unsharded)
-        return self.is_left or (evaluates and self.state is GroupState.UNSHARDED)
+        return self.is_left or (evaluates and self.state is UNSHARDED)
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
@@ -397,8 +415,7 @@ class ParamGroup:
         self.deliver_writes()
         lease = self._lease
         if lease is not None and (
-            lease.freshness is Freshness.CURRENT
-            or (lease.freshness is Freshness.KEPT and not torch.is_grad_enabled())
+            lease.freshness is CURRENT or (lease.freshness is KEPT and not torch.is_grad_enabled())
         ):
             lease.freshness = self._left_behind
 
@@ -411,7 +428,7 @@ class ParamGroup:
         self.reshard_if_stale()
         self.unshard()
         assert self._lease is not None
-        self._lease.freshness = Freshness.AHEAD
+        self._lease.freshness = AHEAD
 
     def reshard_if_stale(self) -> None:
         """Free what an earlier forward or backward left in memory, unless it is to be kept.
@@ -420,10 +437,10 @@ class ParamGroup:
         every rank gathers again without asking.
         """
         lease = self._lease
-        if lease is None or lease.freshness is Freshness.CURRENT:
+        if lease is None or lease.freshness is CURRENT:
             return
         # A user asks to keep them, or accumulates gradients. Not if shards stepped in backward.
-        kept = self.options.keep_unsharded or lease.freshness is Freshness.KEPT
+        kept = self.options.keep_unsharded or lease.freshness is KEPT
         if not kept or lease.steps != self.steps_in_backward:
             self.reshard()
 
@@ -439,11 +456,11 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
-        if lease is not None and lease.forward != number and lease.freshness is not Freshness.AHEAD:
+        if lease is not None and lease.forward != number and lease.freshness is not AHEAD:
             self.reshard_if_stale()
         lease, fulls = self._lease, self.fulls
         if lease is not None and fulls is not None:
-            if lease.freshness is not Freshness.CURRENT and not fulls.filled.is_current:
+            if lease.freshness is not CURRENT and not fulls.filled.is_current:
                 raise MisuseError(
                     f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
                     "while it was kept unsharded for another forward, so its full parameters are "
@@ -451,11 +468,11 @@ class ParamGroup:
                     "or shard it with reshard_after_forward=True"
                 )
             self._deliver_ties()  # otherwise this is done before the gather
-            if lease.freshness is not Freshness.CURRENT:  # and this with it
+            if lease.freshness is not CURRENT:  # and this with it
                 GroupParam.freeze_or_unfreeze_all(self.params)
         self.use_now()
         assert self._lease is not None
-        self._lease.forward, self._lease.freshness = number, Freshness.CURRENT
+        self._lease.forward, self._lease.freshness = number, CURRENT
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -471,7 +488,7 @@ class ParamGroup:
         for param in self.params:
             param.refresh()
         if self.fulls is None or self.fulls.is_outdated:
-            if self.fulls is not None and self.phase is not Phase.IDLE and autograd.in_backward():
+            if self.fulls is not None and self.phase is not IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
             self._forget_labels()  # they have the dtypes
@@ -572,7 +589,7 @@ class ParamGroup:
         options, waiting = self.options, self._unreduced
         if options.requires_gradient_sync and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
-            self.phase = Phase.DEFERRED
+            self.phase = DEFERRED
             if options.reshard_after_backward:
                 self.reshard()
             return None
@@ -583,7 +600,7 @@ class ParamGroup:
             waiting.keep(self.label.name)
         if options.reshard_after_backward:
             self.reshard()
-        elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
+        elif self._lease is not None and self._lease.freshness is not AHEAD:
             self.deliver_writes()
             self._lease.freshness = self._left_behind
         if not grads:
@@ -639,7 +656,7 @@ class ParamGroup:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
         self.end(Activity.FORWARD)
         self.end(Activity.BACKWARD)
-        if self.state is GroupState.UNSHARDING:
+        if self.state is UNSHARDING:
             assert self.fulls is not None
             self.fulls.abandon()  # a peer that raised never started this gather
             self.use_shards()
@@ -662,7 +679,7 @@ class ParamGroup:
     def _left_behind(self) -> Freshness:
         """What full parameters are that stay in memory now; the next forward has other options."""
         accumulates = not (self.completes_grads or self.options.reshard_after_backward)
-        return Freshness.KEPT if accumulates else Freshness.STALE
+        return KEPT if accumulates else STALE
 
     def _deliver_ties(self) -> None:
         """Have other groups give the shards what they wrote to parameters that are tied to these.
@@ -701,7 +718,7 @@ class ParamGroup:
         """
         if self.fulls is None:
             return
-        in_use = self._lease is not None and self._lease.freshness is not Freshness.STALE
+        in_use = self._lease is not None and self._lease.freshness is not STALE
         for param in self.fulls.filled.params if in_use else self.fulls.filled.written:
             if param.form is written.form:
                 raise MisuseError(
@@ -739,14 +756,14 @@ class ParamGroup:
     @property
     def _is_in_use(self) -> bool:
         """Whether a forward or backward uses the full parameters, in its modules or beside them."""
-        lease, is_in_backward = self._lease, self.phase is Phase.BACKWARD
+        lease, is_in_backward = self._lease, self.phase is BACKWARD
         if lease is None:
             has_values, use = self.fulls is not None and self.fulls.filled.holds_values, self._left
         else:
-            has_values, use = self.state is GroupState.UNSHARDED, lease.freshness
+            has_values, use = self.state is UNSHARDED, lease.freshness
         if is_in_backward:  # unless an exception has ended it
             return has_values and autograd.in_backward()
-        return has_values and use is Freshness.CURRENT
+        return has_values and use is CURRENT
 
     @property
     def is_left(self) -> bool:
@@ -787,7 +804,7 @@ class ParamGroup:
                 f"{self.state.value} to {to.value}"
             )
         self.state = to
-        if to is GroupState.SHARDED:
+        if to is SHARDED:
             if self._lease is not None:
                 self._left = self._lease.freshness
             self._lease = None

@@ -31,7 +31,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import FSDPState
-from shardwise.sharding.states import GroupState, Pass, Phase
+from shardwise.sharding.states import BACKWARD, FORWARD, IDLE, REDUCED, SHARDED, Pass
 from shardwise.sharding.tree import (
     every_tensor_in,
     map_tensors,
@@ -47,16 +47,16 @@ def pre_forward(
     Returns:
         The args and kwargs to call ``forward()`` with.
     """
-    if state.phase is Phase.BACKWARD and not autograd.in_backward():
+    if state.phase is BACKWARD and not autograd.in_backward():
         state.root.reset()  # the last backward raised
-    if state.phase is Phase.BACKWARD:
+    if state.phase is BACKWARD:
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
             group.begin(Activity.FORWARD)
             group.use_now()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
-    first = state.phase is not Phase.FORWARD
-    state.phase = Phase.FORWARD
+    first = state.phase is not FORWARD
+    state.phase = FORWARD
     if first and state.root.forward_root is None:
         args, kwargs = _enter_root(state, args, kwargs)
     args, kwargs = state.precision.cast_inputs(args, kwargs)
@@ -68,8 +68,8 @@ def pre_forward(
         if state.forward_prefetch:
             _prefetch_in_forward(state)
         for group in state.groups:
-            if group.phase is Phase.REDUCED and not autograd.in_backward():
-                group.phase = Phase.IDLE  # it was reduced by a backward inside this forward
+            if group.phase is REDUCED and not autograd.in_backward():
+                group.phase = IDLE  # it was reduced by a backward inside this forward
             args, kwargs = mark_inputs(state, group, args, kwargs)
     if not (first and state.groups):  # otherwise mark_inputs has waited
         args, kwargs = wait_for_inputs(args, kwargs)
@@ -84,7 +84,7 @@ def post_forward(state: FSDPState, output: Any) -> Any:
     """
     for group in state.groups:
         group.end(Activity.FORWARD)
-    if state.phase is Phase.BACKWARD:
+    if state.phase is BACKWARD:
         return state.precision.cast_outputs(output)
     recomputing = autograd.in_backward()
     if not recomputing:
@@ -96,7 +96,7 @@ def post_forward(state: FSDPState, output: Any) -> Any:
             if torch.is_grad_enabled():
                 state.root.order.leave_forward(group)
     mark_outputs(state, output)
-    state.phase = Phase.IDLE
+    state.phase = IDLE
     if state.root.forward_root is state:
         output = _leave_root(state, output)
     return state.precision.cast_outputs(output)
@@ -221,7 +221,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
         group.end(Activity.FORWARD)
         group.passes.end()
         is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
-        if group.state is GroupState.SHARDED and "DTensor" in str(error) and not is_named:
+        if group.state is SHARDED and "DTensor" in str(error) and not is_named:
             # Torch's message does not name the module.
             error.add_note(
                 f"{group.fqn or 'the root'} on rank {dist.get_rank()}: its parameters were "
@@ -231,15 +231,15 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     if autograd.in_backward():
         # Activation checkpointing raises to stop when it has recomputed what backward needs. After
         # a real error, the next forward resets everything.
-        if state.phase is Phase.FORWARD:
-            state.phase = Phase.IDLE
+        if state.phase is FORWARD:
+            state.phase = IDLE
         return
-    state.phase = Phase.IDLE
+    state.phase = IDLE
     for group in state.groups:
         group.reshard_after_forward()
     if state.root.forward_root is state:
         for other in state.root.states:
-            other.phase = Phase.IDLE
+            other.phase = IDLE
             other.modules_to_run.clear()
         state.root.abort_forward()
 
@@ -347,7 +347,7 @@ def _pre_partial(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.
 
 def _end_partial(state: FSDPState) -> None:
     """Deliver gradients after a backward in which no input needed one, so that no hook saw it."""
-    if state.phase is Phase.FORWARD and state.modules_to_run:
+    if state.phase is FORWARD and state.modules_to_run:
         for group in reversed(state.groups):
             group.passes.end_backward()
             post_backward(state, group)
@@ -359,15 +359,15 @@ def _pre_backward(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch
     if torch.is_grad_enabled():
         _refuse_graph_of_backward(passes)
     state.root.queue_end_of_backward()
-    state.phase = Phase.BACKWARD
+    state.phase = BACKWARD
     for group, begun in zip(state.groups, passes, strict=True):
         if begun is not None and begun.fulls is not group.fulls:
             group.refuse_replaced()
         if begun is not None and begun.steps != group.steps_in_backward:
             group.refuse_stepped()
-        if group.phase is Phase.BACKWARD:
+        if group.phase is BACKWARD:
             continue  # another output of the same forward came first
-        group.phase = Phase.BACKWARD
+        group.phase = BACKWARD
         group.begin(Activity.BACKWARD)
         group.enter_backward()
         before = state.root.order.enter_backward(group)
@@ -382,7 +382,7 @@ def _pre_base(
     state: FSDPState, passes: tuple[Pass | None, ...], grads: tuple[torch.Tensor, ...]
 ) -> None:
     """Begin the backward if no hook on an output did, since outputs were written to in place."""
-    if not any(group.phase is Phase.BACKWARD for group in state.groups):
+    if not any(group.phase is BACKWARD for group in state.groups):
         _pre_backward(state, passes, grads[0])
 
 
@@ -393,10 +393,10 @@ def _prefetch_in_backward(group: ParamGroup) -> None:
 
 def post_backward(state: FSDPState, group: ParamGroup) -> None:
     """Reshard ``group`` and start to reduce its gradients."""
-    if state.phase is Phase.FORWARD and state.modules_to_run:
+    if state.phase is FORWARD and state.modules_to_run:
         # Only some of several modules ran (a head on one chunk of its input, say), so no hook on
         # an output saw this backward begin. The module that runs next begins a new pass.
-        state.phase = Phase.IDLE
+        state.phase = IDLE
         state.modules_to_run.clear()
         if state.root.forward_root is state:
             state.root.forward_root = None

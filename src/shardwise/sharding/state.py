@@ -27,7 +27,7 @@ from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgr
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.states import GroupState, Phase
+from shardwise.sharding.states import DEFERRED, FORWARD, IDLE, REDUCED, SHARDED, UNSHARDING
 from shardwise.sharding.stepping import Stepper
 
 
@@ -204,7 +204,7 @@ class Root:
 
     def post_backward(self, group: ParamGroup) -> None:
         """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
-        group.phase = Phase.REDUCED
+        group.phase = REDUCED
         group.end(Activity.BACKWARD)
         self.ledger.start(group)
 
@@ -224,7 +224,7 @@ class Root:
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                is_reduced = group.phase is Phase.REDUCED
+                is_reduced = group.phase is REDUCED
                 syncs = group.options.requires_gradient_sync
                 if not is_reduced:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
@@ -233,8 +233,8 @@ class Root:
                     if not (is_manual and syncs):
                         self.post_backward(group)
                 is_left = is_manual and not (is_reduced and syncs)
-                group.phase = Phase.DEFERRED if is_left else Phase.IDLE
-            state.phase = Phase.IDLE
+                group.phase = DEFERRED if is_left else IDLE
+            state.phase = IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
         if self.ledger.ends_step:
@@ -252,9 +252,9 @@ class Root:
         self.order.end_backward()
         for state in self.states:
             state.modules_to_run.clear()
-            state.phase = Phase.IDLE
+            state.phase = IDLE
             for group in state.groups:
-                group.phase = Phase.IDLE
+                group.phase = IDLE
                 group.forget()
 
     def finalize(self) -> GradientReductionHandle:
@@ -269,9 +269,9 @@ class Root:
         with self._or_reset():
             for state in reversed(self.states):
                 for group in reversed(state.groups):
-                    if group.phase is Phase.DEFERRED:
+                    if group.phase is DEFERRED:
                         self.post_backward(group)
-                        group.phase = Phase.IDLE
+                        group.phase = IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
         handle = self.ledger.begin_step()
@@ -293,13 +293,13 @@ class Root:
 
     def _is_in_forward(self, state: FSDPState) -> bool:
         """Whether the backward that ends now ran inside the forward of ``state``."""
-        return self.forward_root is not None and state.phase is Phase.FORWARD
+        return self.forward_root is not None and state.phase is FORWARD
 
     def _deliver_or_reset(self) -> None:
         if self.ledger.is_manual:
             for group in self.groups:
-                if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
-                    group.phase = Phase.DEFERRED
+                if group.phase is REDUCED and not group.options.requires_gradient_sync:
+                    group.phase = DEFERRED
         if self.ledger.ends_step:
             with self._or_reset():
                 self._deliver()
@@ -346,7 +346,7 @@ class Root:
         self.ledger.end(StepProgress.COMPLETE)
         for state in self.states:
             for group in state.groups:
-                if group.state is GroupState.SHARDED or self._is_in_forward(state):
+                if group.state is SHARDED or self._is_in_forward(state):
                     continue
                 if group.options.reshard_after_backward and not group.options.keep_unsharded:
                     # Frees parameters for a backward that did not come, and those that a forward
@@ -359,9 +359,9 @@ class Root:
         """Free groups that were prefetched and then did not run, or that a user has resharded."""
         is_over = not self.is_in_forward()
         for group in self.groups:
-            if group.state is GroupState.UNSHARDING or (is_over and group.is_left):
+            if group.state is UNSHARDING or (is_over and group.is_left):
                 group.reshard()
-            elif group.state is not GroupState.SHARDED:
+            elif group.state is not SHARDED:
                 group.mark_stale()
 
 
@@ -400,7 +400,7 @@ class FSDPState:
         self.modules = modules
         self.groups = groups
         self.device = device
-        self.phase = Phase.IDLE
+        self.phase = IDLE
         self.root: Root = Root()
         self.modules_to_run: set[nn.Module] = set()
         self.forward_prefetch: list[FSDPState] = []
@@ -422,7 +422,7 @@ class FSDPState:
         copied: frozenset[nn.Module] = memo[COPIED]
         made.modules = tuple(copy.deepcopy(m, memo) for m in self.modules if m in copied)
         made.groups = copy.deepcopy(self.groups, memo)
-        made.phase = Phase.IDLE
+        made.phase = IDLE
         made.root = copy.deepcopy(self.root, memo)
         made.modules_to_run = set()
         for name in ("forward_prefetch", "backward_prefetch"):

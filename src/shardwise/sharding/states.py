@@ -38,17 +38,20 @@ class GroupState(enum.Enum):
     __hash__ = object.__hash__
 
 
+# Names of their own: until Python 3.12, reading a member of an enum costs as much as a call.
+SHARDED, UNSHARDING, UNSHARDED, SHARDED_POST_FORWARD, SUMMONED = GroupState
+
 #: The moves between states that are allowed.
 MOVES = {
-    (GroupState.SHARDED, GroupState.UNSHARDING),
-    (GroupState.UNSHARDING, GroupState.UNSHARDED),
-    (GroupState.UNSHARDING, GroupState.SHARDED),
-    (GroupState.UNSHARDED, GroupState.SHARDED),
-    (GroupState.UNSHARDED, GroupState.SHARDED_POST_FORWARD),
-    (GroupState.SHARDED_POST_FORWARD, GroupState.UNSHARDING),
-    (GroupState.SHARDED_POST_FORWARD, GroupState.SHARDED),
-    (GroupState.SHARDED, GroupState.SUMMONED),
-    (GroupState.SUMMONED, GroupState.SHARDED),
+    (SHARDED, UNSHARDING),
+    (UNSHARDING, UNSHARDED),
+    (UNSHARDING, SHARDED),
+    (UNSHARDED, SHARDED),
+    (UNSHARDED, SHARDED_POST_FORWARD),
+    (SHARDED_POST_FORWARD, UNSHARDING),
+    (SHARDED_POST_FORWARD, SHARDED),
+    (SHARDED, SUMMONED),
+    (SUMMONED, SHARDED),
 }
 
 
@@ -67,6 +70,9 @@ class Freshness(enum.Enum):
     AHEAD = "ahead"
 
 
+CURRENT, STALE, KEPT, AHEAD = Freshness
+
+
 @dataclass(slots=True)
 class Lease:
     """One use of a group's full parameters: from a gather until modules hold shards again.
@@ -80,7 +86,7 @@ class Lease:
     """
 
     steps: int
-    freshness: Freshness = Freshness.CURRENT
+    freshness: Freshness = CURRENT
     forward: int = 0
 
 
@@ -97,6 +103,9 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
     REDUCED = "reduced"
     DEFERRED = "deferred"
+
+
+IDLE, FORWARD, BACKWARD, REDUCED, DEFERRED = Phase
 
 
 class Pass:
