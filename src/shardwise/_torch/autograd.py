@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -169,13 +169,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(each) for each in tensors]
 
 
-def versions_of_sharded(parameters: Iterable[Any]) -> list[tuple[int, int]]:
-    """Return :func:`version_with_local` of some ``DTensor``s, and which local tensors they have."""
-    found = [(each, each._local_tensor) for each in parameters]
+def version_of_sharded(parameter: Any) -> tuple[int, int]:
+    """Return :func:`version_with_local` of a ``DTensor``, and which local tensor it has."""
+    local = parameter._local_tensor
     try:
-        return [(each._version + local._version, id(local)) for each, local in found]
+        return parameter._version + local._version, id(local)
     except RuntimeError:  # one of them is a tensor of inference mode
-        return [(version_with_local(each), id(local)) for each, local in found]
+        return version_with_local(parameter), id(local)
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:

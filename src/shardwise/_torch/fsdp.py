@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -171,29 +171,21 @@ class ParamOwner:
         """Whether the module holds ``parameter`` now."""
         return self.module._parameters.get(self.name) is parameter
 
-    @staticmethod
-    def all_hold(owners: Sequence[ParamOwner], parameters: Iterable[nn.Parameter | None]) -> bool:
-        """Whether each of ``owners`` holds its one of ``parameters`` now."""
-        for owner, parameter in zip(owners, parameters, strict=True):
-            if owner.module._parameters.get(owner.name) is not parameter:
-                return False
-        return True
+    def register(
+        self, parameter: nn.Parameter | None, instead_of: nn.Parameter | None = None
+    ) -> bool:
+        """Put ``parameter`` into the module.
 
-    @staticmethod
-    def register_all(
-        owners: Sequence[ParamOwner], parameters: Iterable[nn.Parameter | None]
-    ) -> None:
-        """Put each of ``parameters`` into its one of ``owners``."""
-        for owner, parameter in zip(owners, parameters, strict=True):
-            module = owner.module
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[owner.name] = parameter  # without the checks of __setattr__
-            else:
-                setattr(module, owner.name, parameter)
-
-    def register(self, parameter: nn.Parameter | None) -> None:
-        """Put ``parameter`` into the module."""
-        self.register_all([self], [parameter])
+        Returns:
+            Whether the module held ``instead_of`` until now.
+        """
+        module, name = self.module, self.name
+        held = module._parameters.get(name) is instead_of
+        if type(module).__setattr__ is nn.Module.__setattr__:
+            module._parameters[name] = parameter  # without the checks of __setattr__
+        else:
+            setattr(module, name, parameter)
+        return held
 
 
 def children_of(module: nn.Module) -> list[tuple[str, nn.Module]]:

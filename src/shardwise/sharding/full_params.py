@@ -41,7 +41,7 @@ from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import PARAMETER, ShardedParam, Version, versions_of
+from shardwise.sharding.param import ShardedParam, Version, versions_of
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -68,8 +68,7 @@ class AliasedParams:
     @property
     def has_moved(self) -> bool:
         """Whether a shard is in other memory now."""
-        forms = self._forms
-        return bool(forms) and self._addresses != dtensor.addresses_of(map(PARAMETER, forms))
+        return self._addresses != [dtensor.address_of(form.parameter) for form in self._forms]
 
     def follow(self) -> None:
         """Let autograd see writes to the shards as writes to the full parameters.

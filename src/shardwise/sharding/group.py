@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NoReturn
 
@@ -18,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise._torch import autograd, dtensor
-from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
@@ -51,10 +49,6 @@ from shardwise.sharding.states import (
 )
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
-
-#: The parameters that modules hold in turns, asked for twice in every use of a group.
-_SHARD = operator.attrgetter("form.parameter")
-_FULL = operator.attrgetter("full")
 
 
 def _no_root_yet() -> NoReturn:
@@ -110,8 +104,7 @@ class ParamGroup:
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
-        self._owners = [owner for param in self.params for owner in param.owners]
-        self._owned = [param for param in self.params for _ in param.owners]
+        self._places = [(owner, param) for param in self.params for owner in param.owners]
         # A parameter tied to another group has that group's offload.
         offloads = [param.form.offload for param in self.params]
         self._offloads = [each for each in offloads if each.enabled]
@@ -238,10 +231,13 @@ class ParamGroup:
         if self.state is SHARDED:
             if self.is_left:
                 self._free()
-            if not ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
-                self._take_over_replaced()
-            elif self.fulls is not None and self.fulls.aliased.has_moved:
-                self.refresh()  # after swap_tensors, say
+            for owner, param in self._places:
+                if not owner.holds(param.form.parameter):
+                    self._take_over_replaced()
+                    break
+            else:
+                if self.fulls is not None and self.fulls.aliased.has_moved:
+                    self.refresh()  # after swap_tensors, say
         elif self.state is SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
@@ -285,7 +281,8 @@ class ParamGroup:
         if self.post_forward is not None:
             self.post_forward.release()
         GroupParam.freeze_or_unfreeze_all(self.params)
-        ParamOwner.register_all(self._owners, map(_FULL, self._owned))
+        for owner, param in self._places:
+            owner.register(param.full)
         self._move(UNSHARDED)
 
     def use_now(self) -> None:
@@ -338,13 +335,9 @@ class ParamGroup:
             return
         if self.state is UNSHARDING:
             self.wait_for_unshard()
-        replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
-        if self.state is UNSHARDED and not (
-            ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
-        ):
-            replaced = [param for param in self.params if param.is_replaced]
-        self.use_shards()
+        held_full = self.state is UNSHARDED
+        replaced = self.use_shards()
         then()
         for param in written:
             raise MisuseError(
@@ -353,7 +346,7 @@ class ParamGroup:
                 "Call reshard() on the module first, on every rank, or shard it with "
                 "reshard_after_forward=True"
             )
-        for param in replaced:
+        for param in replaced if held_full else ():
             raise MisuseError(
                 f"{param.fqn} on rank {dist.get_rank()}: a module of group {self.fqn!r} replaced "
                 "or deleted this parameter while it was gathered, and the replacement is lost. "
@@ -368,11 +361,19 @@ class ParamGroup:
             param.register(param.form.summoned)
         self._move(SUMMONED)
 
-    def use_shards(self) -> None:
-        """Put the shards into the modules, and leave the full parameters as they are."""
+    def use_shards(self) -> list[GroupParam]:
+        """Put the shards into the modules, and leave the full parameters as they are.
+
+        Returns:
+            The parameters in whose place a module held something other than the full one.
+        """
         GroupParam.leave_all(self.params)
-        ParamOwner.register_all(self._owners, map(_SHARD, self._owned))
+        replaced = []
+        for owner, param in self._places:
+            if not owner.register(param.form.parameter, instead_of=param.full):
+                replaced.append(param)
         self._move(SHARDED)
+        return replaced
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
@@ -742,7 +743,7 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        for param, owner in zip(self._owned, self._owners, strict=True):
+        for owner, param in self._places:
             if owner.holds(None):
                 raise MisuseError(
                     f"{param.fqn} on rank {dist.get_rank()}: the parameter {owner.name!r} of a "
@@ -750,7 +751,7 @@ class ParamGroup:
                     "fully_shard"
                 )
         self.refresh()
-        for param, owner in zip(self._owned, self._owners, strict=True):
+        for owner, param in self._places:
             param.form.take_over(owner)  # in the other modules that it is tied to
 
     @property

@@ -202,11 +202,6 @@ class GroupParam:
             self._requires_grad = parameter.requires_grad
             self.sharded.requires_grad_(parameter.requires_grad)
 
-    @property
-    def is_replaced(self) -> bool:
-        """Whether a module holds something other than the full parameter."""
-        return not all(owner.holds(self.full) for owner in self.owners)
-
     def register(self, parameter: nn.Parameter) -> None:
         """Put ``parameter`` into the modules."""
         for owner in self.owners:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import enum
-import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -30,9 +29,6 @@ from shardwise.sharding.placement import Place
 
 #: The key under which the memo of a deepcopy holds the modules that are being copied.
 COPIED = "shardwise: the modules being copied"
-
-# What is asked of all parameters of a group several times a step.
-PARAMETER, _STEPS = operator.attrgetter("parameter"), operator.attrgetter("steps")
 
 
 class _Steps:
@@ -439,8 +435,7 @@ Version = tuple[tuple[int, int], int]
 
 def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
     """Return the versions of some shards."""
-    counted = autograd.versions_of_sharded(map(PARAMETER, forms))
-    return list(zip(counted, map(_STEPS, forms), strict=True))
+    return [(autograd.version_of_sharded(form.parameter), form.steps) for form in forms]
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:
