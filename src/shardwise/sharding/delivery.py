@@ -289,16 +289,17 @@ class GroupGrads:
         # Gradients that earlier backwards only reduce-scattered are completed even if this
         # backward adds nothing.
         completed = self._held if options.requires_all_reduce else ()
+        is_alone = mesh.is_alone
+        asks = unused or not is_alone  # for zeros, where this rank has no gradient
         self._drop_unwanted()
         taken = []
         for param in self._params:
             grad = param.take_grad()
             is_missing = grad is None and not unused
-            takes_part = param in due or param in completed
-            if grad is None and takes_part and (unused or not mesh.is_alone):
+            if grad is None and asks and (param in due or param in completed):
                 grad = param.zeros_for_grad()
             if grad is not None:
-                is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
+                is_owned = not is_alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
         if observe.is_observed():
             observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
@@ -321,6 +322,15 @@ class GroupGrads:
             if param.full is not None and self._due.get(param):
                 param.full.grad = None
 
+    def complete(self, grads: list[Grad], mesh: DataMesh, options: GroupOptions) -> None:
+        """Add gradients that were taken to the sharded ones: there is nothing to reduce."""
+        dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
+        scalings = _scalings_for(dtypes, mesh.world_size, options)
+        for dtype, scaling in zip(dtypes, scalings, strict=True):
+            grad = grads.pop(0)
+            grad.value = _scaled(grad.value, dtype, scaling).contiguous()
+            _add_to_shard(grad, scaling, options.keep_low_precision_grads)
+
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
     ) -> Iterator[Flight]:
@@ -337,32 +347,27 @@ class GroupGrads:
         is_held = replicate is not None and not options.requires_all_reduce
         dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
         scalings = _scalings_for(dtypes, mesh.world_size, options)
-        absent: Set[GroupParam] = frozenset()
-        if mesh.is_alone and hook is None:
-            for grad, dtype, scaling in zip(grads, dtypes, scalings, strict=True):
-                grad.value = _scaled(grad.value, dtype, scaling).contiguous()
-        else:
-            flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
-            flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))
-            found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter, label.name)
-            flight.start(mesh.scatter, label)
-            del outs
-            yield flight
-            del flight
-            if is_held:
-                self._hold(grads, found)
-                return
-            if replicate is not None:
-                self._add_held(grads, found)
-                found = found if replicate.wire.is_plain else found.double()
-                yield _start_over_replicas(grads, scalings, found, mesh, label)
-            if hook is not None and stream is not None:
-                yield _run_hook_on(stream, hook, flats, mesh.device)
-            elif hook is not None:
-                for flat in flats:
-                    hook(flat)
-            flats.clear()  # the shards are slices of them
-            absent = _absent(grads, found)
+        flats, outs = _places_for_shards(grads, dtypes, None if is_held else hook)
+        flight = Flight(When.HELD if is_held else _when(grads, mesh.scatter))
+        found = _add_all(flight, grads, dtypes, scalings, outs, mesh.scatter, label.name)
+        flight.start(mesh.scatter, label)
+        del outs
+        yield flight
+        del flight
+        if is_held:
+            self._hold(grads, found)
+            return
+        if replicate is not None:
+            self._add_held(grads, found)
+            found = found if replicate.wire.is_plain else found.double()
+            yield _start_over_replicas(grads, scalings, found, mesh, label)
+        if hook is not None and stream is not None:
+            yield _run_hook_on(stream, hook, flats, mesh.device)
+        elif hook is not None:
+            for flat in flats:
+                hook(flat)
+        flats.clear()  # the shards are slices of them
+        absent = _absent(grads, found)
         for scaling in scalings:
             grad = grads.pop(0)
             if grad.param not in absent:
@@ -548,7 +553,7 @@ def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     form, shard = grad.param.form, grad.value
     if scaling.after != 1.0:
         shard /= scaling.after
-    dtype = form.parameter.dtype
+    dtype = form.local.dtype
     form.add_grad(shard if keeps_dtype or shard.dtype == dtype else shard.to(dtype))
     if not form.is_tied and autograd.has_post_accumulate_hooks(form.parameter):
         form.run_hooks()

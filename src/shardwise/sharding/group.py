@@ -580,8 +580,9 @@ class ParamGroup:
                 backward may step.
 
         Returns:
-            The delivery. ``None`` if there is none: no parameter takes part; or synchronization is
-            off, or another pass of this backward is to come, and gradients stay here.
+            The delivery. ``None`` if there is none: no parameter takes part; or the rank is alone,
+            and the gradients are complete; or synchronization is off, or another pass of this
+            backward is to come, and gradients stay here.
         """
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(completes)
@@ -606,9 +607,15 @@ class ParamGroup:
             self._lease.freshness = self._left_behind
         if not grads:
             return None
+        steps = self.stepper is not None and completes and self.completes_grads
+        if self.mesh.is_alone and options.all_reduce_hook is None:
+            with autograd.no_grad():
+                waiting.complete(grads, self.mesh, options)
+                if steps:
+                    self._step_own()
+            return None
         all_take_part = len(grads) == len(self.params)
         label = self.label if all_take_part else self._label_of([grad.param for grad in grads])
-        steps = self.stepper is not None and completes and self.completes_grads
         way = waiting.deliver(grads, self.mesh, options, label)
         return Delivery(way, self._step_own if steps else None)
 

@@ -300,7 +300,7 @@ class ShardedParam:
                     local = self.offload.grad_to_host(local, parameter)
             observe.memory_of(Memory.GRADIENTS, self.fqn, local)
             spec = self.spec
-            if local.dtype != parameter.dtype:
+            if local.dtype != own.dtype:
                 spec = dtensor.with_dtype(spec, local.dtype)
                 parameter.grad_dtype = local.dtype
             parameter.grad = dtensor.wrap_local(local, spec)
