@@ -178,6 +178,11 @@ def version_of_sharded(parameter: Any) -> tuple[int, int]:
         return version_with_local(parameter), id(local)
 
 
+def look_at_sharded(parameter: Any) -> tuple[tuple[int, int], int]:
+    """Return :func:`version_of_sharded` of a ``DTensor``, and where its local tensor is."""
+    return version_of_sharded(parameter), parameter._local_tensor.data_ptr()
+
+
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
     """Return what changes when each of some parameters is written to, or gets other data."""
     return [

@@ -51,11 +51,6 @@ def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def address_of(tensor: Any) -> int:
-    """Return where the local tensor of a ``DTensor`` is in memory."""
-    return tensor._local_tensor.data_ptr()  # type: ignore[no-any-return]
-
-
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
     """Move the local tensor of a ``DTensor`` into ``memory``, of the same shape and dtype."""
     dtensor = cast(DTensor, tensor)

@@ -58,39 +58,43 @@ class AliasedParams:
     """
 
     def __init__(self, params: Sequence[GroupParam]) -> None:
-        self._params = params
-        self._addresses = [param.local.data_ptr() for param in params]
-        _make_fulls(params, [param.local.detach().view(-1) for param in params])
-        self._fulls = _fulls_of(params)
         self._forms = [param.form for param in params]
-        self._versions = versions_of(self._forms)
+        _make_fulls(params, [param.local.detach().view(-1) for param in params])
+        self._looks = self._look()
+        addresses = [address for (_, address), _ in self._looks]
+        self._fulls = list(zip(params, _fulls_of(params), addresses, strict=True))
+        self._is_in_place = True
 
-    @property
-    def has_moved(self) -> bool:
-        """Whether a shard is in other memory now."""
-        return self._addresses != [dtensor.address_of(form.parameter) for form in self._forms]
+    def _look(self) -> list[tuple[tuple[tuple[int, int], int], int]]:
+        """Return what changes when shards are written to, exchanged or moved; see ``Version``."""
+        return [(autograd.look_at_sharded(form.parameter), form.steps) for form in self._forms]
 
-    def follow(self) -> None:
+    def follow(self) -> bool:
         """Let autograd see writes to the shards as writes to the full parameters.
 
         A backward that needs the value of before then raises, as without sharding.
+
+        Returns:
+            Whether the shards are in the same memory as the full parameters.
         """
-        if not self._forms:
-            return
-        before, self._versions = self._versions, versions_of(self._forms)
-        if before != self._versions:
-            for full, old, new in zip(self._fulls, before, self._versions, strict=True):
-                (_, local), (_, local_now) = old[0], new[0]
+        before, self._looks = self._looks, self._look()
+        if before != self._looks:
+            self._is_in_place = True
+            for (_, full, address), old, new in zip(self._fulls, before, self._looks, strict=True):
+                ((version, _), steps), ((version_now, address_now), steps_now) = old, new
+                self._is_in_place &= address_now == address
+                is_written = (version, steps) != (version_now, steps_now)
                 # What `to()` or `swap_tensors` put in the place of a shard wrote nothing.
-                if old != new and local == local_now:
+                if is_written and version[1] == version_now[1]:
                     autograd.set_versions([full], [autograd.version_of(full) + 1])
+        return self._is_in_place
 
     def take_back(self) -> None:
         """Copy the data that a module gave to a full parameter, and alias it again.
 
         A module does that with ``.data = ...``.
         """
-        for param, full, address in zip(self._params, self._fulls, self._addresses, strict=True):
+        for param, full, address in self._fulls:
             # A subclass has no address.
             if type(full) is nn.Parameter and full.data_ptr() != address:
                 assert param.memory is not None

@@ -229,15 +229,14 @@ class ParamGroup:
         """
         source = None
         if self.state is SHARDED:
-            if self.is_left:
+            if self.fulls is not None and self.fulls.is_allocated:  # it is left
                 self._free()
             for owner, param in self._places:
                 if not owner.holds(param.form.parameter):
                     self._take_over_replaced()
                     break
-            else:
-                if self.fulls is not None and self.fulls.aliased.has_moved:
-                    self.refresh()  # after swap_tensors, say
+            if self.fulls is not None and not self.fulls.aliased.follow():
+                self.refresh()  # after swap_tensors, say
         elif self.state is SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
@@ -292,10 +291,12 @@ class ParamGroup:
             PeerLostError: a peer died or stalled; the message names the group.
             RuntimeError: the parameters are summoned, or on the meta device.
         """
+        is_followed = self.state is SHARDED and not self._tied and self.pages is None
         self.unshard()
         self.wait_for_unshard()
         assert self.fulls is not None
-        self.fulls.aliased.follow()
+        if not is_followed:
+            self.fulls.aliased.follow()
 
     def prefetch(self) -> None:
         """Start the all-gather of a group that runs soon, if it takes any time."""
@@ -584,6 +585,8 @@ class ParamGroup:
             and the gradients are complete; or synchronization is off, or another pass of this
             backward is to come, and gradients stay here.
         """
+        if not observe.is_observed():
+            return self._reduce_grads(completes)
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(completes)
 

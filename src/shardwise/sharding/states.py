@@ -234,7 +234,8 @@ class Passes:
     def begin(self, fulls: object, steps: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
         self.current = Pass(fulls, steps)
-        self._passes = [ref for ref in self._passes if ref() is not None]
+        if self._passes:
+            self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
         return self.current
 

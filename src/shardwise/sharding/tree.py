@@ -83,6 +83,8 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     Objects without a changed tensor are returned as they are. The caller's own objects are never
     modified.
     """
+    if type(tree) is tuple:  # the usual case
+        return _map_sequence(fn, tree)
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     if isinstance(tree, PackedSequence):
@@ -111,7 +113,7 @@ def _map_sequence(fn: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     new = [fn(each) if isinstance(each, torch.Tensor) else map_tensors(fn, each) for each in tree]
     if all(map(operator.is_, new, tree)):
         return tree
-    if hasattr(tree, "_fields"):  # a named tuple
+    if type(tree) is not tuple and hasattr(tree, "_fields"):  # a named tuple
         return type(tree)(*new)
     return type(tree)(new)
 
