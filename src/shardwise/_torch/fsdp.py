@@ -171,16 +171,14 @@ class ParamOwner:
         """Whether the module holds ``parameter`` now."""
         return self.module._parameters.get(self.name) is parameter
 
-    def register(
-        self, parameter: nn.Parameter | None, instead_of: nn.Parameter | None = None
-    ) -> bool:
+    def register(self, parameter: nn.Parameter | None, before: nn.Parameter | None = None) -> bool:
         """Put ``parameter`` into the module.
 
         Returns:
-            Whether the module held ``instead_of`` until now.
+            Whether the module held ``before`` until now.
         """
         module, name = self.module, self.name
-        held = module._parameters.get(name) is instead_of
+        held = module._parameters.get(name) is before
         if type(module).__setattr__ is nn.Module.__setattr__:
             module._parameters[name] = parameter  # without the checks of __setattr__
         else:

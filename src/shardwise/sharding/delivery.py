@@ -289,17 +289,16 @@ class GroupGrads:
         # Gradients that earlier backwards only reduce-scattered are completed even if this
         # backward adds nothing.
         completed = self._held if options.requires_all_reduce else ()
-        is_alone = mesh.is_alone
-        asks = unused or not is_alone  # for zeros, where this rank has no gradient
         self._drop_unwanted()
         taken = []
         for param in self._params:
             grad = param.take_grad()
             is_missing = grad is None and not unused
-            if grad is None and asks and (param in due or param in completed):
+            asks = grad is None and (unused or not mesh.is_alone)
+            if asks and (param in due or param in completed):
                 grad = param.zeros_for_grad()
             if grad is not None:
-                is_owned = not is_alone and is_returned(grad) and is_only_reference(grad)
+                is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
         if observe.is_observed():
             observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])

@@ -41,7 +41,7 @@ from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam, Version, versions_of
+from shardwise.sharding.param import ShardedParam, Version
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -124,12 +124,12 @@ class FilledParams:
 
     def begin(self) -> None:
         """Note that the shards are gathered now."""
-        self._shards = versions_of(self._forms)
+        self._shards = [form.version for form in self._forms]
 
     @property
     def is_current(self) -> bool:
         """Whether the shards have not been written to since they were gathered."""
-        return self._shards == versions_of(self._forms)
+        return self._shards == [form.version for form in self._forms]
 
     @property
     def holds_values(self) -> bool:
@@ -171,9 +171,8 @@ class FilledParams:
         written = self.written
         for param in written:
             i = self.params.index(param)
-            (version,) = versions_of([param.form])
-            param.take_over_writes(is_shard_written=version != self._shards[i])
-            (self._shards[i],) = versions_of([param.form])
+            param.take_over_writes(is_shard_written=param.form.version != self._shards[i])
+            self._shards[i] = param.form.version
         if written:
             self._found = autograd.look_at(self._fulls)
         return written

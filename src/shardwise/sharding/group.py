@@ -21,6 +21,7 @@ from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.base.offload import Offload
+from shardwise.sharding import states
 from shardwise.sharding.delivery import Delivery, GroupGrads
 from shardwise.sharding.full_params import FullParams, PostForwardShards, check_home
 from shardwise.sharding.group_param import GroupParam
@@ -28,25 +29,7 @@ from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.paging import Pages
 from shardwise.sharding.param import COPIED, Growth, ShardedParam
 from shardwise.sharding.policy import GroupOptions, Precision
-from shardwise.sharding.states import (
-    AHEAD,
-    BACKWARD,
-    CURRENT,
-    DEFERRED,
-    IDLE,
-    KEPT,
-    MOVES,
-    SHARDED,
-    SHARDED_POST_FORWARD,
-    STALE,
-    SUMMONED,
-    UNSHARDED,
-    UNSHARDING,
-    Freshness,
-    GroupState,
-    Lease,
-    Passes,
-)
+from shardwise.sharding.states import Freshness, GroupState, Lease, Passes
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
 
@@ -89,8 +72,8 @@ class ParamGroup:
         self.mesh = mesh
         self.post_forward = post_forward
         self.fqn = ""
-        self.state = SHARDED
-        self.phase = IDLE
+        self.state = states.SHARDED
+        self.phase = states.IDLE
         self.passes = Passes()
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
         self._precision = precision
@@ -100,7 +83,7 @@ class ParamGroup:
         paged = [param.form for param in params if param.form.offload.disk is not None]
         self.pages = Pages(paged) if paged else None
         self._lease: Lease | None = None
-        self._left = STALE  # of full parameters that stay in memory without a lease
+        self._left = states.STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
         self._unreduced = GroupGrads(self.params, precision)
         # The modules' places for parameters, and the parameter of each.
@@ -166,7 +149,7 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
-        is_whole = self.state in (SHARDED, UNSHARDED)
+        is_whole = self.state in (states.SHARDED, states.UNSHARDED)
         stays = self._is_in_use or (is_whole and self.is_in_forward())
         self._put_shards_back(self._deliver_all if stays else self._free)
 
@@ -228,7 +211,7 @@ class ParamGroup:
             MisuseError: a tied parameter was written to in two groups.
         """
         source = None
-        if self.state is SHARDED:
+        if self.state is states.SHARDED:
             if self.fulls is not None and self.fulls.is_allocated:  # it is left
                 self._free()
             for owner, param in self._places:
@@ -237,11 +220,11 @@ class ParamGroup:
                     break
             if self.fulls is not None and not self.fulls.aliased.follow():
                 self.refresh()  # after swap_tensors, say
-        elif self.state is SHARDED_POST_FORWARD:
+        elif self.state is states.SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
                 self.reshard()  # this raises
-        elif self.state is SUMMONED:
+        elif self.state is states.SUMMONED:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
                 "summon_full_params; run forward and backward outside of it"
@@ -259,7 +242,7 @@ class ParamGroup:
         if self.fulls.moves:
             with observe.during(Activity.UNSHARD, self.label.name):
                 self.fulls.start(self.label, source)
-        self._move(UNSHARDING)  # unless start() raised
+        self._move(states.UNSHARDING)  # unless start() raised
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -267,7 +250,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled; the message names the group.
         """
-        if self.state is not UNSHARDING:
+        if self.state is not states.UNSHARDING:
             return
         assert self.fulls is not None
         if self.fulls.moves:
@@ -282,7 +265,7 @@ class ParamGroup:
         GroupParam.freeze_or_unfreeze_all(self.params)
         for owner, param in self._places:
             owner.register(param.full)
-        self._move(UNSHARDED)
+        self._move(states.UNSHARDED)
 
     def use_now(self) -> None:
         """Unshard, wait, and let autograd see what was written to shards that are used in place.
@@ -291,7 +274,7 @@ class ParamGroup:
             PeerLostError: a peer died or stalled; the message names the group.
             RuntimeError: the parameters are summoned, or on the meta device.
         """
-        is_followed = self.state is SHARDED and not self._tied and self.pages is None
+        is_followed = self.state is states.SHARDED and not self._tied and self.pages is None
         self.unshard()
         self.wait_for_unshard()
         assert self.fulls is not None
@@ -309,7 +292,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        unshards = self.options.unshard_in_backward and self.state is not UNSHARDED
+        unshards = self.options.unshard_in_backward and self.state is not states.UNSHARDED
         if self.options.unshard_in_backward:
             self.use_now()
         if not unshards:  # otherwise this was done with the full parameters
@@ -328,16 +311,16 @@ class ParamGroup:
         self._put_shards_back(self._free)
 
     def _put_shards_back(self, then: Callable[[], None]) -> None:
-        if self.state is SHARDED:
+        if self.state is states.SHARDED:
             if self.is_left:
                 then()
             return
-        if self.state is SUMMONED:
+        if self.state is states.SUMMONED:
             return
-        if self.state is UNSHARDING:
+        if self.state is states.UNSHARDING:
             self.wait_for_unshard()
         written = [] if self.post_forward is None else self.post_forward.written
-        held_full = self.state is UNSHARDED
+        held_full = self.state is states.UNSHARDED
         replaced = self.use_shards()
         then()
         for param in written:
@@ -360,7 +343,7 @@ class ParamGroup:
         for param in self.params:
             assert param.form.summoned is not None
             param.register(param.form.summoned)
-        self._move(SUMMONED)
+        self._move(states.SUMMONED)
 
     def use_shards(self) -> list[GroupParam]:
         """Put the shards into the modules, and leave the full parameters as they are.
@@ -371,14 +354,14 @@ class ParamGroup:
         GroupParam.leave_all(self.params)
         replaced = []
         for owner, param in self._places:
-            if not owner.register(param.form.parameter, instead_of=param.full):
+            if not owner.register(param.form.parameter, before=param.full):
                 replaced.append(param)
-        self._move(SHARDED)
+        self._move(states.SHARDED)
         return replaced
 
     def reshard_after_forward(self) -> None:
         """Free the full parameters until backward, if the options say so."""
-        if self.state is not UNSHARDED:
+        if self.state is not states.UNSHARDED:
             if self.is_left:
                 self._free()
             return
@@ -388,7 +371,7 @@ class ParamGroup:
             with torch.no_grad():
                 self.post_forward.keep(self.label)
             self._free_memory()
-            self._move(SHARDED_POST_FORWARD)
+            self._move(states.SHARDED_POST_FORWARD)
             self.mark_stale()
         else:
             self.reshard()
@@ -398,13 +381,13 @@ class ParamGroup:
         """Whether :meth:`reshard_after_forward` frees the full parameters."""
         options = self.options
         asked = options.reshard_after_forward and not options.keep_unsharded
-        return (asked and self.state is UNSHARDED) or self.is_left
+        return (asked and self.state is states.UNSHARDED) or self.is_left
 
     @property
     def ends_with_forward(self) -> bool:
         """Whether the end of the outermost forward frees the full parameters: see ``Root``."""
         evaluates = not (torch.is_grad_enabled() or self.options.keep_unsharded)
-        return self.is_left or (evaluates and self.state is UNSHARDED)
+        return self.is_left or (evaluates and self.state is states.UNSHARDED)
 
     def mark_stale(self) -> None:
         """Note that full parameters, or post-forward shards, stay in memory beyond their use.
@@ -417,7 +400,8 @@ class ParamGroup:
         self.deliver_writes()
         lease = self._lease
         if lease is not None and (
-            lease.freshness is CURRENT or (lease.freshness is KEPT and not torch.is_grad_enabled())
+            lease.freshness is states.CURRENT
+            or (lease.freshness is states.KEPT and not torch.is_grad_enabled())
         ):
             lease.freshness = self._left_behind
 
@@ -430,7 +414,7 @@ class ParamGroup:
         self.reshard_if_stale()
         self.unshard()
         assert self._lease is not None
-        self._lease.freshness = AHEAD
+        self._lease.freshness = states.AHEAD
 
     def reshard_if_stale(self) -> None:
         """Free what an earlier forward or backward left in memory, unless it is to be kept.
@@ -439,10 +423,10 @@ class ParamGroup:
         every rank gathers again without asking.
         """
         lease = self._lease
-        if lease is None or lease.freshness is CURRENT:
+        if lease is None or lease.freshness is states.CURRENT:
             return
         # A user asks to keep them, or accumulates gradients. Not if shards stepped in backward.
-        kept = self.options.keep_unsharded or lease.freshness is KEPT
+        kept = self.options.keep_unsharded or lease.freshness is states.KEPT
         if not kept or lease.steps != self.steps_in_backward:
             self.reshard()
 
@@ -458,11 +442,11 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
-        if lease is not None and lease.forward != number and lease.freshness is not AHEAD:
+        if lease is not None and lease.forward != number and lease.freshness is not states.AHEAD:
             self.reshard_if_stale()
         lease, fulls = self._lease, self.fulls
         if lease is not None and fulls is not None:
-            if lease.freshness is not CURRENT and not fulls.filled.is_current:
+            if lease.freshness is not states.CURRENT and not fulls.filled.is_current:
                 raise MisuseError(
                     f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
                     "while it was kept unsharded for another forward, so its full parameters are "
@@ -470,11 +454,11 @@ class ParamGroup:
                     "or shard it with reshard_after_forward=True"
                 )
             self._deliver_ties()  # otherwise this is done before the gather
-            if lease.freshness is not CURRENT:  # and this with it
+            if lease.freshness is not states.CURRENT:  # and this with it
                 GroupParam.freeze_or_unfreeze_all(self.params)
         self.use_now()
         assert self._lease is not None
-        self._lease.forward, self._lease.freshness = number, CURRENT
+        self._lease.forward, self._lease.freshness = number, states.CURRENT
 
     def refresh(self) -> None:
         """Adopt the shards that ``to()``, ``to_empty()`` or a loaded state dict made.
@@ -490,7 +474,7 @@ class ParamGroup:
         for param in self.params:
             param.refresh()
         if self.fulls is None or self.fulls.is_outdated:
-            if self.fulls is not None and self.phase is not IDLE and autograd.in_backward():
+            if self.fulls is not None and self.phase is not states.IDLE and autograd.in_backward():
                 self.refuse_replaced()
             self._free()
             self._forget_labels()  # they have the dtypes
@@ -581,12 +565,9 @@ class ParamGroup:
                 backward may step.
 
         Returns:
-            The delivery. ``None`` if there is none: no parameter takes part; or the rank is alone,
-            and the gradients are complete; or synchronization is off, or another pass of this
-            backward is to come, and gradients stay here.
+            The delivery. ``None`` if no parameter takes part, or a rank that is alone is done; or
+            synchronization is off, or another pass of this backward is to come: gradients stay.
         """
-        if not observe.is_observed():
-            return self._reduce_grads(completes)
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(completes)
 
@@ -594,7 +575,7 @@ class ParamGroup:
         options, waiting = self.options, self._unreduced
         if options.requires_gradient_sync and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
-            self.phase = DEFERRED
+            self.phase = states.DEFERRED
             if options.reshard_after_backward:
                 self.reshard()
             return None
@@ -605,7 +586,7 @@ class ParamGroup:
             waiting.keep(self.label.name)
         if options.reshard_after_backward:
             self.reshard()
-        elif self._lease is not None and self._lease.freshness is not AHEAD:
+        elif self._lease is not None and self._lease.freshness is not states.AHEAD:
             self.deliver_writes()
             self._lease.freshness = self._left_behind
         if not grads:
@@ -667,7 +648,7 @@ class ParamGroup:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
         self.end(Activity.FORWARD)
         self.end(Activity.BACKWARD)
-        if self.state is UNSHARDING:
+        if self.state is states.UNSHARDING:
             assert self.fulls is not None
             self.fulls.abandon()  # a peer that raised never started this gather
             self.use_shards()
@@ -690,7 +671,7 @@ class ParamGroup:
     def _left_behind(self) -> Freshness:
         """What full parameters are that stay in memory now; the next forward has other options."""
         accumulates = not (self.completes_grads or self.options.reshard_after_backward)
-        return KEPT if accumulates else STALE
+        return states.KEPT if accumulates else states.STALE
 
     def _deliver_ties(self) -> None:
         """Have other groups give the shards what they wrote to parameters that are tied to these.
@@ -729,7 +710,7 @@ class ParamGroup:
         """
         if self.fulls is None:
             return
-        in_use = self._lease is not None and self._lease.freshness is not STALE
+        in_use = self._lease is not None and self._lease.freshness is not states.STALE
         for param in self.fulls.filled.params if in_use else self.fulls.filled.written:
             if param.form is written.form:
                 raise MisuseError(
@@ -767,14 +748,14 @@ class ParamGroup:
     @property
     def _is_in_use(self) -> bool:
         """Whether a forward or backward uses the full parameters, in its modules or beside them."""
-        lease, is_in_backward = self._lease, self.phase is BACKWARD
+        lease, is_in_backward = self._lease, self.phase is states.BACKWARD
         if lease is None:
             has_values, use = self.fulls is not None and self.fulls.filled.holds_values, self._left
         else:
-            has_values, use = self.state is UNSHARDED, lease.freshness
+            has_values, use = self.state is states.UNSHARDED, lease.freshness
         if is_in_backward:  # unless an exception has ended it
             return has_values and autograd.in_backward()
-        return has_values and use is CURRENT
+        return has_values and use is states.CURRENT
 
     @property
     def is_left(self) -> bool:
@@ -809,13 +790,13 @@ class ParamGroup:
                     self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
-        if (self.state, to) not in MOVES:
+        if (self.state, to) not in states.MOVES:
             raise AssertionError(
                 f"group {self.fqn!r} on rank {dist.get_rank()} cannot go from "
                 f"{self.state.value} to {to.value}"
             )
         self.state = to
-        if to is SHARDED:
+        if to is states.SHARDED:
             if self._lease is not None:
                 self._left = self._lease.freshness
             self._lease = None

@@ -298,12 +298,11 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     wrote to is also an output, even if it is not returned.
     """
     passes = tuple([group.passes.current for group in state.groups])
-    for group in state.groups:
-        for written in group.passes.end():
-            if torch.is_grad_enabled():
-                _mark_base(state, passes, written)
+    written = [tensor for group in state.groups for tensor in group.passes.end()]
     if not torch.is_grad_enabled():
         return
+    for tensor in written:
+        _mark_base(state, passes, tensor)
     for tensor in every_tensor_in(output):
         if not tensor.requires_grad and autograd.in_transform():
             found = autograd.that_needs_grad(tensor)

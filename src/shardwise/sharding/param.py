@@ -188,6 +188,11 @@ class ShardedParam:
         """This rank's shard."""
         return dtensor.local_of(self.parameter)
 
+    @property
+    def version(self) -> Version:
+        """What changes when the shard is written to."""
+        return autograd.version_of_sharded(self.parameter), self.steps
+
     def add_owners(self, owners: Sequence[ParamOwner]) -> None:
         """Add the modules of one more group that hold the parameter, and register it there."""
         self.is_tied = bool(self.owners)
@@ -350,11 +355,9 @@ class ShardedParam:
         """Run the user's post-accumulate-grad hooks, such as an optimizer in backward."""
         parameter = self.parameter
         if autograd.has_post_accumulate_hooks(parameter) and parameter.grad is not None:
-            before = versions_of([self])
+            before = self.version
             autograd.run_post_accumulate_hooks(parameter)
-            if (
-                versions_of([self]) != before
-            ):  # it steps; one process refuses the value of before, too
+            if self.version != before:  # it steps; one process refuses the old value, too
                 for group in self.groups:
                     group.outdate(self)
 
@@ -431,11 +434,6 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
 #: that autograd has counted, to the ``DTensor`` or its local tensor, and the identity of that; and
 #: steps of optimizers, some of which write what autograd does not count.
 Version = tuple[tuple[int, int], int]
-
-
-def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
-    """Return the versions of some shards."""
-    return [(autograd.version_of_sharded(form.parameter), form.steps) for form in forms]
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

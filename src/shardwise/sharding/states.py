@@ -38,20 +38,17 @@ class GroupState(enum.Enum):
     __hash__ = object.__hash__
 
 
-# Names of their own: until Python 3.12, reading a member of an enum costs as much as a call.
-SHARDED, UNSHARDING, UNSHARDED, SHARDED_POST_FORWARD, SUMMONED = GroupState
-
 #: The moves between states that are allowed.
 MOVES = {
-    (SHARDED, UNSHARDING),
-    (UNSHARDING, UNSHARDED),
-    (UNSHARDING, SHARDED),
-    (UNSHARDED, SHARDED),
-    (UNSHARDED, SHARDED_POST_FORWARD),
-    (SHARDED_POST_FORWARD, UNSHARDING),
-    (SHARDED_POST_FORWARD, SHARDED),
-    (SHARDED, SUMMONED),
-    (SUMMONED, SHARDED),
+    (GroupState.SHARDED, GroupState.UNSHARDING),
+    (GroupState.UNSHARDING, GroupState.UNSHARDED),
+    (GroupState.UNSHARDING, GroupState.SHARDED),
+    (GroupState.UNSHARDED, GroupState.SHARDED),
+    (GroupState.UNSHARDED, GroupState.SHARDED_POST_FORWARD),
+    (GroupState.SHARDED_POST_FORWARD, GroupState.UNSHARDING),
+    (GroupState.SHARDED_POST_FORWARD, GroupState.SHARDED),
+    (GroupState.SHARDED, GroupState.SUMMONED),
+    (GroupState.SUMMONED, GroupState.SHARDED),
 }
 
 
@@ -70,9 +67,6 @@ class Freshness(enum.Enum):
     AHEAD = "ahead"
 
 
-CURRENT, STALE, KEPT, AHEAD = Freshness
-
-
 @dataclass(slots=True)
 class Lease:
     """One use of a group's full parameters: from a gather until modules hold shards again.
@@ -86,7 +80,7 @@ class Lease:
     """
 
     steps: int
-    freshness: Freshness = CURRENT
+    freshness: Freshness = Freshness.CURRENT
     forward: int = 0
 
 
@@ -105,6 +99,9 @@ class Phase(enum.Enum):
     DEFERRED = "deferred"
 
 
+# Names of their own: until Python 3.12, reading a member of an enum costs as much as a call.
+SHARDED, UNSHARDING, UNSHARDED, SHARDED_POST_FORWARD, SUMMONED = GroupState
+CURRENT, STALE, KEPT, AHEAD = Freshness
 IDLE, FORWARD, BACKWARD, REDUCED, DEFERRED = Phase
 
 
@@ -234,8 +231,7 @@ class Passes:
     def begin(self, fulls: object, steps: int) -> Pass:
         """Start a pass. It is kept alive here until :meth:`end`, and then by its graph."""
         self.current = Pass(fulls, steps)
-        if self._passes:
-            self._passes = [ref for ref in self._passes if ref() is not None]
+        self._passes = [ref for ref in self._passes if ref() is not None]
         self._passes.append(weakref.ref(self.current))
         return self.current
 
