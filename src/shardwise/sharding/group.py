@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,9 @@ from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
+
+if TYPE_CHECKING:
+    from shardwise.sharding.own_order import OwnOrder
 
 #: The parameters that modules hold in turns, asked for twice in every use of a group.
 _SHARD = operator.attrgetter("form.parameter")
@@ -95,6 +98,8 @@ class ParamGroup:
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
+        #: What agrees with ranks that may run other groups; ``None``: all run the same.
+        self.own_order: OwnOrder | None = None
         #: Whether an outermost forward of the model is running.
         self.is_in_forward: Callable[[], bool] = lambda: False
 
@@ -213,6 +218,13 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
             MisuseError: a tied parameter was written to in two groups.
         """
+        if self.own_order is None or self._lease is not None:
+            self._unshard()
+        else:
+            self.own_order.gather(self, self._unshard)
+
+    def _unshard(self) -> None:
+        """Start the all-gather, as all ranks do now."""
         lease, source = self._lease, None
         if lease is None:
             if self.is_left:
@@ -230,16 +242,38 @@ class ParamGroup:
         else:
             return
         self._deliver_ties()
+        fulls = self._made_fulls()
+        if source is None and self.pages is not None:
+            self.pages.load(self.label.name)
+        if fulls.moves:
+            with observe.during(Activity.UNSHARD, self.label.name):
+                fulls.start(self.label, source)
+        self._move(GroupState.UNSHARDING)  # unless start() raised
+
+    def _made_fulls(self) -> FullParams:
+        """Return the full parameters, made if there are none.
+
+        Raises:
+            RuntimeError: the parameters are on the meta device.
+        """
         if self.fulls is None:
             check_home(self.params, self._offload.home)
             with autograd.no_grad():
                 self.fulls = FullParams(self.params, self.mesh, self._precision, self.post_forward)
-        if source is None and self.pages is not None:
-            self.pages.load(self.label.name)
-        if self.fulls.moves:
-            with observe.during(Activity.UNSHARD, self.label.name):
-                self.fulls.start(self.label, source)
-        self._move(GroupState.UNSHARDING)  # unless start() raised
+        return self.fulls
+
+    def supply(self) -> None:
+        """Take part in an all-gather that other ranks need, and keep nothing of it.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
+        if self._lease is None:
+            self._take_over_replaced()
+        self.deliver_writes()
+        self._deliver_ties()
+        with observe.during(Activity.SUPPLY, self.label.name):
+            self._made_fulls().supply(self.label)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -277,8 +311,12 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start the all-gather of a group that runs soon, if it takes any time."""
-        if self.fulls is None or self.fulls.moves:
-            self.unshard()
+        if self.fulls is not None and not self.fulls.moves:
+            return
+        if self.own_order is None or self._lease is not None:
+            self._unshard()
+        else:
+            self.own_order.offer(self, self._unshard)
 
     def enter_backward(self) -> None:
         """Unshard for a backward. Only parameters that require gradients now will get them.
@@ -578,17 +616,32 @@ class ParamGroup:
             grads = waiting.take(options, self.mesh, self.label.name)
         else:
             waiting.keep(self.label.name)
-        if options.reshard_after_backward:
-            self.reshard()
-        elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
-            self.deliver_writes()
-            self._lease.freshness = self._left_behind
+        self.leave_backward()
         if not grads:
             return None
         label = self._label_of([grad.param for grad in grads])
         steps = completes and self.completes_grads and self.stepper is not None
         way = waiting.deliver(grads, self.mesh, options, label)
         return Delivery(way, self._step_own if steps else None)
+
+    @property
+    def has_waiting_grads(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return self._unreduced.wait(self.options)
+
+    def leave_backward(self) -> None:
+        """Reshard after a backward if the options say so, and leave the gradients for later."""
+        if self.options.reshard_after_backward:
+            self.reshard()
+        elif self._lease is not None and self._lease.freshness is not Freshness.AHEAD:
+            self.deliver_writes()
+            self._lease.freshness = self._left_behind
+
+    def expect_all(self) -> None:
+        """Have every parameter that requires gradients take part in the next delivery."""
+        with autograd.no_grad():
+            self._made_fulls()
+        self._unreduced.expect_all()
 
     def complete_ties(self) -> None:
         """Complete gradients to which other groups have added, too."""

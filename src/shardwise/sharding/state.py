@@ -21,14 +21,16 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
+from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
+from shardwise.sharding.own_order import OwnOrder, check_own_order
 from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.states import GroupState, Phase
+from shardwise.sharding.states import GroupState, Order, Phase
 from shardwise.sharding.stepping import Stepper
 
 
@@ -100,6 +102,7 @@ class Root:
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
         read_order: the order in which they are gathered, for reading shards that are on a disk.
+        own_order: what agrees with ranks that may run other groups; ``None``: all run the same.
         ledger: the gradients that are not complete.
         knows_what_is_averaged: whether the user was warned of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
@@ -114,6 +117,7 @@ class Root:
         self.read_order = ReadOrder()
         self.post_optim_event: torch.Event | None = None
         self.ledger = Ledger(self._groups, self._complete_or_reset)
+        self.own_order: OwnOrder | None = None
         self.knows_what_is_averaged = False
         # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
@@ -148,6 +152,8 @@ class Root:
         self._forget_failed_backward()
         for stepper in self._steppers():
             stepper.check()
+        if self.own_order is not None:
+            check_own_order(self._groups())
         if not self.knows_what_is_averaged and torch.is_grad_enabled():
             self.knows_what_is_averaged = True
             self._warn_of_what_is_not_averaged()
@@ -178,6 +184,8 @@ class Root:
     def end_forward(self) -> None:
         """End the outermost forward."""
         self.forward_root = None
+        if self.own_order is not None:
+            self.own_order.end_forward()
         self._reshard_unused()
         if not torch.is_grad_enabled():
             # No backward needs them, and users expect shards: to step, freeze or clear.
@@ -207,7 +215,24 @@ class Root:
         """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
         group.phase = Phase.REDUCED
         group.end(Activity.BACKWARD)
+        if self.own_order is None or not group.options.requires_gradient_sync:
+            self.ledger.start(group)
+        else:
+            group.leave_backward()
+            self.own_order.finish(group)
+
+    def reduce_with_others(self, group: ParamGroup) -> None:
+        """Start to deliver the gradients of a group that no rank adds to any more."""
+        group.expect_all()
         self.ledger.start(group)
+
+    def skip(self) -> None:
+        """Take part in the backward of other ranks, or in their forward where gradients are off."""
+        if self.own_order is not None and not torch.is_grad_enabled():
+            self.own_order.end_forward()
+        else:
+            self._forget_failed_backward()
+            self.end_backward()
 
     def end_backward(self) -> None:
         """Reduce the gradients that no hook has reduced, and complete all reductions.
@@ -238,6 +263,8 @@ class Root:
             state.phase = Phase.IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
+        if self.own_order is not None:
+            self.own_order.end_backward()
         if self.ledger.ends_step:
             self._complete()
         else:
@@ -251,6 +278,8 @@ class Root:
             stepper.interrupt()
         self.ledger.end(StepProgress.DROPPED)
         self.order.end_backward()
+        if self.own_order is not None:
+            self.own_order.reset()
         for state in self.states:
             state.modules_to_run.clear()
             state.phase = Phase.IDLE
@@ -387,6 +416,7 @@ class FSDPState:
         forward_prefetch: the states to unshard when the forward of this one begins.
         backward_prefetch: the states to unshard when the backward of this one begins; if empty,
             the one that ran before it.
+        order: which groups ranks run, if this is the root.
         handled: for each forward that is running, the exception that was being handled when it
             began; a new exception is one that the forward raised.
         before_forward: the hook before forward, called with a module, its args and kwargs.
@@ -400,6 +430,7 @@ class FSDPState:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
+        order: Order = Order.SAME,
     ) -> None:
         self.modules = modules
         self.groups = groups
@@ -416,6 +447,7 @@ class FSDPState:
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
         self._keep_if_root = reshard_after_forward is None
         self._is_root: bool | None = None
+        self.order = order
         for module in modules:
             module.__dict__[_STATE] = self
 
@@ -481,7 +513,17 @@ class FSDPState:
                 )
             self.root.states.append(state)
         self._name_everything(top)
+        groups = [group for state in self.root.states for group in state.groups]
+        if self.order is Order.OWN and groups and not groups[0].mesh.is_alone:
+            check_own_order(groups)
+            self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
         for state in self.root.states:
+            if state.order is Order.OWN and self.order is not Order.OWN:
+                raise MisuseError(
+                    f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}: found "
+                    f'order="own" inside of a {type(top).__name__} with order="same"; expected it '
+                    "on the outermost module that fully_shard is applied to"
+                )
             state._is_root = state is self
             state.root = self.root
             for group in state.groups:
@@ -490,6 +532,7 @@ class FSDPState:
                     group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
                 group.is_in_forward = state.root.is_in_forward
+                group.own_order = state.root.own_order
         if self._keep_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False

@@ -101,6 +101,13 @@ class Phase(enum.Enum):
     DEFERRED = "deferred"
 
 
+class Order(enum.Enum):
+    """Which groups the ranks run in a step: all the same ones, or each its own."""
+
+    SAME = "same"
+    OWN = "own"
+
+
 class Pass:
     """One forward of a group, for as long as the graph of its outputs exists.
 
