@@ -218,10 +218,11 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
             MisuseError: a tied parameter was written to in two groups.
         """
-        if self.own_order is None or self._lease is not None:
-            self._unshard()
-        else:
+        moves = self._lease is None and (self.fulls is None or self.fulls.moves)
+        if self.own_order is not None and moves:
             self.own_order.gather(self, self._unshard)
+        else:
+            self._unshard()
 
     def _unshard(self) -> None:
         """Start the all-gather, as all ranks do now."""

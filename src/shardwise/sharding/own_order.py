@@ -70,7 +70,7 @@ def check_own_order(groups: Iterable[ParamGroup]) -> None:
     groups = list(groups)
     for group in groups:
         found = None
-        if group.mesh != groups[0].mesh:
+        if group.mesh.mesh != groups[0].mesh.mesh:
             found = "a mesh of its own"
         elif group.post_forward is not None:
             found = "an integer reshard_after_forward"
