@@ -182,10 +182,14 @@ class Group:
             return
         self._to_run.discard(module)
         if output is None:
-            self._to_run.clear()
-            self._end_forward()
+            self.give_up()
         elif not self._to_run:
             self.finish(output)
+
+    def give_up(self) -> None:
+        """The forward of one of them has raised: the next one begins with the first of them."""
+        self._to_run.clear()
+        self._end_forward()
 
     def finish(self, output: Any) -> None:
         """The forward of the last of them is over, or there will be no more of them."""
@@ -444,6 +448,8 @@ class Gathers:
         for group in reversed(self.groups):
             if group.is_unfinished and output is not None:
                 group.finish(output)
+            elif group.is_unfinished:
+                group.give_up()
         if output is None:
             del self.finished[self._finished_before :]
         for group in self.groups:
