@@ -431,7 +431,7 @@ def test_the_order_is_said_on_the_root(rank: int, world_size: int) -> None:
     model: Any = model_of(Way())
     fully_shard(model.experts[0], order="own")
     fully_shard(model)
-    with pytest.raises(MisuseError, match='found order="own" inside of a .*Routed'):
+    with pytest.raises(MisuseError, match=r"found order=.own. inside of a .*Routed"):
         model(batch(0, 0, rank), (0,))
     with pytest.raises(ValueError, match="expected 'same' or 'own', found 'any'"):
         fully_shard(nn.Linear(2, 2), order="any")  # type: ignore[call-overload]
