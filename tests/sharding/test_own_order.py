@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +23,12 @@ from shardwise import MixedPrecisionPolicy, Wire, fully_shard, schedules
 from shardwise.base.errors import MisuseError, PeerLostError, RanksDivergedError
 from shardwise.base.observe import Activity
 from shardwise.optim import in_backward
+from shardwise.sharding.own_order import OwnOrder
+from shardwise.sharding.states import Phase
+from shardwise.transport.base import Transport
 from tests.corpus.gathering import whole_parameters
 from tests.corpus.instruments import run
+from tests.threads import run_transports
 from tests.transport.fake import FakeTransport
 from tests.worlds import on_threads
 
@@ -449,3 +456,45 @@ def test_steps_are_skipped_only_where_ranks_have_their_own_order(
 
 def test_one_rank_needs_no_rounds() -> None:
     check("threads", 1, Way(), random_routes(5, 1, 3, 1))
+
+
+# -- the protocol by itself ------------------------------------------------------------------------
+
+
+class Stub:
+    """A group that counts what ranks gather and supply."""
+
+    has_waiting_grads = False
+    phase = Phase.IDLE
+
+    def __init__(self, transport: Transport) -> None:
+        self.mesh = SimpleNamespace(over_all_ranks=lambda: transport)
+        self.supplied = 0
+
+    def supply(self) -> None:
+        self.supplied += 1
+
+
+@pytest.mark.parametrize(("world_size", "longest"), [(2, 3), (3, 2)])
+def test_all_small_programs_of_all_ranks_end(world_size: int, longest: int) -> None:
+    found = run_transports(partial(_run_all_programs, longest=longest), world_size)
+    assert all(each == found[0] for each in found)
+
+
+def _run_all_programs(transport: Transport, longest: int) -> list[list[int]]:
+    """Run every combination of programs, one after the other; return what was gathered."""
+    numbers = range(2)
+    programs = [p for n in range(longest + 1) for p in itertools.product(numbers, repeat=n)]
+    found = []
+    for each in itertools.product(programs, repeat=transport.world_size):
+        groups: Any = [Stub(transport) for _ in numbers]
+        order, started = OwnOrder(groups, lambda group: None), []
+        for number in each[transport.rank]:
+            order.gather(groups[number], partial(started.append, number))
+        order.end_forward()
+        assert tuple(started) == each[transport.rank]
+        # All ranks take part in as many gathers of each group.
+        found.append([started.count(i) + groups[i].supplied for i in numbers])
+        most = max(len(program) for program in each)
+        assert most <= sum(found[-1]) <= sum(map(len, each))
+    return found
