@@ -12,7 +12,7 @@ else: parameters, gradients, their reduction and optimizer state are bf16.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,7 +22,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from _models import build, groups
+from _models import build, groups, numel
+from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.insight.planning.events import Log
+from shardwise.insight.planning.models import of_module
+from shardwise.insight.planning.rehearsal import rehearse
+from shardwise.insight.planning.settings import Settings
+from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
 
 #: Losses that agree to four decimals differ by less.
 FOUR_DECIMALS = 5e-5
@@ -62,6 +68,28 @@ class Case:
     def compute_dtype(self) -> torch.dtype:
         """The dtype of forward and backward."""
         return torch.float32 if self.dtype == "fp32" else torch.bfloat16
+
+    @property
+    def numel(self) -> int:
+        """The number of the model's parameters."""
+        return numel(self.params)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the case for a document."""
+        return {**asdict(self), "numel": self.numel}
+
+    def rehearsed(self, mesh: str, strategy: Strategy) -> Log:
+        """Rehearse a step on some ranks, sharded by a strategy."""
+        settings = Settings(
+            mesh=WantedMesh.parse(mesh),
+            strategy=strategy,
+            seq_length=self.tokens,
+            param_dtype=None if self.dtype == "fp32" else PrecisionName.BF16,
+            clip_grad=0.0,
+            activation_checkpointing=Checkpointing.FULL if self.recomputes else Checkpointing.NONE,
+            device_type=self.device,
+        )
+        return rehearse(of_module(build(self.params, self.seed, "meta")), settings)
 
     @classmethod
     def stored(cls, case: Mapping[str, Any]) -> Self:

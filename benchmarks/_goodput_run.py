@@ -18,6 +18,8 @@ from typing import Any
 import psutil
 
 from _report import ROOT
+from shardwise.app.runs.files import RunFiles
+from shardwise.app.runs.metrics import Follower
 
 #: Seconds since the measurement began, and the rank or the replica to which something happens.
 Fault = tuple[float, int]
@@ -26,7 +28,6 @@ Progress = tuple[float, int]
 
 _POLL = 0.02  # seconds
 _STRETCHED = ROOT / "benchmarks" / "stretched"
-_LINE = 1 << 14  # bytes that hold the last line of a file
 _LONGEST = 300.0  # seconds without progress, after which a training counts as stuck
 
 
@@ -85,18 +86,13 @@ class StepsWatched:
     """
 
     def __init__(self, out: Path, tokens_per_step: int) -> None:
-        self._file = out / "metrics.jsonl"
         self._tokens_per_step = tokens_per_step
+        self._file = Follower(RunFiles(out).metrics, self._begin, self._line)
 
     def tokens(self) -> int | None:
         """Return the tokens of the steps so far."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LINE))
-                lines = file.read().split(b"\n")[:-1]  # the last one is not whole yet
-        except FileNotFoundError:
-            return None
-        return json.loads(lines[-1])["step"] * self._tokens_per_step if lines else None
+        self._file.read()
+        return self._step * self._tokens_per_step if self._step else None
 
     def process_of(self, victim: int, processes: Sequence[psutil.Process]) -> psutil.Process | None:
         """Return the process of a rank."""
@@ -105,6 +101,12 @@ class StepsWatched:
                 if _is_alive(process) and process.environ().get("RANK") == str(victim):
                     return process
         return None
+
+    def _begin(self) -> None:
+        self._step = 0
+
+    def _line(self, line: bytes, _: int) -> None:
+        self._step = json.loads(line)["step"]
 
 
 class RoundsWatched:
@@ -120,42 +122,33 @@ class RoundsWatched:
     """
 
     def __init__(self, out: Path) -> None:
-        self._file = out / "quorum.jsonl"
-        self._read = 0
-        self._pids: dict[int, int] = {}
-        self.by_round: dict[int, int] = {}
+        self._file = Follower(RunFiles(out).quorum, self._begin, self._line)
 
     def tokens(self) -> int | None:
         """Return the tokens of all rounds so far."""
-        self._look()
+        self._file.read()
         return sum(self.by_round.values()) if self.by_round else None
 
     def process_of(self, victim: int, processes: Sequence[psutil.Process]) -> psutil.Process | None:
         """Return the first process of a replica."""
-        self._look()
+        self._file.read()
         for process in processes:
             if process.pid == self._pids.get(victim) and _is_alive(process):
                 return process
         return None
 
-    def _look(self) -> None:
-        """Read what was written since the last time."""
-        try:
-            with self._file.open("rb") as file:
-                file.seek(self._read)
-                text = file.read()
-        except FileNotFoundError:
-            return
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        for line in whole.splitlines():
-            event = json.loads(line)
-            if event["event"] == "started":
-                self._pids[event["replica"]] = event["pids"][0]
-            elif event["event"] == "round":
-                number = event["round"]
-                self.by_round = {r: count for r, count in self.by_round.items() if r < number}
-                self.by_round[number] = sum(event["tokens"])
+    def _begin(self) -> None:
+        self._pids: dict[int, int] = {}
+        self.by_round: dict[int, int] = {}
+
+    def _line(self, line: bytes, _: int) -> None:
+        event = json.loads(line)
+        if event["event"] == "started":
+            self._pids[event["replica"]] = event["pids"][0]
+        elif event["event"] == "round":
+            number = event["round"]
+            self.by_round = {r: count for r, count in self.by_round.items() if r < number}
+            self.by_round[number] = sum(event["tokens"])
 
 
 def _is_alive(process: psutil.Process) -> bool:
@@ -178,19 +171,15 @@ class Training:
         folder.mkdir(parents=True)
         self._said = folder / "said"
         paths = [str(_STRETCHED), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+        env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         with self._said.open("w") as said:
-            self._process = subprocess.Popen(
+            self._process = psutil.Popen(
                 [sys.executable, "-P", "-m", "shardwise", *arguments],
                 stdout=said,
                 stderr=said,
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
-                env={
-                    **os.environ,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-                    "GOODPUT_STEP": str(step),
-                },
+                env={**os.environ, **env, "GOODPUT_STEP": str(step)},
             )
 
     def __enter__(self) -> Training:
@@ -198,15 +187,14 @@ class Training:
 
     def __exit__(self, *error: object) -> None:
         """Kill whatever is left."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in [*self.processes(), psutil.Process(self._process.pid)]:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+        for process in [*self.processes(), self._process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         self._process.wait()
 
     def said(self) -> str:
-        """Return what the command has said."""
-        return self._said.read_text(errors="replace")
+        """Return the end of what the command has said."""
+        return self._said.read_text(errors="replace")[-2000:]
 
     def check_runs(self) -> None:
         """Raise unless the command runs.
@@ -215,21 +203,24 @@ class Training:
             GoodputError: it has ended.
         """
         if (code := self._process.poll()) is not None:
-            raise GoodputError(f"the training ended with exit code {code}: {self.said()[-2000:]}")
+            raise GoodputError(f"the training ended with exit code {code}: {self.said()}")
 
-    def stop(self, seconds: float = 120.0) -> int:
-        """Ask the training to save and to end; return its exit code.
+    def stop(self, seconds: float = 120.0) -> None:
+        """Ask the training to save and to end.
 
         Raises:
-            subprocess.TimeoutExpired: it does not end.
+            GoodputError: it does not end.
         """
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(seconds)
+        try:
+            self._process.wait(seconds)
+        except (psutil.TimeoutExpired, subprocess.TimeoutExpired) as error:
+            raise GoodputError(str(error)) from error
 
     def processes(self) -> list[psutil.Process]:
         """Return the processes that it has started, those that they have started included."""
         try:
-            return list(psutil.Process(self._process.pid).children(recursive=True))
+            return list(self._process.children(recursive=True))
         except psutil.NoSuchProcess:
             return []
 
@@ -266,8 +257,8 @@ def disturb(
         training.check_runs()
         now = time.monotonic()
         if now - changed > _LONGEST:
-            said = training.said()[-2000:]
-            raise GoodputError(f"the training made no progress for {_LONGEST:.0f} s: {said}")
+            said = f"the training made no progress for {_LONGEST:.0f} s: {training.said()}"
+            raise GoodputError(said)
         tokens = watched.tokens()
         if tokens is None or (not progress and tokens < warm):
             continue

@@ -15,6 +15,7 @@ import torch
 
 from _contenders import CONTENDERS, Case, Contender
 from _turns import StepWorker
+from shardwise.base.devices import synchronize
 
 #: Steps before a graph is captured: the optimizer makes its state, libraries their workspaces.
 _WARMUP = 3
@@ -58,7 +59,7 @@ class SanitizedWorker(StepWorker):
             self._races = (_sanitizer.CUDASanitizerErrors,)
         super().__init__(name, case)
 
-    def train(self, steps: int) -> dict[str, Any]:
+    def check(self, steps: int) -> dict[str, Any]:
         """Take steps until a race is found.
 
         Returns:
@@ -88,7 +89,7 @@ class GraphWorker(StepWorker):
             for group in contender.optimizer.param_groups:
                 group["capturable"] = self._cuda
 
-    def compare(self, steps: int) -> dict[str, Any]:
+    def check(self, steps: int) -> dict[str, Any]:
         """Capture a step, replay it, and compare its losses with those of the twin.
 
         Returns:
@@ -141,9 +142,9 @@ class GraphWorker(StepWorker):
         """Return the median seconds of a step."""
         seconds = []
         for _ in range(_TIMED):
-            self._synchronize()
+            synchronize(self._device)
             begun = time.perf_counter()
             step()
-            self._synchronize()
+            synchronize(self._device)
             seconds.append(time.perf_counter() - begun)
         return median(seconds)

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import tempfile
 import time
 import traceback
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,12 @@ import torch
 from _contenders import Case
 from _devices import Sharing, nccl_version
 from _gpu_checks import GraphWorker, LossWorker, ProbeWorker, SanitizedWorker
-from _models import PRESETS, build
+from _models import numel
 from _report import ROOT, machine
 from _turns import Pace, mean_losses, play_steps, transposed
 from _worlds import World, WorldError
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.memory import memory
-from shardwise.insight.planning.models import of_module
-from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
 
 #: Bytes of a parameter at rest and of its gradient, in bf16 with fp32 masters and AdamW.
 _BYTES = {"ours": 16, "fsdp2": 16, "ddp": 22}
@@ -55,49 +52,13 @@ PACKAGES = ("transformers", "pytest", "pytest_timeout", "rich", "xxhash", "trito
 
 
 @dataclass(frozen=True)
-class Room:
-    """What memory there is.
-
-    Attributes:
-        gpus: the number of GPUs, over which ranks are dealt.
-        memory: bytes of one; 0 on CPUs, where models are small.
-    """
-
-    gpus: int
-    memory: int
-
-    @classmethod
-    def of_gpus(cls) -> Room:
-        """Count the GPUs of this machine."""
-        return cls(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory)
-
-    def holds(self, case: Case, names: list[str]) -> bool:
-        """Whether contenders fit beside each other."""
-        if not self.memory:
-            return True
-        ranks = -(-case.ranks // self.gpus)  # on one GPU
-        shares = {name: 1 if name == "ddp" else case.ranks for name in names}
-        state = sum(_BYTES[name] * PRESETS[case.params].numel / shares[name] for name in names)
-        return ranks * (state + len(names) * _ACTIVATIONS) < 0.8 * self.memory
-
-    def largest(self, ladder: Sequence[str]) -> str:
-        """Return the largest model that a sharded contender can train on one GPU, alone.
-
-        Args:
-            ladder: keys of ``_models.PRESETS``, from small to large.
-        """
-        needs = {name: _BYTES["ours"] * PRESETS[name].numel + _ACTIVATIONS for name in ladder}
-        fit = [name for name in ladder if not self.memory or needs[name] < self.memory]
-        return fit[-1] if fit else ladder[0]
-
-
-@dataclass(frozen=True)
 class Setup:
     """Where a run measures, and at what size; by default on the GPUs of this machine.
 
     Attributes:
+        gpus: the number of GPUs, over which ranks are dealt; a dry run acts as if there were one.
+        memory: bytes of one; 0 on CPUs, where models are small.
         device: ``"cuda"``, or ``"cpu"`` for a dry run.
-        room: how many GPUs there are, and how large; a dry run acts as if there were one.
         pace: of training steps.
         small: the model, a key of ``_models.PRESETS``, whose step is short.
         large: the model that fills a GPU's units.
@@ -109,7 +70,8 @@ class Setup:
         long: steps of the training whose losses are compared.
     """
 
-    room: Room
+    gpus: int
+    memory: int
     device: str = "cuda"
     pace: Pace = _PACE
     small: str = "34m"
@@ -122,10 +84,16 @@ class Setup:
     long: int = 1000
 
     @classmethod
+    def of_gpus(cls) -> Setup:
+        """Measure on the GPUs of this machine."""
+        return cls(torch.cuda.device_count(), torch.cuda.get_device_properties(0).total_memory)
+
+    @classmethod
     def dry(cls) -> Setup:
         """Start every part on CPUs, at sizes that say nothing."""
         return cls(
-            room=Room(gpus=1, memory=0),
+            gpus=1,
+            memory=0,
             device="cpu",
             pace=Pace(rounds=2, steps=1, warmup=1),
             small="tiny",
@@ -143,15 +111,24 @@ class Setup:
         """Whether nothing that is measured says anything."""
         return self.device == "cpu"
 
-    @property
-    def gpus(self) -> int:
-        """How many GPUs there are."""
-        return self.room.gpus
-
     def case(self, **changes: Any) -> Case:
         """Return a training in bf16 over all GPUs, with some settings changed."""
         case = Case(self.gpus, self.small, "bf16", 3, self.tokens, self.device)
         return dataclasses.replace(case, **changes)
+
+    def holds(self, case: Case, names: list[str]) -> bool:
+        """Whether contenders fit beside each other."""
+        ranks = -(-case.ranks // self.gpus)  # on one GPU
+        shares = {name: 1 if name == "ddp" else case.ranks for name in names}
+        state = sum(_BYTES[name] * case.numel / shares[name] for name in names)
+        needs = ranks * (state + len(names) * _ACTIVATIONS)
+        return not self.memory or needs < 0.8 * self.memory
+
+    def largest(self) -> str:
+        """Return the largest model that a sharded contender can train on one GPU, alone."""
+        room = (self.memory or math.inf) - _ACTIVATIONS
+        fit = [name for name in self.ladder if _BYTES["ours"] * numel(name) < room]
+        return fit[-1] if fit else self.ladder[0]
 
 
 class Cases:
@@ -223,7 +200,8 @@ class Part:
 
 def environment(device: str) -> dict[str, Any]:
     """Describe what the figures depend on."""
-    facts: dict[str, Any] = machine() | {"device": device, "revision": _revision()}
+    facts: dict[str, Any] = machine() | {"device": device}
+    facts["revision"] = _line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
     facts["packages"] = {name: _version(name) for name in PACKAGES}
     if device == "cuda":
         facts["gpus"] = torch.cuda.device_count()
@@ -242,10 +220,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _revision() -> str | None:
-    return _line("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
-
-
 def _line(*command: str) -> str | None:
     """Return the first line that a program prints; ``None`` if it fails."""
     try:
@@ -262,12 +236,8 @@ def _environment(setup: Setup, cases: Cases) -> None:
 
 def _probe(setup: Setup, ranks: int, backend: str | None = None) -> dict[str, Any]:
     """Start some ranks, and let them sum something on the device."""
-    with World(
-        *("probe", ranks, ProbeWorker, setup.device),
-        device=setup.device,
-        backend=backend,
-        timeout=60,
-    ) as world:
+    where: dict[str, Any] = {"device": setup.device, "backend": backend, "timeout": 60}
+    with World("probe", ranks, ProbeWorker, setup.device, **where) as world:
         found = world.call("summed")
     if found != [ranks] * ranks:
         raise WorldError(f"the sum of {ranks} ones is {found}")
@@ -338,16 +308,8 @@ def planned_peak(case: Case) -> int | None:
     """
     if case.compiler or case.offload:
         return None
-    settings = Settings(
-        mesh=WantedMesh.parse(f"dp={case.ranks}"),
-        strategy=Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP,
-        seq_length=case.tokens,
-        param_dtype=None if case.dtype == "fp32" else "bf16",
-        clip_grad=0.0,
-        activation_checkpointing=Checkpointing.FULL if case.recomputes else Checkpointing.NONE,
-        device_type=case.device,
-    )
-    return memory(rehearse(of_module(build(case.params, case.seed, "meta")), settings)).peak
+    strategy = Strategy.FULL_SHARD if case.zero == 3 else Strategy.SHARD_GRAD_OP
+    return memory(case.rehearsed(f"dp={case.ranks}", strategy)).peak
 
 
 def _turns(
@@ -362,7 +324,7 @@ def _turns(
     def play() -> dict[str, Any]:
         found = play_steps(
             *(case, names, setup.pace),
-            is_resident=setup.room.holds(case, names),
+            is_resident=setup.holds(case, names),
             backend=backend,
             timeout=120,
             deadline=cases.deadline,
@@ -378,22 +340,19 @@ def _turns(
 
 
 def _steps(setup: Setup, cases: Cases) -> None:
-    compiled = {"compiler": setup.compiler}
-    _turns(setup, cases, setup.case())
-    _turns(setup, cases, setup.case(zero=2))
-    _turns(setup, cases, setup.case(**compiled, recomputes=True))
+    compiled: dict[str, Any] = {"compiler": setup.compiler}
+    large, recomputed = {"params": setup.large}, {"recomputes": True}
+    asked = [{}, {"zero": 2}, compiled | recomputed]
     if not setup.is_dry:
-        _turns(setup, cases, setup.case(params=setup.large))
-        _turns(setup, cases, setup.case(**compiled))
-        _turns(setup, cases, setup.case(recomputes=True))
-        _turns(setup, cases, setup.case(params=setup.large, **compiled))
-        _turns(setup, cases, setup.case(params=setup.large, recomputes=True))
+        asked += [large, compiled, recomputed, large | compiled, large | recomputed]
+    for changes in asked:
+        _turns(setup, cases, setup.case(**changes))
 
 
 def _largest(setup: Setup, cases: Cases) -> None:
     # Every turn starts its processes anew, so there are few steps in one.
     pace = dataclasses.replace(setup.pace, rounds=min(setup.pace.rounds, 5), warmup=2)
-    case = setup.case(params=setup.room.largest(setup.ladder), recomputes=True)
+    case = setup.case(params=setup.largest(), recomputes=True)
     _turns(dataclasses.replace(setup, pace=pace), cases, case)
 
 
@@ -428,14 +387,11 @@ def _losses(setup: Setup, cases: Cases) -> None:
 def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:
     """Train a while, one contender after the other; return the losses of every step."""
     env = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    return {
-        "losses": {
-            name: mean_losses(
-                transposed(_asked(name, case, LossWorker, "steps", steps, backend, env))
-            )
-            for name in ("ours", "fsdp2")
-        }
-    }
+    found = {}
+    for name in ("ours", "fsdp2"):
+        by_rank = _asked(name, case, LossWorker, "steps", steps, backend, env)
+        found[name] = mean_losses(transposed(by_rank))
+    return {"losses": found}
 
 
 def _asked(
@@ -448,8 +404,8 @@ def _asked(
     env: dict[str, str] | None = None,
 ) -> list[Any]:
     """Start a contender, and return what a method of its ranks returns."""
-    ranks = {"device": case.device, "backend": backend, "env": env}
-    with World(name, case.ranks, worker, name, case, **ranks) as world:  # type: ignore[arg-type]
+    where: dict[str, Any] = {"device": case.device, "backend": backend, "env": env}
+    with World(name, case.ranks, worker, name, case, **where) as world:
         return world.call(method, steps)
 
 
@@ -493,22 +449,19 @@ def _sanitizer(setup: Setup, cases: Cases) -> None:
             case = setup.case(params="tiny", tokens=64, **changes)
             if name == "fsdp2" and (changes or setup.is_dry):
                 continue  # one, to know what the sanitizer says of a mature runtime
-            cases.case(
-                f"{name}: {case.label()}",
-                lambda n=name, c=case: _by_rank(n, c, SanitizedWorker, "train"),
-            )
+            _by_rank(cases, name, case, SanitizedWorker)
 
 
-def _by_rank(name: str, case: Case, worker: type, method: str) -> dict[str, Any]:
-    return {"ranks": _asked(name, case, worker, method, steps=4), "contender": name}
+def _by_rank(cases: Cases, name: str, case: Case, worker: type) -> None:
+    def measure() -> dict[str, Any]:
+        return {"ranks": _asked(name, case, worker, "check", steps=4), "contender": name}
+
+    cases.case(f"{name}: {case.label()}", measure)
 
 
 def _graph(setup: Setup, cases: Cases) -> None:
     for name in ("ours", "fsdp2"):
-        case = setup.case(zero=2, tokens=min(setup.tokens, 512))
-        cases.case(
-            f"{name}: {case.label()}", lambda n=name, c=case: _by_rank(n, c, GraphWorker, "compare")
-        )
+        _by_rank(cases, name, setup.case(zero=2, tokens=min(setup.tokens, 512)), GraphWorker)
 
 
 PARTS = {

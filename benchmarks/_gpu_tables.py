@@ -107,10 +107,6 @@ def _peak_answers(cases: list[Content]) -> list[list[str]]:
     return rows
 
 
-def _no_tables(cases: list[Content]) -> list[Table]:
-    return []  # the first two tables have it
-
-
 def _test_tables(cases: list[Content]) -> list[Table]:
     table = Table("Tests", ["tests", "passed", "failed", "skipped"])
     for case in cases:
@@ -165,9 +161,9 @@ def _mebibytes(turns: list[Content], what: str) -> str:
 
 def _rank_tables(cases: list[Content]) -> list[Table]:
     tables = _step_tables(cases)
-    for case in cases:
-        if tables and "refused" in case:
-            tables[0].notes.append(f"{case['key']}: refused, so gloo moved the bytes")
+    refused = [case["key"] for case in cases if "refused" in case]
+    for table in tables[:1]:
+        table.notes += [f"{key}: refused, so gloo moved the bytes" for key in refused]
     return tables
 
 
@@ -207,9 +203,9 @@ def last_line(error: str | None) -> str:
 
 
 TABLES: dict[str, Callable[[list[Content]], list[Table]]] = {
-    "environment": _no_tables,
+    "environment": lambda cases: [],  # the first two tables have it
     "tests": _test_tables,
-    "losses": _no_tables,
+    "losses": lambda cases: [],
     "steps": _step_tables,
     "overhead": overhead_tables,
     "graph": _graph_tables,

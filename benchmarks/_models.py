@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+from shardwise.insight.planning.presets import LlamaShape
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM
@@ -19,44 +21,33 @@ a gradient on its way between ranks would then show another loss than its peers.
 """
 
 
-@dataclass(frozen=True)
-class Preset:
-    """The size of a Llama with untied embeddings.
-
-    Attributes:
-        hidden: width of the residual stream.
-        intermediate: width inside the gated MLP.
-        layers: number of transformer blocks.
-        heads: attention heads (as many for keys and values).
-        vocab: size of the vocabulary.
-    """
-
-    hidden: int
-    intermediate: int
-    layers: int
-    heads: int
-    vocab: int
-
-    @property
-    def numel(self) -> int:
-        """The number of parameters."""
-        block = 4 * self.hidden**2 + 3 * self.hidden * self.intermediate + 2 * self.hidden
-        return self.layers * block + 2 * self.vocab * self.hidden + self.hidden
-
-
+_llama = functools.partial(LlamaShape, positions=2048)
 PRESETS = {
-    "tiny": Preset(hidden=64, intermediate=176, layers=3, heads=4, vocab=256),  # 0.2 M: for tests
-    "5m": Preset(hidden=256, intermediate=688, layers=5, heads=4, vocab=2048),  # 5.0 M
-    "34m": Preset(hidden=512, intermediate=1376, layers=8, heads=8, vocab=8192),  # 33.7 M
-    "150m": Preset(hidden=768, intermediate=2048, layers=14, heads=12, vocab=32000),  # 148.3 M
-    "10m": Preset(hidden=320, intermediate=864, layers=6, heads=5, vocab=4096),  # 10.1 M
-    "215m": Preset(hidden=896, intermediate=2464, layers=16, heads=14, vocab=32000),  # 214.7 M
-    "400m": Preset(hidden=1152, intermediate=3200, layers=20, heads=18, vocab=32000),  # 401.1 M
+    "tiny": _llama(hidden=64, intermediate=176, layers=3, heads=4, vocabulary=256),  # for tests
+    "5m": _llama(hidden=256, intermediate=688, layers=5, heads=4, vocabulary=2048),
+    "34m": _llama(hidden=512, intermediate=1376, layers=8, heads=8, vocabulary=8192),
+    "150m": _llama(hidden=768, intermediate=2048, layers=14, heads=12, vocabulary=32000),
+    "10m": _llama(hidden=320, intermediate=864, layers=6, heads=5, vocabulary=4096),
+    "215m": _llama(hidden=896, intermediate=2464, layers=16, heads=14, vocabulary=32000),
+    "400m": _llama(hidden=1152, intermediate=3200, layers=20, heads=18, vocabulary=32000),
     # For GPUs, the largest that fits.
-    "1b": Preset(hidden=2048, intermediate=5632, layers=18, heads=16, vocab=32000),  # 1.06 B
-    "3b": Preset(hidden=3072, intermediate=8192, layers=24, heads=24, vocab=32000),  # 2.9 B
-    "6b": Preset(hidden=4096, intermediate=11008, layers=30, heads=32, vocab=32000),  # 6.3 B
+    "1b": _llama(hidden=2048, intermediate=5632, layers=18, heads=16, vocabulary=32000),
+    "3b": _llama(hidden=3072, intermediate=8192, layers=24, heads=24, vocabulary=32000),
+    "6b": _llama(hidden=4096, intermediate=11008, layers=30, heads=32, vocabulary=32000),
 }
+"""Llamas with untied embeddings, by the number of their parameters."""
+
+
+def numel(preset: str) -> int:
+    """Count the parameters of a model that is not built."""
+    size = PRESETS[preset]
+    block = 4 * size.hidden**2 + 3 * size.hidden * size.intermediate + 2 * size.hidden
+    return size.layers * block + 2 * vocabulary(preset) * size.hidden + size.hidden
+
+
+def vocabulary(preset: str) -> int:
+    """Return the rows of the embedding."""
+    return PRESETS[preset].vocabulary or 0
 
 
 def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
@@ -69,23 +60,11 @@ def build(preset: str, seed: int, device: str = "cpu") -> LlamaForCausalLM:
     """
     from transformers import LlamaConfig, LlamaForCausalLM  # seconds, which tables need not wait
 
-    size = PRESETS[preset]
-    config = LlamaConfig(
-        hidden_size=size.hidden,
-        intermediate_size=size.intermediate,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.heads,
-        vocab_size=size.vocab,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    settings = PRESETS[preset].settings() | {"use_cache": False}
+    settings |= {"bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(seed)
     with torch.device(device):
-        model: LlamaForCausalLM = LlamaForCausalLM(config)
+        model: LlamaForCausalLM = LlamaForCausalLM(LlamaConfig(**settings))
     model.train()
     return model
 
@@ -107,5 +86,5 @@ def batches(preset: str, tokens: int, rank: int, seed: int) -> list[torch.Tensor
         :data:`BATCHES` int64 tensors of shape ``(1, tokens)``, different on every rank.
     """
     generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)
-    vocab = PRESETS[preset].vocab
-    return [torch.randint(vocab, (1, tokens), generator=generator) for _ in range(BATCHES)]
+    size = (1, tokens)
+    return [torch.randint(vocabulary(preset), size, generator=generator) for _ in range(BATCHES)]

@@ -78,6 +78,7 @@ _SHARED: dict[str, Content] = {
     "tokens": {"type": positive_int, "help": "of a rank and step"},
     "contenders": {"type": one_of(*CONTENDERS), "help": f"some of {', '.join(CONTENDERS)}"},
     "rounds": {"type": positive_int, "help": "turns of each contender"},
+    "cases": {"type": listed(positive_int), "help": "numbers of cases from 1, with commas; all"},
     "steps": {"type": positive_int, "help": "steps in a turn"},
     "warmup": {"type": positive_int, "help": "steps before a world is measured"},
     "worlds": {
@@ -168,10 +169,12 @@ def end(main: Callable[[], int]) -> None:
 
 def step_cases(options: argparse.Namespace) -> list[Case]:
     """List the cases that the options ask for: every combination."""
+    asked = {"params": [], "ranks": [], "dtype": ["fp32"], "zero": ["3"], "tokens": 256}
+    asked |= vars(options)
     return [
-        Case(ranks, params, dtype, int(zero), options.tokens, seed=options.seed)
+        Case(ranks, params, dtype, int(zero), asked["tokens"], seed=options.seed)
         for params, ranks, dtype, zero in product(
-            options.params, options.ranks, options.dtype, options.zero
+            *(asked[name] for name in ("params", "ranks", "dtype", "zero"))
         )
     ]
 

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from _models import PRESETS, build
 from shardwise import materialize
-from shardwise.frontends.blocks import checkpoint_module, keep_products, shard_blocks
+from shardwise.app.recipes.core.build import DTYPES
+from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks
 from shardwise.frontends.strategies import Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import find_model, of_module
@@ -74,39 +73,16 @@ class Case:
         return f"ethernet-{self.gbit:g}" if self.gbit else None
 
     def __str__(self) -> str:
-        words = [
-            self.model,
-            f"{self.size} {'tokens' if self.is_text else 'images'}",
-            self.dtype,
-            self.strategy,
-            f"two hosts, {self.gbit:g} Gbit/s" if self.gbit else self.transport,
-        ]
-        if self.checkpointing != "none":
-            words.append(f"{self.checkpointing} checkpointing")
-        if self.accumulate > 1:
-            words.append(f"{self.accumulate} microbatches")
+        size = f"{self.size} {'tokens' if self.is_text else 'images'}"
+        where = f"two hosts, {self.gbit:g} Gbit/s" if self.gbit else self.transport
+        words = [self.model, size, self.dtype, self.strategy, where]
+        words += [f"{self.checkpointing} checkpointing"] * (self.checkpointing != "none")
+        words += [f"{self.accumulate} microbatches"] * (self.accumulate > 1)
         return ", ".join(words)
 
     def blueprint(self) -> Blueprint:
         """Return the model, on the meta device, and how it is sharded."""
         return of_module(build(self.model, 0, "meta")) if self.is_text else find_model(self.model)
-
-    def shard(self, model: nn.Module, blueprint: Blueprint) -> None:
-        """Shard a model as ``shardwise train`` does."""
-        plan = self.settings.sharding
-        mesh = init_device_mesh("cpu", plan.shape, mesh_dim_names=plan.names)
-        shard_blocks(
-            model,
-            blueprint.blocks,
-            mesh=plan.sharding_mesh(mesh),
-            reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(
-                param_dtype=None if self.dtype == "fp32" else torch.bfloat16,
-                reduce_dtype=torch.float32,
-            ),
-            placement=blueprint.placement,
-            transport=self.transport,
-        )
 
 
 class Training:
@@ -114,11 +90,18 @@ class Training:
 
     def __init__(self, case: Case) -> None:
         settings, blueprint = case.settings, case.blueprint()
-        if settings.activation_checkpointing is not Checkpointing.NONE:
-            selective = settings.activation_checkpointing is Checkpointing.SELECTIVE
-            for block in blueprint.blocks:
-                checkpoint_module(block, context_fn=keep_products if selective else None)
-        case.shard(blueprint.model, blueprint)
+        plan = settings.sharding
+        checkpoint_blocks(blueprint.blocks, settings.activation_checkpointing)
+        reduced = {"reduce_dtype": torch.float32}
+        shard_blocks(
+            blueprint.model,
+            blueprint.blocks,
+            mesh=plan.sharding_mesh(plan.make_mesh("cpu")),
+            reshard_after_forward=plan.reshard_after_forward,
+            precision=MixedPrecisionPolicy(param_dtype=DTYPES[settings.param_dtype], **reduced),
+            placement=blueprint.placement,
+            transport=case.transport,
+        )
         self._model: Any = materialize(blueprint.model.train())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=1e-4, fused=True)
         self._batches = [self._batch(case) for _ in range(case.accumulate)]

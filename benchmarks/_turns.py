@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, ClassVar
@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from _contenders import CONTENDERS, Case, Contender
-from _models import BATCHES, PRESETS, batches
+from _models import BATCHES, batches
 from _worlds import TICKS, World, WorldError
+from shardwise.base.devices import synchronize
 
 Content = dict[str, Any]
 #: What a contender does in a round, with its world, and whether that has just begun.
@@ -117,6 +118,7 @@ class StepWorker:
         self._contender = self.contenders[name](case)
         drawn = batches(case.params, case.tokens, dist.get_rank(), case.seed)
         self._batches = [batch.to(case.device) for batch in drawn]
+        self._device = torch.device(case.device)
         self._cuda = case.device == "cuda"
         self._taken = 0
 
@@ -153,7 +155,7 @@ class StepWorker:
     def _step(self) -> dict[str, float]:
         batch = self._next()
         dist.barrier()
-        self._synchronize()
+        synchronize(self._device)
         cpu, start = time.process_time(), time.perf_counter()
         loss = self._contender.forward(batch)
         forward = time.perf_counter()
@@ -161,7 +163,7 @@ class StepWorker:
         backward = time.perf_counter()
         self._contender.update()
         host = time.perf_counter()
-        self._synchronize()
+        synchronize(self._device)
         end = time.perf_counter()
         return {
             "seconds": end - start,
@@ -172,10 +174,6 @@ class StepWorker:
             "host": host - start,
             "loss": loss.item(),
         }
-
-    def _synchronize(self) -> None:
-        if self._cuda:
-            torch.cuda.synchronize()
 
 
 def transposed(by_rank: Iterable[Iterable[Any]]) -> list[list[Any]]:
@@ -255,8 +253,7 @@ def play_steps(
     ) as turns:
         found = turns.play(pace.rounds, turn)
     return {
-        **asdict(case),
-        "numel": PRESETS[case.params].numel,
+        **case.facts(),
         "worlds": "resident" if is_resident else "fresh",
         "idle_cpu_seconds": idle_cpu,
         "contenders": found,

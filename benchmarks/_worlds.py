@@ -17,14 +17,14 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import BaseContext
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -107,16 +107,17 @@ class World:
         self._processes: list[multiprocessing.process.BaseProcess] = []
         self._pipes: list[Connection] = []
         if not exec_each:
-            with _environment(_ONE_THREAD):  # of the server, so of all that it ever forks
+            with mock.patch.dict(
+                os.environ, _ONE_THREAD
+            ):  # of the server, so of all that it ever forks
                 forkserver.ensure_running()
-        with _environment(variables):
+        with mock.patch.dict(os.environ, variables):
             for rank in range(ranks):
                 ours, theirs = context.Pipe()
                 host = hosts[rank * len(hosts) // ranks] if hosts else None
-                address = hosts[0].address if hosts else "127.0.0.1"
-                serves = host is not None and rank == 0
-                meeting = (host, address, port, serves)
-                group = (backend, rank, ranks, timeout)
+                meeting = (host, hosts[0].address if hosts else "127.0.0.1", port)
+                limit = timedelta(seconds=timeout)
+                group = {"backend": backend, "rank": rank, "world_size": ranks, "timeout": limit}
                 process = context.Process(  # type: ignore[attr-defined]  # of every context
                     target=_serve,
                     args=(theirs, meeting, group, device, variables, factory, args),
@@ -179,13 +180,8 @@ class World:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
             self._kill()
         self.close()
 
@@ -232,25 +228,10 @@ def stop_server() -> None:
         server._stop()  # waits for it
 
 
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the processes that start meanwhile."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 def _serve(
     pipe: Connection,
-    meeting: tuple[Host | None, str, int, bool],
-    group: tuple[str, int, int, float],
+    meeting: tuple[Host | None, str, int],
+    group: dict[str, Any],
     device: str,
     variables: Mapping[str, str],
     factory: Callable[..., object],
@@ -260,21 +241,15 @@ def _serve(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     os.environ.update(variables)  # a fork has those of its server
     torch.set_num_threads(1)
-    host, address, port, serves = meeting
-    backend, rank, ranks, timeout = group
+    host, address, port = meeting
     try:
         if host is not None:
             host.enter()
+        serves = host is not None and group["rank"] == 0
         store = TCPStore(address, port, is_master=serves, wait_for_workers=False)
         if device == "cuda":
-            take_gpu(rank, ranks)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=ranks,
-            timeout=timedelta(seconds=timeout),
-        )
+            take_gpu(group["rank"], group["world_size"])
+        dist.init_process_group(store=store, **group)
         worker = factory(*args)
         pipe.send((True, None))
         while (request := pipe.recv()) is not None:

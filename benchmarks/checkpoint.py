@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,13 +26,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 import shardwise.checkpoint
 from _contenders import Case, Ours
 from _memory import peak_rss, reset_peak_rss, rss
-from _options import end, parser, run
+from _options import end, parser, run, step_cases
 from _report import Table, compared, mib, ratio
 from _turns import Turns
 from _worlds import World
@@ -44,9 +44,9 @@ TITLES = {"ours": "shardwise", "dcp": "torch DCP", "floor": "plain files"}
 class CheckpointWorker:
     """One rank of a contender, with a model and an optimizer that has taken a step."""
 
-    def __init__(self, name: str, params: str, seed: int) -> None:
+    def __init__(self, name: str, case: Case) -> None:
         self._name = name
-        trained = Ours(Case(dist.get_world_size(), params, seed=seed))
+        trained = Ours(case)
         self._model, self._optimizer = trained.model, trained.optimizer
         for parameter in self._model.parameters():
             parameter.grad = parameter.detach().clone()
@@ -92,19 +92,13 @@ class CheckpointWorker:
         shardwise.checkpoint.load(folder, self._model, self._optimizer)
 
     def _save_dcp(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        dcp.save(state_for_dcp(self._model, self._optimizer), checkpoint_id=folder)
 
     def _load_dcp(self, folder: Path) -> None:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        state = {"model": model, "optimizer": optimizer}
+        state = state_for_dcp(self._model, self._optimizer)
         dcp.load(state, checkpoint_id=folder)
-        set_state_dict(
-            self._model,
-            self._optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-        )
+        loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self._model, self._optimizer, **loaded)
 
     def _save_plainly(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
@@ -117,6 +111,11 @@ class CheckpointWorker:
         with (folder / f"{dist.get_rank()}").open("rb", buffering=0) as file:
             for tensor in self._locals():
                 _all(file.readinto, tensor)
+
+
+def state_for_dcp(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return what torch's DCP saves."""
+    return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
 
 
 def _all(move: Callable[[memoryview], int | None], tensor: torch.Tensor) -> None:
@@ -146,7 +145,7 @@ def _forget(path: Path) -> None:
         os.close(handle)
 
 
-def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
+def play(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Let all contenders take turns; return the raw numbers.
 
     Raises:
@@ -155,7 +154,7 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=options.folder) as root:
 
         def start(name: str) -> World:
-            return World(name, ranks, CheckpointWorker, name, params, options.seed)
+            return World(name, case.ranks, CheckpointWorker, name, case)
 
         def turn(name: str, world: World, is_new: bool) -> dict[str, Any]:
             if is_new:  # to warm up
@@ -165,13 +164,7 @@ def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]
         with Turns(TITLES, start) as turns:
             found = turns.play(options.rounds, turn)
             nbytes = sum(turns.worlds["ours"].call("nbytes"))
-    return {
-        "ranks": ranks,
-        "params": params,
-        "nbytes": nbytes,
-        "cold": options.cold,
-        "turns": found,
-    }
+    return {**case.facts(), "nbytes": nbytes, "cold": options.cold, "turns": found}
 
 
 def _turn(world: World, folder: Path, cold: bool) -> dict[str, Any]:
@@ -230,8 +223,7 @@ def main() -> int:
     cold = "drop files from the page cache before they are loaded"
     made.add_argument("--cold", action="store_true", help=cold)
     options = made.parse_args()
-    each = product(options.params, options.ranks)
-    cases = (play(r, p, options) for p, r in each)
+    cases = (play(case, options) for case in step_cases(options))
     return run("checkpoint", options, lambda say: cases, lambda cases: [*map(table, cases)])
 
 

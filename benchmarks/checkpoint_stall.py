@@ -16,23 +16,21 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import shardwise.checkpoint
 from _contenders import Case
 from _memory import peak_rss, reset_peak_rss
-from _models import PRESETS
-from _options import end, parser, run
+from _options import end, parser, run, step_cases
 from _report import Table, compared, mib, quartiles
 from _turns import StepWorker, in_turns, slowest
 from _worlds import World
+from checkpoint import state_for_dcp
 
 TITLES = {
     "steps": "steps alone",
@@ -87,31 +85,22 @@ class StallWorker(StepWorker):
         return shardwise.checkpoint.async_save(folder, self._model, self._optimizer).result
 
     def _begin_dcp(self, folder: Path) -> Wait:
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        state = {"model": model, "optimizer": optimizer}
+        state = state_for_dcp(self._model, self._optimizer)
         return dcp.async_save(state, checkpoint_id=folder, process_group=self._others).result
 
 
-def play(ranks: int, params: str, options: argparse.Namespace) -> dict[str, Any]:
+def play(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Let all ways take turns in one world; return the raw numbers."""
-    case = Case(ranks, params, tokens=options.tokens, seed=options.seed)
     turns: dict[str, list[list[dict[str, float]]]] = {way: [] for way in TITLES}
     with (
         tempfile.TemporaryDirectory(prefix="checkpoint-stall-", dir=options.folder) as root,
-        World("shardwise", ranks, StallWorker, case) as world,
+        World("shardwise", case.ranks, StallWorker, case) as world,
     ):
         for at, way in in_turns(TITLES, 1 + options.rounds):
             found = _turn(world, way, options.steps, Path(root, way))
             if at:  # the first round is to warm up
                 turns[way].append(found)
-    return {
-        "ranks": ranks,
-        "params": params,
-        "numel": PRESETS[params].numel,
-        "tokens": options.tokens,
-        "steps": options.steps,
-        "turns": turns,
-    }
+    return {**case.facts(), "steps": options.steps, "turns": turns}
 
 
 def _turn(world: World, way: str, steps: int, folder: Path) -> list[dict[str, float]]:
@@ -164,19 +153,9 @@ def table(case: dict[str, Any]) -> Table:
 
 
 def main() -> int:
-    made = parser(
-        *(__doc__,),
-        ranks="2",
-        params="34m",
-        tokens=256,
-        steps=6,
-        rounds=7,
-        folder=None,
-        seed=0,
-    )
-    options = made.parse_args()
-    each = product(options.params, options.ranks)
-    cases = (play(r, p, options) for p, r in each)
+    usual = {"tokens": 256, "steps": 6, "rounds": 7, "folder": None, "seed": 0}
+    options = parser(__doc__, ranks="2", params="34m", **usual).parse_args()
+    cases = (play(case, options) for case in step_cases(options))
     return run("checkpoint_stall", options, lambda say: cases, lambda cases: [*map(table, cases)])
 
 

@@ -16,41 +16,39 @@ import argparse
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from _options import Content, end, parser, plain, positive_int, run, whole
+from _options import Content, end, listed, parser, plain, positive_int, run, whole
 from _report import Table
 from _worlds import World
 from shardwise import checkpoint, clip_grad_norm_
-from shardwise.app.recipes.core.build import learning_rate, make_optimizer, set_lr, shard
-from shardwise.app.recipes.core.model import build, decoder_layers, initialize, next_token_loss
-from shardwise.app.recipes.core.progress import make_display
-from shardwise.app.recipes.core.recipe import TrainContext
-from shardwise.app.recipes.text.config import PRESETS
-from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, Sequences, load_text
-from shardwise.diloco import DiLoCo, OuterSGD, Streaming, WireFormat
+from shardwise.app.recipes.core.build import set_lr
+from shardwise.app.recipes.core.model import next_token_loss
+from shardwise.app.recipes.core.position import Position
+from shardwise.app.recipes.core.replicas import replicas_of
+from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.text.config import PRESETS, LmConfig, LmInputs
+from shardwise.app.recipes.text.data import load_text
+from shardwise.base.observe import Activity, Observer, Route, observing
+from shardwise.diloco import DiLoCo, OuterSGD, WireFormat
 from shardwise.elastic.world import World as Ranks
-from shardwise.frontends.strategies import REPLICATE, Strategy, resolve
-from shardwise.insight.planning.presets import LLAMAS
+from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.sharding import ShardingConfig, TransportName
-from shardwise.insight.schema.training import OptimizerConfig, OptimizerName
+from shardwise.insight.schema.training import DilocoConfig, OptimizerConfig, OptimizerName
 
 SYNCHRONOUS = "synchronous"
-#: Contenders beside it: format on the wire, and how the exchange overlaps with steps.
-CONTENDERS: dict[str, tuple[WireFormat, Streaming]] = {
-    "fp32": (WireFormat.FP32, Streaming()),
-    "bf16": (WireFormat.BF16, Streaming()),
-    "int8": (WireFormat.INT8, Streaming()),
-    "int4": (WireFormat.INT4, Streaming()),
-    "ternary": (WireFormat.TERNARY, Streaming()),
-    "streaming-int8": (WireFormat.INT8, Streaming(fragments=2, overlap=5, alpha=0.5)),
+#: Contenders beside it, and how they exchange.
+CONTENDERS = {
+    **{
+        wire: DilocoConfig(wire=WireFormat(wire))
+        for wire in ("fp32", "bf16", "int8", "int4", "ternary")
+    },
+    "streaming-int8": DilocoConfig(wire=WireFormat.INT8, fragments=2, overlap=5, alpha=0.5),
 }
 #: The largest loss beside synchronous training's.
 MOST_LOSS = 1.02
@@ -66,8 +64,10 @@ LEAST_RATIOS = {
 JUDGED = 512  # sequences
 
 
-class Meter:
-    """Bytes that have left this rank.
+class Meter(Observer):
+    """Counts what this rank sends in all-reduces over gloo.
+
+    An all-reduce is a ring: each rank sends ``2 (R - 1) / R`` of the tensor.
 
     Attributes:
         sent: bytes so far.
@@ -76,44 +76,17 @@ class Meter:
     def __init__(self) -> None:
         self.sent = 0
 
+    def begin(self, activity: Activity, name: str, dimension: str, nbytes: int) -> int:
+        """Count nothing."""
+        return 1
 
-@contextmanager
-def metered(group: dist.ProcessGroup) -> Iterator[Meter]:
-    """Count what this rank sends over a group while the block runs.
-
-    A message counts as it is. A gloo all-reduce is a ring: each rank sends ``2 (R - 1) / R`` of the
-    tensor. Other collectives over the group are refused, so that nothing passes uncounted.
-    """
-    meter = Meter()
-    size = group.size()
-    send, all_reduce = dist.ProcessGroup.send, dist.all_reduce
-
-    def counting_send(self: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
-        if self is group or self.group_name == group.group_name:
-            meter.sent += sum(tensor.nbytes for tensor in tensors)
-        return send(self, tensors, *rest)
-
-    def counting_all_reduce(tensor: torch.Tensor, *rest: Any, **named: Any) -> Any:
-        if named.get("group") is group:
-            meter.sent += round(2 * (size - 1) * tensor.nbytes / size)
-        return all_reduce(tensor, *rest, **named)
-
-    def refusing(function: Callable[..., Any], *rest: Any, **named: Any) -> Any:
-        if named.get("group") is group:
-            raise RuntimeError(f"{function.__name__} over the metered group is not counted")
-        return function(*rest, **named)
-
-    with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dist.ProcessGroup, "send", counting_send))
-        stack.enter_context(mock.patch.object(dist, "all_reduce", counting_all_reduce))
-        for function in (
-            dist.all_gather_into_tensor,
-            dist.reduce_scatter_tensor,
-            dist.all_to_all_single,
-        ):
-            refused = partial(refusing, function)
-            stack.enter_context(mock.patch.object(dist, function.__name__, refused))
-        yield meter
+    def collective(
+        self, activity: Activity, name: str, wire: Route, nbytes: int, launches: int
+    ) -> int:
+        """Count an all-reduce."""
+        if activity is Activity.ALL_REDUCE:
+            self.sent += round(2 * (wire.ranks - 1) * nbytes / wire.ranks)
+        return 1
 
 
 class DilocoWorker:
@@ -127,71 +100,66 @@ class DilocoWorker:
 
     def __init__(self, name: str, settings: argparse.Namespace, start: Path | None) -> None:
         self._settings = settings
-        strategy = Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO
-        plan = resolve(strategy, settings.ranks, replicas=settings.replicas)
-        mesh = plan.make_mesh("cpu")
-        rank, device = dist.get_rank(), torch.device("cpu")
-        ranks = Ranks(rank, settings.ranks, rank, settings.ranks)
-        place = TrainContext(
-            world=ranks,
-            readers=ranks,
-            device=device,
-            plan=plan,
-            mesh=mesh,
-            display=make_display(rank),
+        rank, length = dist.get_rank(), settings.length
+        world = Ranks(rank, settings.ranks, rank, settings.ranks)
+        usual = LmConfig.for_model(settings.model)
+        train = replace(
+            usual.train,
+            steps=settings.start + settings.steps,
+            batch_size=settings.batch,
+            seed=settings.seed,
+            optimizer=OptimizerConfig(lr=settings.lr, algorithm=OptimizerName(settings.optimizer)),
+            sharding=ShardingConfig(
+                strategy=Strategy.HYBRID_SHARD if name == SYNCHRONOUS else Strategy.DILOCO,
+                replicas=settings.replicas,
+                # Messages between replicas, as between hosts; here ranks would share memory.
+                transport=TransportName.C10D,
+            ),
         )
-        self._model: Any = build(LLAMAS[settings.model].settings(), VOCAB_SIZE, SEPARATOR)
-        # Messages between replicas, as between hosts; ranks of one machine would share memory.
-        sharding = ShardingConfig(strategy=strategy, transport=TransportName.C10D)
-        shard(self._model, decoder_layers(self._model), sharding, place)
-        initialize(self._model, settings.seed)
-        config = OptimizerConfig(lr=settings.lr, algorithm=OptimizerName(settings.optimizer))
-        self._schedule = learning_rate(config, settings.start + settings.steps)
-        self._clip = config.clip_grad
-        self._optimizer: torch.optim.Optimizer = make_optimizer(self._model, config)
-        self._group = mesh.get_group(REPLICATE)
+        config = replace(usual, seq_length=length, train=train)
+        place = place_for(train, world, torch.device("cpu"))
+        text = load_text((), length)
+        self._task = config.assemble()(LmInputs(config, config.settings(), text), place)
+        self._model: Any = self._task.model
+        self._optimizer = self._task.optimizer
+        self._clip, self._held_back = train.optimizer.clip_grad, text.validation
         if start is not None:
             checkpoint.load(start, self._model, self._optimizer)
         self._diloco: DiLoCo | None = None
         if name != SYNCHRONOUS:
-            wire, streaming, momentum = _parsed(name)
-            self._optimizer = self._diloco = DiLoCo(
-                self._model,
-                self._optimizer,
-                outer=OuterSGD(
-                    lr=settings.outer_lr, momentum=momentum, warmup=settings.outer_warmup
-                ),
-                every=settings.every,
-                group=self._group,
-                wire=wire,
-                streaming=streaming,
+            exchange = replace(
+                _exchange(name),
+                local_steps=settings.every,
+                outer_lr=settings.outer_lr,
+                outer_warmup=settings.outer_warmup,
             )
-        text = load_text((), settings.length)
-        self._train = Sequences(text.train, settings.length, settings.seed)
-        self._held_back = text.validation
+            self._diloco, _ = replicas_of(
+                self._model, self._optimizer, place.mesh, exchange, length
+            )
+            self._optimizer = self._diloco
 
     def train(self, begin: int, end: int) -> dict[str, Any]:
         """Make steps ``begin`` .. ``end``; return bytes, seconds and losses."""
-        settings = self._settings
-        losses = []
+        task, settings, losses = self._task, self._settings, []
         started = time.perf_counter()
-        with metered(self._group) as meter:
+        meter = Meter()
+        with observing(meter):
             for step in range(begin, end):
-                set_lr(self._optimizer, self._schedule(step + 1), settings.lr)
+                set_lr(self._optimizer, task.schedule(Position(step + 1, 0)), settings.lr)
                 first = (step * settings.ranks + dist.get_rank()) * settings.batch
-                batch = torch.from_numpy(self._train.read(first, settings.batch))
-                loss = next_token_loss(self._model, batch)
-                loss.backward()
+                loss = task.loss(self._model, task.data.batch(first, settings.batch))
+                loss.backward()  # type: ignore[no-untyped-call]
                 clip_grad_norm_(list(self._model.parameters()), self._clip)
                 self._optimizer.step()
                 self._optimizer.zero_grad()
                 losses.append(loss.item())
-            in_rounds = meter.sent
-            if self._diloco is not None:
-                self._diloco.flush()
+        in_rounds = meter.sent
+        if self._diloco is not None:
+            in_rounds = self._diloco.bytes_sent
+            self._diloco.flush()
         return {
             "sent": in_rounds,
-            "sent_at_end": meter.sent - in_rounds,
+            "sent_at_end": 0 if self._diloco is None else self._diloco.bytes_sent - in_rounds,
             "seconds": time.perf_counter() - started,
             "losses": losses,
             "judged": self._judge(),
@@ -233,16 +201,6 @@ def summed_loss(model: Any, text: Any, length: int, chosen: Sequence[int], count
     return total
 
 
-def make_start(settings: argparse.Namespace, path: Path) -> Path | None:
-    """Train synchronously what all contenders go on from, if they are to go on from anything."""
-    if not settings.start:
-        return None
-    with World("start", settings.ranks, DilocoWorker, SYNCHRONOUS, settings, None) as world:
-        world.call("train", 0, settings.start)
-        world.call("save", path)
-    return path
-
-
 def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[str, Any]:
     """Train a contender; return its figures."""
     with World(name, settings.ranks, DilocoWorker, name, settings, start) as world:
@@ -250,8 +208,7 @@ def play(name: str, settings: argparse.Namespace, start: Path | None) -> dict[st
     steps = list(zip(*(each["losses"] for each in by_rank), strict=True))
     tenth = max(1, len(steps) // 10)
     return {
-        "sent": sum(each["sent"] for each in by_rank),
-        "sent_at_end": sum(each["sent_at_end"] for each in by_rank),
+        **{what: sum(each[what] for each in by_rank) for what in ("sent", "sent_at_end")},
         "seconds": max(each["seconds"] for each in by_rank),
         "judged": by_rank[0]["judged"],
         "last_losses": sum(map(sum, steps[-tenth:])) / (tenth * settings.ranks),
@@ -290,15 +247,9 @@ def table(case: Content) -> Table:
     for name, found in case["contenders"].items():
         kind, _, momentum = name.partition(":")
         title = f"DiLoCo, H = {settings['every']}, {kind}, momentum {momentum or 0.9}"
-        shown.rows.append(
-            [
-                name if name == SYNCHRONOUS else title,
-                f"{found['judged']:.4f}",
-                f"{loss_ratio(case, name):.4f}",
-                f"{crossed(case, name) / 1e6:.2f}",
-                f"{bytes_ratio(case, name):.1f} x",
-            ]
-        )
+        cells = [name if name == SYNCHRONOUS else title, f"{found['judged']:.4f}"]
+        cells += [f"{loss_ratio(case, name):.4f}", f"{crossed(case, name) / 1e6:.2f}"]
+        shown.rows.append([*cells, f"{bytes_ratio(case, name):.1f} x"])
     shown.notes.append(
         "loss: nats per token on 512 sequences that were held out, of the outer parameters; bytes: "
         "payload of all ranks"
@@ -308,38 +259,39 @@ def table(case: Content) -> Table:
     return shown
 
 
-def keeps_promises(case: dict[str, Any]) -> bool:
-    """Whether losses and bytes are what the first lines of this file say."""
-    kept = True
-    for name in case["contenders"]:
-        if name == SYNCHRONOUS:
-            continue
-        least = LEAST_RATIOS[name.partition(":")[0]]
-        kept = kept and loss_ratio(case, name) <= MOST_LOSS and bytes_ratio(case, name) >= least
-    return kept
+def breaks_promises(case: Content) -> bool:
+    """Whether losses or bytes are other than the first lines of this file say."""
+    return any(
+        loss_ratio(case, name) > MOST_LOSS
+        or bytes_ratio(case, name) < LEAST_RATIOS[name.partition(":")[0]]
+        for name in case["contenders"]
+        if name != SYNCHRONOUS
+    )
 
 
-def _parsed(name: str) -> tuple[WireFormat, Streaming, float]:
-    """What ``int8:0.5`` means: format, overlap, outer momentum."""
+def _exchange(name: str) -> DilocoConfig:
+    """What ``int8:0.5`` means: a format, and an outer momentum."""
     kind, _, momentum = name.partition(":")
-    return *CONTENDERS[kind], float(momentum or OuterSGD.momentum)
+    return replace(CONTENDERS[kind], outer_momentum=float(momentum or OuterSGD.momentum))
 
 
-def _contenders(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        try:
-            OuterSGD(momentum=_parsed(name)[2])
-        except (KeyError, ValueError) as error:
-            raise argparse.ArgumentTypeError(f"{name!r} is no contender ({error})") from None
-    return names
+def _contender(name: str) -> str:
+    try:
+        _exchange(name)
+    except (KeyError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} is no contender ({error})") from None
+    return name
 
 
 def measure(settings: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Train all contenders from one start; return the case."""
-    found = {}
+    found, start = {}, None
     with tempfile.TemporaryDirectory(prefix="diloco-") as folder:
-        start = make_start(settings, Path(folder, "start"))
+        if settings.start:
+            start = Path(folder, "start")
+            with World("start", settings.ranks, DilocoWorker, SYNCHRONOUS, settings, None) as world:
+                world.call("train", 0, settings.start)
+                world.call("save", start)
         for name in (SYNCHRONOUS, *settings.contenders):
             say(name)
             found[name] = play(name, settings, start)
@@ -363,12 +315,12 @@ def main() -> int:
     add("--outer-warmup", type=whole(0), default=0, help="rounds in which momentum rises (0)")
     add("--seed", type=int, default=0, help="of weights and order of text (0)")
     names = f"{', '.join(CONTENDERS)}, each with an outer momentum behind a colon or 0.9"
-    add("--contenders", type=_contenders, default=["fp32", "int8"], help=names)
+    add("--contenders", type=listed(_contender), default=["fp32", "int8"], help=names)
     options = made.parse_args()
     return run(
         *("diloco", options, lambda say: measure(options, say)),
         lambda cases: [*map(table, cases)],
-        lambda case: not keeps_promises(case),
+        breaks_promises,
     )
 
 

@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import itertools
 import math
-import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -113,15 +112,8 @@ class Run:
         measured = useful(progress, settings.seconds)
         assert measured is not None
         first, last = measured
-        return {
-            "contender": self.contender,
-            "per_minute": self.per_minute,
-            "tokens": last[1] - first[1],
-            "seconds": last[0] - first[0],
-            "busy": busy,
-            "faults": hit,
-            "progress": progress,
-        }
+        learned = {"tokens": last[1] - first[1], "seconds": last[0] - first[0]}
+        return {**learned, "busy": busy, "faults": hit, "progress": progress}
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """Return some of its checkpoints, by the tokens that they have learned from."""
@@ -214,12 +206,6 @@ def rounds_of(path: Path) -> int:
     return int(next(found)[0])
 
 
-def judge(model: str, length: int, checkpoints: list[tuple[Path, bool]]) -> list[float]:
-    """Return the loss of each checkpoint; see :meth:`Judge.loss`."""
-    with World("judge", 1, Judge, model, length) as world:
-        return [world.call("loss", *each)[0] for each in checkpoints]
-
-
 def order(contenders: list[str], rates: list[float]) -> list[tuple[str, float]]:
     """Return all runs so that few of those that follow each other start many processes."""
     return [
@@ -236,36 +222,31 @@ def measure(settings: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ]
 
     def play(run: Run) -> dict[str, Any]:
+        found = {"contender": run.contender, "per_minute": run.per_minute}
         try:
-            found = run.measure()
+            found |= run.measure()
             said = f"{speed(found):,.0f} tokens/s"
-        except (GoodputError, subprocess.TimeoutExpired) as error:
-            found = {"contender": run.contender, "per_minute": run.per_minute, "ended": str(error)}
-            said = str(error)
+        except GoodputError as error:
+            found["ended"] = said = str(error)
         print(f"  {run.contender}, {run.per_minute:g} kills a minute: {said}", flush=True)
         return found
 
     with ThreadPoolExecutor(settings.at_once) as pool:
         found = list(pool.map(play, runs))
-    points = [(run, *point) for run in runs for point in run.checkpoints()]
-    judged = [(path, is_diloco(run.contender)) for run, _, path in points]
-    losses = judge(settings.model, settings.length, judged)
-    for one, each in zip(runs, found, strict=True):
-        each["losses"] = [
-            [tokens, loss]
-            for (other, tokens, _), loss in zip(points, losses, strict=True)
-            if other is one
-        ]
+    with World("judge", 1, Judge, settings.model, settings.length) as world:
+        for run, each in zip(runs, found, strict=True):
+            each["losses"] = [
+                [tokens, *world.call("loss", path, is_diloco(run.contender))]
+                for tokens, path in run.checkpoints()
+            ]
     return {"settings": plain(settings), "runs": found}
 
 
-def _contenders(text: str) -> list[str]:
-    names = list(dict.fromkeys(text.split(",")))
-    for name in names:
-        kind, _, number = name.partition(":")
-        if kind not in (SYNCHRONOUS, DILOCO) or not number.isdecimal() or int(number) < 1:
-            raise argparse.ArgumentTypeError(f"{name!r} is neither sync:STEPS nor diloco:STEPS")
-    return names
+def _contender(name: str) -> str:
+    kind, _, number = name.partition(":")
+    if kind not in (SYNCHRONOUS, DILOCO) or not number.isdecimal() or int(number) < 1:
+        raise argparse.ArgumentTypeError(f"{name!r} is neither sync:STEPS nor diloco:STEPS")
+    return name
 
 
 def title(contender: str) -> str:
@@ -325,12 +306,9 @@ def table(case: dict[str, Any]) -> Table:
         for rate, one in runs.items():
             cells = [title(name), f"{rate:g}", str(len(one["faults"])), f"{speed(one):,.0f}"]
             cells.append(f"{100 * kept[rate]:.1f} %" if kept else "-")
-            if one["losses"]:
-                tokens, loss = one["losses"][-1]
-                beside = interpolated(calm, tokens) if rate else ""
-                shown.rows.append([*cells, f"{tokens:,}", f"{loss:.4f}", beside])
-            else:
-                shown.rows.append([*cells, "-", "-", "-" if rate else ""])
+            tokens, loss = one["losses"][-1] if one["losses"] else (-1, 0.0)
+            cells += [f"{tokens:,}", f"{loss:.4f}"] if one["losses"] else ["-", "-"]
+            shown.rows.append([*cells, interpolated(calm, tokens) if rate else ""])
     busy = [one["busy"] for one in case["runs"] if "ended" not in one]
     if busy:
         shown.notes.append(
@@ -359,7 +337,7 @@ def main() -> int:
     contenders = ["sync:20", "diloco:10"]
     names = f"sync:STEPS, diloco:STEPS ({','.join(contenders)})"
     seconds = number(1e-3, 86400, "a number of seconds")
-    add("--contenders", type=_contenders, default=contenders, help=names)
+    add("--contenders", type=listed(_contender), default=contenders, help=names)
     rates = [0.0, 0.5, 1.0, 2.0, 3.0]
     rate = number(0, 1000, "a number of kills")
     add("--rates", type=listed(rate), default=rates, help="kills a minute (0,0.5,1,2,3)")
@@ -376,9 +354,7 @@ def main() -> int:
     options.rates = sorted({0.0, *options.rates})
     with tempfile.TemporaryDirectory(prefix="goodput-") as folder:
         return run(
-            "goodput",
-            options,
-            lambda say: [measure(options, Path(folder))],
+            *("goodput", options, lambda say: [measure(options, Path(folder))]),
             lambda cases: [*map(table, cases)],
             lambda case: not keeps_promise(case),
         )

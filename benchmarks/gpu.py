@@ -22,16 +22,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from _gpu_parts import PARTS, Cases, Part, Room, Setup, environment, shortened
+from _gpu_parts import PARTS, Cases, Part, Setup, environment, shortened
 from _gpu_tables import gpu_tables, last_line
-from _options import one_of, positive_int
-from _report import ROOT, Table, document, save, wide_console
-from _worlds import stop_server
+from _options import end, one_of, positive_int
+from _report import ROOT, document, save, wide_console
 
 #: A part writes its results before its limit kills it, if it can.
 MARGIN_S = 15
@@ -96,8 +96,8 @@ def run_all(
         seconds = min(part.seconds, budget - (time.monotonic() - begun))
         if seconds < min(SHORTEST_S, part.seconds):
             over = "the time of all parts was over"
-            found = {"part": part.name, "status": "not begun", "seconds": 0.0, "error": over}
-            found["cases"] = []
+            found = {"part": part.name, "status": "not begun", "seconds": 0.0}
+            found |= {"error": over, "cases": []}
         else:
             found = watched(part, seconds)
         said = "" if found["status"] == "done" else f": {last_line(found['error'])}"
@@ -132,7 +132,7 @@ def main() -> int:
     out: Path = options.out or ROOT / "runs" / ("gpu-dry" if options.dry else "gpu")
     out.mkdir(parents=True, exist_ok=True)
     if options.part:
-        setup = Setup.dry() if options.dry else Setup(Room.of_gpus())
+        setup = Setup.dry() if options.dry else Setup.of_gpus()
         deadline = time.monotonic() + options.seconds - MARGIN_S
         PARTS[options.part].measure(setup, Cases(out / f"{options.part}.jsonl", deadline))
         return 0
@@ -158,23 +158,11 @@ def main() -> int:
     tables = gpu_tables(content)
     content["tables"] = [dataclasses.asdict(table) for table in tables]
     save(out / "report.json", content)
+    console = wide_console() if find_spec("rich") else None
     for table in tables:
-        show(table)
+        print(f"{table.markdown()}\n") if console is None else table.show(console)
     return 0 if all(part["status"] == "done" for part in content["parts"]) else 1
 
 
-def show(table: Table) -> None:
-    """Print a table: drawn where rich is installed, as Markdown elsewhere."""
-    try:
-        console = wide_console()
-    except ImportError:
-        print(f"{table.markdown()}\n")
-    else:
-        table.show(console)
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    finally:
-        stop_server()
+    end(main)

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import asdict, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from _contenders import TITLES, Case
@@ -35,12 +35,8 @@ from _options import Content, contender_env, end, one_of, parser, run, step_case
 from _report import Table, mib
 from _turns import StepWorker
 from _worlds import World
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.events import Change, Memory
-from shardwise.insight.planning.models import of_module
-from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import PrecisionName
 
 WARMUP = 2  # steps: the first makes the optimizer's state
 #: Ours may take this much of the formula's peak, and of FSDP2's.
@@ -55,24 +51,24 @@ class Training(StepWorker):
     def __init__(self, name: str, case: Case) -> None:
         super().__init__(name, case)
         self._batch = self._next()
-        self._loss: torch.Tensor | None = None
+        for _ in range(WARMUP):
+            self.step()
 
-    def run(self, phase: str) -> None:
-        """Run one of :data:`PHASES`; they follow each other in this order."""
-        if phase == "forward":
-            self._loss = self._contender.forward(self._batch)
-        elif phase == "backward":
-            assert self._loss is not None
-            self._contender.backward(self._loss)
-            self._loss = None
-        elif phase == "optimizer":
-            self._contender.update()
-        dist.barrier()
+    def phases(self) -> Iterator[None]:
+        """Take a step, in :data:`PHASES`."""
+        loss = self._contender.forward(self._batch)
+        yield dist.barrier()
+        self._contender.backward(loss)
+        del loss
+        yield dist.barrier()
+        self._contender.update()
+        yield dist.barrier()
+        yield dist.barrier()
 
     def step(self) -> None:
         """Run all phases."""
-        for phase in PHASES:
-            self.run(phase)
+        for _ in self.phases():
+            pass
 
 
 class ResidentWorker:
@@ -80,23 +76,18 @@ class ResidentWorker:
 
     def __init__(self, name: str, case: Case) -> None:
         # A small training first, so that what it imports and starts is not counted.
-        small = Training(name, replace(case, params="tiny", tokens=32))
-        for _ in range(WARMUP):
-            small.step()
-        del small
+        Training(name, replace(case, params="tiny", tokens=32))
         give_back()
         self._rss, self._pss = rss(), pss("self")
         self._training = Training(name, case)
-        for _ in range(WARMUP):
-            self._training.step()
 
     def measure(self) -> dict[str, int]:
         """Return the RSS at the peak of each phase, in bytes, less what it was without model."""
-        peaks = {}
+        peaks, phases = {}, self._training.phases()
         for phase in PHASES:
             give_back()
             reset_peak_rss()
-            self._training.run(phase)
+            next(phases)
             peaks[phase] = peak_rss() - self._rss
         return peaks
 
@@ -111,19 +102,12 @@ class ResidentWorker:
 
 def predict(case: Case) -> dict[str, int]:
     """Apply the formula to a case, its activations rehearsed with the unsharded model."""
-    model = build(case.params, case.seed, "meta")
-    settings = Settings(
-        mesh=WantedMesh.parse("dp=1"),
-        strategy=Strategy.NO_SHARD,
-        seq_length=case.tokens,
-        param_dtype=None if case.dtype == "fp32" else PrecisionName.BF16,
-        clip_grad=0.0,
-    )
     changes = (
         event.nbytes
-        for event in rehearse(of_module(model), settings).events
+        for event in case.rehearsed("dp=1", Strategy.NO_SHARD).events
         if isinstance(event, Change) and event.kind in (Memory.ACTIVATIONS, Memory.OTHER)
     )
+    model = build(case.params, case.seed, "meta")
     shapes = [[p.shape for part in group for p in part.parameters()] for group in groups(model)]
     activations = max(itertools.accumulate(changes))
     return formula(shapes, case.ranks, case.zero, case.compute_dtype, activations)
@@ -147,7 +131,7 @@ def measure(case: Case, name: str, options: argparse.Namespace) -> dict[str, Any
 def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Run all contenders, one after the other."""
     return {
-        **asdict(case),
+        **case.facts(),
         "transport": options.transport,
         "malloc": options.malloc,
         "formula": predict(case),
@@ -205,25 +189,13 @@ def _over(mine: float | None, theirs: float | None) -> str:
 
 
 def main() -> int:
-    made = parser(
-        __doc__,
-        ranks="2",
-        params="34m",
-        zero="3",
-        tokens=256,
-        seed=0,
-        contenders="ours,fsdp2",
-        transport="auto",
-    )
+    case = {"ranks": "2", "params": "34m", "zero": "3", "tokens": 256, "seed": 0}
+    made = parser(__doc__, **case, contenders="ours,fsdp2", transport="auto")
     add = made.add_argument
     add("--dtype", type=one_of("fp32", "bf16"), default="fp32", help="fp32, bf16 or both (fp32)")
-    add(
-        "--malloc",
-        choices=("prompt", "default"),
-        default="prompt",
-        help="prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
-        "default: as it is without settings",
-    )
+    malloc = "prompt: glibc gives freed memory back at once, so that RSS shows what is live; "
+    malloc += "default: as it is without settings"
+    add("--malloc", choices=("prompt", "default"), default="prompt", help=malloc)
     options = made.parse_args()
     if not Path("/proc/self/clear_refs").exists():
         made.error("this needs Linux, whose kernel keeps the peak of resident memory")

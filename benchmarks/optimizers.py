@@ -22,7 +22,7 @@ import argparse
 import importlib.util
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -34,7 +34,6 @@ from torch import nn
 
 from _contenders import CONTENDERS, Case
 from _memory import give_back, malloc_promptly, peak_rss, reset_peak_rss, rss, state_bytes
-from _models import PRESETS
 from _options import Content, end, one_of, parser, positive_int, run
 from _report import Table, compared, mib
 from _turns import Turns
@@ -50,7 +49,6 @@ WARMUP = 2  # steps: the first makes states, and may compile
 GRADIENT = 1e-2  # root of the mean square of an element
 LENGTH = 256  # tokens of a sequence
 ENV = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # no pools of processes beside the ranks
-Params = list[dict[str, Any]]
 TITLES = {
     "ours-adamw": "torch AdamW, fused",
     "fsdp2-adamw": "torch AdamW, fused",
@@ -65,6 +63,12 @@ TITLES = {
     "fsdp2-sgd": "torch SGD, momentum",
 }
 """Contenders, by what shards the model and what ``shardwise train`` calls the optimizer."""
+_PACKAGES = {
+    "fsdp2-adamw8bit": "torchao.optim",
+    "fsdp2-muon": "muon_fsdp2",
+    "fsdp2-lion": "lion_pytorch",
+}
+"""The modules of those that are not torch's or ours."""
 
 
 def settings_of(name: str, lr: float) -> OptimizerConfig:
@@ -80,37 +84,29 @@ def settings_of(name: str, lr: float) -> OptimizerConfig:
 
 def make(name: str, model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
     """Make the optimizer of a contender."""
-    return _PEERS.get(name, make_optimizer)(model, settings)
+    if name not in _PACKAGES:
+        return make_optimizer(model, settings)
+    module = importlib.import_module(_PACKAGES[name])
+    made: torch.optim.Optimizer
+    if name == "fsdp2-muon":
+        made = module.Muon(_groups_of_muon(model, settings))
+    else:
+        kind = module.AdamW8bit if name == "fsdp2-adamw8bit" else module.Lion
+        # The parameter groups that AdamW has, with their weight decay.
+        adamw = make_optimizer(model, replace(settings, algorithm=OptimizerName.ADAMW))
+        keys = ("params", "weight_decay")
+        groups = [{key: each[key] for key in keys} for each in adamw.param_groups]
+        made = kind(groups, lr=settings.lr, betas=settings.betas)
+    return made
 
 
 def installed() -> list[str]:
     """Return the contenders whose packages are there."""
-    return [
-        name
-        for name in TITLES
-        if name not in _PACKAGES or importlib.util.find_spec(_PACKAGES[name]) is not None
-    ]
+    packages = {name: _PACKAGES.get(name, "torch").partition(".")[0] for name in TITLES}
+    return [name for name in TITLES if importlib.util.find_spec(packages[name]) is not None]
 
 
-def _torchao(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    from torchao.optim import AdamW8bit  # type: ignore[import-not-found, unused-ignore]
-
-    groups = _decaying(model, settings)
-    made: torch.optim.Optimizer = AdamW8bit(groups, lr=settings.lr, betas=settings.betas)
-    return made
-
-
-def _lion_pytorch(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
-
-    groups = _decaying(model, settings)
-    made: torch.optim.Optimizer = Lion(groups, lr=settings.lr, betas=settings.betas)
-    return made
-
-
-def _muon_fsdp2(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    from muon_fsdp2 import Muon  # type: ignore[import-not-found, unused-ignore]
-
+def _groups_of_muon(model: nn.Module, settings: OptimizerConfig) -> list[dict[str, Any]]:
     groups = []
     for found in muon_groups(model):
         group = {"params": [param for _, param in found["params"]], "lr": settings.lr}
@@ -120,26 +116,7 @@ def _muon_fsdp2(model: nn.Module, settings: OptimizerConfig) -> torch.optim.Opti
         else:
             group |= {"use_muon": False, "betas": settings.betas, "eps": 1e-8}
         groups.append(group)
-    made: torch.optim.Optimizer = Muon(groups)
-    return made
-
-
-def _decaying(model: nn.Module, settings: OptimizerConfig) -> Params:
-    """Return the parameter groups that AdamW has, with their weight decay."""
-    adamw = make_optimizer(model, replace(settings, algorithm=OptimizerName.ADAMW))
-    return [{key: each[key] for key in ("params", "weight_decay")} for each in adamw.param_groups]
-
-
-_PEERS: dict[str, Callable[[nn.Module, OptimizerConfig], torch.optim.Optimizer]] = {
-    "fsdp2-adamw8bit": _torchao,
-    "fsdp2-muon": _muon_fsdp2,
-    "fsdp2-lion": _lion_pytorch,
-}
-_PACKAGES = {
-    "fsdp2-adamw8bit": "torchao",
-    "fsdp2-muon": "muon_fsdp2",
-    "fsdp2-lion": "lion_pytorch",
-}
+    return groups
 
 
 def text() -> torch.Tensor:
@@ -170,14 +147,13 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class Worker:
     """One rank of a contender."""
 
-    def __init__(self, name: str, params: str, ranks: int, lr: float, seed: int) -> None:
-        sharded_by, _ = name.split("-", 1)
-        self._trained = CONTENDERS[sharded_by](Case(ranks, params, seed=seed))
+    def __init__(self, name: str, case: Case, lr: float) -> None:
+        self._trained = CONTENDERS[name.partition("-")[0]](case)
         self._settings = settings_of(name, lr)
         self._optimizer = make(name, self._trained.model, self._settings)
         self._trained.optimizer = self._optimizer
-        self._rank, self._ranks, self._seed = dist.get_rank(), ranks, seed
-        self._generator = torch.Generator().manual_seed(seed * ranks + self._rank)
+        self._rank, self._case = dist.get_rank(), case
+        self._generator = torch.Generator().manual_seed(case.seed * case.ranks + self._rank)
 
     def step(self) -> float:
         """Take a step with random gradients; return its seconds."""
@@ -208,19 +184,17 @@ class Worker:
         """Count the elements of parameters of this rank."""
         return sum(param.to_local().numel() for param in self._trained.model.parameters())
 
-    def train(self, steps: int, tokens: int) -> list[float]:
+    def train(self, steps: int) -> list[float]:
         """Train on this rank's part of each batch; return the loss of each step."""
-        data = text()
+        data, case = text(), self._case
         rate = learning_rate(self._settings, steps)
         losses = []
         for step in range(steps):
             set_lr(self._optimizer, rate(step + 1))
-            sequences = batch(data, tokens, self._seed, step)
-            loss = self._trained.forward(sequences[self._rank :: self._ranks])
+            sequences = batch(data, case.tokens, case.seed, step)
+            loss = self._trained.forward(sequences[self._rank :: case.ranks])
             self._trained.backward(loss)
-            torch.nn.utils.clip_grad_norm_(
-                self._trained.model.parameters(), self._settings.clip_grad
-            )
+            nn.utils.clip_grad_norm_(self._trained.model.parameters(), self._settings.clip_grad)
             self._trained.update()
             losses.append(loss.item())
         return losses
@@ -231,55 +205,36 @@ class Worker:
             param.grad.to_local().normal_(std=GRADIENT, generator=self._generator)
 
 
-def play_steps(preset: str, options: argparse.Namespace) -> dict[str, Any]:
+def play_steps(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Let contenders take turns; return the seconds of their steps, and bytes."""
-    names, ranks = options.contenders, options.ranks
-    settings = (preset, ranks, options.lr, 0)
+    names = options.contenders
 
     def start(name: str) -> World:
-        return World(name, ranks, Worker, name, *settings, env=ENV)
+        return World(name, case.ranks, Worker, name, case, options.lr, env=ENV)
 
     with Turns(names, start) as turns:
         seconds = turns.play(
             WARMUP + options.rounds, lambda name, world, _: max(world.call("step"))
         )
-        held, own, taken = (
-            {name: turns.worlds[name].call(what) for name in names}
+        counted = {
+            what: {name: turns.worlds[name].call(what) for name in names}
             for what in ("state_bytes", "shard_numel", "step_bytes")
-        )
-    return {
-        "part": "steps",
-        "ranks": ranks,
-        "params": preset,
-        "numel": PRESETS[preset].numel,
-        "seconds": {name: took[WARMUP:] for name, took in seconds.items()},
-        "state_bytes": held,
-        "shard_numel": own,
-        "step_bytes": taken,
-    }
+        }
+    took = {name: rounds[WARMUP:] for name, rounds in seconds.items()}
+    return {"part": "steps", **case.facts(), "seconds": took, **counted}
 
 
-def play_loss(preset: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
+def play_loss(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     """Train a model with each optimizer, one after the other; return the mean loss of each step."""
     losses, rates = {}, {}
     for name in options.contenders:
-        settings = (preset, options.ranks, options.lr, seed)
-        with World(name, options.ranks, Worker, name, *settings, env=ENV, timeout=3600) as world:
-            by_rank = world.call("train", options.steps, options.tokens)
-        losses[name] = [sum(step) / options.ranks for step in zip(*by_rank, strict=True)]
+        arguments = (name, case, options.lr)
+        with World(name, case.ranks, Worker, *arguments, env=ENV, timeout=3600) as world:
+            by_rank = world.call("train", options.steps)
+        losses[name] = [sum(step) / case.ranks for step in zip(*by_rank, strict=True)]
         rates[name] = settings_of(name, options.lr).lr
-    return {
-        "part": "loss",
-        "ranks": options.ranks,
-        "params": preset,
-        "numel": PRESETS[preset].numel,
-        "tokens": options.tokens,
-        "steps": options.steps,
-        "lr": options.lr,
-        "seed": seed,
-        "rates": rates,
-        "losses": losses,
-    }
+    asked = {"steps": options.steps, "lr": options.lr}
+    return {"part": "loss", **case.facts(), **asked, "rates": rates, "losses": losses}
 
 
 def differences(case: Content) -> list[str]:
@@ -370,10 +325,12 @@ def _shards(name: str) -> str:
 
 def _cases(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for preset in options.params:
+        case = Case(options.ranks, preset, tokens=options.tokens)
         if options.only != "loss":
-            yield play_steps(preset, options)
+            yield play_steps(case, options)
         if options.only != "steps":
-            yield from (play_loss(preset, seed, options) for seed in range(options.seeds))
+            seeds = (replace(case, seed=seed) for seed in range(options.seeds))
+            yield from (play_loss(each, options) for each in seeds)
 
 
 def main() -> int:

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from _memory import PssSampler, give_back, pss, pss_shared
-from _options import end, listed, parser, positive_int, run
+from _options import end, parser, positive_int, run
 from _plan_cases import Case, Training
 from _report import Table, mib
 from _worlds import World
@@ -165,14 +165,8 @@ def tables(cases: Sequence[dict[str, Any]]) -> list[Table]:
 
 
 def main() -> int:
-    made = parser(__doc__)
+    made = parser(__doc__, cases=None)
     add = made.add_argument
-    add(
-        "--cases",
-        type=listed(positive_int),
-        default=[],
-        help="numbers of cases from 1, with commas; all",
-    )
     add("--model", help="a case of your own: a preset")
     add("--size", type=positive_int, default=256, help="its tokens, or images")
     add("--mesh", default="dp=2", help="its ranks")
@@ -181,7 +175,7 @@ def main() -> int:
     options = made.parse_args()
     if not Path("/proc/self/smaps_rollup").exists():
         made.error("this needs Linux, whose kernel counts proportional set sizes")
-    cases = [CASES[at - 1] for at in options.cases] or list(CASES)
+    cases = [CASES[at - 1] for at in options.cases or ()] or list(CASES)
     if options.model is not None:
         cases = [Case(options.model, options.size, options.mesh, transport=options.transport)]
     return run("plan_memory", options, lambda say: compared(cases, options.runs), tables)

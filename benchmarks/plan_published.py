@@ -16,11 +16,11 @@ from __future__ import annotations
 import argparse
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
 
 from _report import Table, wide_console
 from shardwise.frontends.strategies import WantedMesh
 from shardwise.insight.planning.clock import step_time
+from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.machine import Machine
 from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
@@ -32,48 +32,32 @@ H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Row:
     """One row of a table.
 
     Attributes:
         machine: what it was measured on.
-        ranks: how many GPUs.
         model: a preset.
-        batch: sequences of a GPU.
-        length: tokens of a sequence.
-        recomputed: in backward.
-        every: of the blocks, every N-th is.
-        compiled: whether blocks were.
-        products: their dtype.
+        settings: of the training.
         speed: tokens a second of a GPU, as measured.
         gib: peak memory that the allocator had reserved on the worst GPU, in GiB.
         fitted: whether a constant was fitted on the row's speed.
     """
 
     machine: Machine
-    ranks: int
     model: str
-    batch: int
-    length: int
-    recomputed: Checkpointing
-    every: int = 1
-    compiled: bool = False
-    products: Products = Products.AS_STORED
+    settings: Settings
     speed: float
     gib: float | None = None
     fitted: bool = False
 
     def __str__(self) -> str:
-        words = [
-            self.model,
-            f"batch {self.batch}",
-            f"recomputes {_WORDS[self.recomputed, self.every]}",
-        ]
-        if self.compiled:
-            words.append("compiled")
-        if self.products is Products.FLOAT8:
-            words.append("float8")
+        asked = self.settings
+        recomputes = _WORDS[asked.activation_checkpointing, asked.recompute_every]
+        words = [self.model, f"batch {asked.batch_size}", f"recomputes {recomputes}"]
+        words += ["compiled"] * asked.compile
+        words += ["float8"] * (asked.products is Products.FLOAT8)
         return ", ".join(words)
 
 
@@ -84,44 +68,11 @@ _WORDS = {
     (Checkpointing.FULL, 1): "everything",
 }
 
-_H100 = functools.partial(
-    Row,
-    machine=H100,
-    ranks=8,
-    model="llama-8b",
-    batch=2,
-    length=8192,
-    recomputed=Checkpointing.OPERATOR,
-)
-_A100 = functools.partial(Row, machine=A100, ranks=64)
-ROWS = (
-    _H100(speed=5762, gib=82.4, fitted=True),
-    _H100(compiled=True, speed=6667, gib=77.0),
-    _H100(compiled=True, products=Products.FLOAT8, speed=8532, gib=76.8),
-    _A100(
-        model="llama-8b", batch=1, length=8192, recomputed=Checkpointing.FULL, every=2, speed=2904
-    ),
-    _A100(
-        model="llama-8b",
-        batch=1,
-        length=8192,
-        recomputed=Checkpointing.OPERATOR,
-        speed=2973,
-        fitted=True,
-    ),
-    _A100(model="llama-70b", batch=1, length=8192, recomputed=Checkpointing.FULL, speed=331),
-    _A100(model="llama2-13b", batch=2, length=4096, recomputed=Checkpointing.NONE, speed=2162),
-    _A100(
-        model="llama2-13b", batch=2, length=4096, recomputed=Checkpointing.FULL, every=2, speed=1914
-    ),
-)
 
-
-@functools.cache
-def _rehearsed(
-    model: str, ranks: int, batch: int, length: int, recomputed: Checkpointing, every: int
-) -> Any:
-    settings = Settings(
+def _settings(
+    ranks: int, batch: int, length: int, recomputed: Checkpointing, every: int = 1
+) -> Settings:
+    return Settings(
         mesh=WantedMesh.parse(f"dp={ranks}"),
         batch_size=batch,
         seq_length=length,
@@ -132,7 +83,26 @@ def _rehearsed(
         device_type="cuda",
         backend="nccl",
     )
-    return rehearse(find_model(model), settings), settings
+
+
+_EIGHT = _settings(8, 2, 8192, Checkpointing.OPERATOR)
+_COMPILED = replace(_EIGHT, compile=True)
+_FLOAT8 = replace(_COMPILED, products=Products.FLOAT8)
+ROWS = (
+    Row(H100, "llama-8b", _EIGHT, 5762, 82.4, fitted=True),
+    Row(H100, "llama-8b", _COMPILED, 6667, 77.0),
+    Row(H100, "llama-8b", _FLOAT8, 8532, 76.8),
+    Row(A100, "llama-8b", _settings(64, 1, 8192, Checkpointing.FULL, every=2), 2904),
+    Row(A100, "llama-8b", _settings(64, 1, 8192, Checkpointing.OPERATOR), 2973, fitted=True),
+    Row(A100, "llama-70b", _settings(64, 1, 8192, Checkpointing.FULL), 331),
+    Row(A100, "llama2-13b", _settings(64, 2, 4096, Checkpointing.NONE), 2162),
+    Row(A100, "llama2-13b", _settings(64, 2, 4096, Checkpointing.FULL, every=2), 1914),
+)
+
+
+@functools.cache
+def _rehearsed(model: str, settings: Settings) -> Log:
+    return rehearse(find_model(model), settings)
 
 
 def _error(found: float, measured: float) -> str:
@@ -141,18 +111,16 @@ def _error(found: float, measured: float) -> str:
 
 def _cells(row: Row) -> list[str]:
     """Rehearse a row, and time it; show what the allocator reserves and how fast a GPU is."""
-    log, settings = _rehearsed(
-        row.model, row.ranks, row.batch, row.length, row.recomputed, row.every
-    )
-    settings = replace(settings, compile=row.compiled, products=row.products)
-    speed = step_time(log, row.machine, settings).tokens_per_second / row.ranks
+    asked = row.settings
+    log = _rehearsed(row.model, replace(asked, compile=False, products=Products.AS_STORED))
+    speed = step_time(log, row.machine, asked).tokens_per_second / asked.mesh.size
     error = _error(speed, row.speed)
     gib = ["", "", ""]
     if row.gib is not None:
         planned = reserved(log) / 2**30
         gib = [f"{row.gib:.1f}", f"{planned:.1f}", _error(planned, row.gib)]
     return [
-        f"{row.ranks} x {row.machine.device.name}",
+        f"{asked.mesh.size} x {row.machine.device.name}",
         str(row),
         f"{row.speed:,.0f}",
         f"{speed:,.0f}",

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from _hosts import HostsError, two_hosts
-from _options import end, listed, parser, positive_int, run
+from _options import end, parser, run
 from _plan_cases import Case, Training
 from _report import Table
 from _worlds import World
@@ -39,8 +39,6 @@ from shardwise.insight.timeline.recorded import measure_machine
 
 _PORT = 29500
 _Found = dict[str, Any]
-
-
 CASES = (
     Case("5m", 512, "dp=1", transport="auto"),
     Case("34m", 256, "dp=1", transport="auto"),
@@ -65,8 +63,7 @@ class Worker:
 
     def __init__(self, case: Case) -> None:
         keep_freed_memory()
-        settings = case.settings
-        threads = usable_cores() // settings.mesh.size  # hosts share this machine
+        threads = usable_cores() // case.settings.mesh.size  # hosts share this machine
         torch.set_num_threads(max(1, threads))
         self._training = Training(case)
 
@@ -75,15 +72,14 @@ class Worker:
         for _ in range(2):
             self._training.step()
         took: list[float] = []
-        goes_on = True
+        goes_on = torch.ones(())
         while goes_on:
             dist.barrier()
             begin = time.perf_counter()
             self._training.step()
             took.append(time.perf_counter() - begin)
-            enough = torch.tensor(float(sum(took) < seconds or len(took) < 5))
-            dist.all_reduce(enough, dist.ReduceOp.MAX)
-            goes_on = bool(enough)
+            goes_on.fill_(sum(took) < seconds or len(took) < 5)
+            dist.all_reduce(goes_on, dist.ReduceOp.MAX)
         return took
 
 
@@ -125,9 +121,9 @@ def compared(
                 print(f"left out: {case}: {error}")
                 impossible.add(case)
                 continue
-            predicted = vars(predict(case, log, calibration))
-            values = {name: each for name, each in predicted.items() if name != "spans"}
-            found[number]["rounds"].append({"steps": steps, "predicted": values})
+            predicted = {**vars(predict(case, log, calibration))}
+            del predicted["spans"]
+            found[number]["rounds"].append({"steps": steps, "predicted": predicted})
     return [each for each in found if each["rounds"]]
 
 
@@ -157,17 +153,10 @@ def tables(cases: Sequence[_Found]) -> list[Table]:
 
 
 def main() -> int:
-    made = parser(__doc__, rounds=5)
-    add = made.add_argument
-    add("--seconds", type=float, default=2.0, help="of steps in each case (2)")
-    add(
-        "--cases",
-        type=listed(positive_int),
-        default=[],
-        help="numbers of cases from 1, with commas; all",
-    )
+    made = parser(__doc__, rounds=5, cases=None)
+    made.add_argument("--seconds", type=float, default=2.0, help="of steps in each case (2)")
     options = made.parse_args()
-    cases = [CASES[at - 1] for at in options.cases] or CASES
+    cases = [CASES[at - 1] for at in options.cases or ()] or CASES
     settings = (options.seconds, options.rounds, cases)
     return run("plan_time", options, lambda say: compared(*settings, say), tables)
 

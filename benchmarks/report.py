@@ -49,12 +49,6 @@ _SUMMARY = re.compile(
 )
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Return a stored document."""
-    content: dict[str, Any] = json.loads(path.read_text())
-    return content
-
-
 def tables_of(content: dict[str, Any]) -> list[Table]:
     """Return the tables of a document."""
     if "parts" in content and not content.get("tables"):  # the first GPU's, or cut short
@@ -98,7 +92,7 @@ class Measurement:
             FileNotFoundError: the document is not there.
             StopIteration: no table of the document has the title.
         """
-        found = tables_of(read(results / self.result))
+        found = tables_of(json.loads((results / self.result).read_text()))
         table = next(table for table in found if self.title in table.title)
         by_row: dict[str, list[str]] = {}
         for row in table.rows:
@@ -173,7 +167,8 @@ def draw_all(results: Path) -> None:
     name = "Shardwise, as a fraction of torch (dashed)"
     draw_bars(IMAGES / "benchmarks.svg", name, [("", bars, 1.0)])
     for script, names in DRAWN.items():
-        PICTURES[script]([read(results / name) for name in names], IMAGES / f"{script}.svg")
+        documents = [json.loads((results / name).read_text()) for name in names]
+        PICTURES[script](documents, IMAGES / f"{script}.svg")
 
 
 # -- pages -----------------------------------------------------------------------------------------
@@ -197,7 +192,7 @@ def filled(page: Path, results: Path) -> str:
 
     def between(match: re.Match[str]) -> str:
         name = match["name"]
-        shown = markdown(read(results / name), f"{folder}/{name}")
+        shown = markdown(json.loads((results / name).read_text()), f"{folder}/{name}")
         return f"{match['begin']}\n{shown}\n\n{match['end']}"
 
     text = _BETWEEN.sub(between, page.read_text())

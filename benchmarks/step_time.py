@@ -19,7 +19,6 @@ from typing import Any
 import psutil
 
 from _contenders import CONTENDERS, TITLES, Case
-from _models import PRESETS
 from _options import Content, contender_env, end, one_of, parser, run, step_cases
 from _report import Table, compared
 from _turns import Pace, disagreement, losses, play_steps, slowest, step_seconds, verdict
@@ -42,7 +41,7 @@ def play(case: Case, options: argparse.Namespace, say: Callable[[str], None]) ->
 
 def _fits(case: Case, names: list[str]) -> bool:
     """Tell whether all worlds of a case fit into the memory that is free now."""
-    whole = 4 * PRESETS[case.params].numel  # bytes in fp32
+    whole = 4 * case.numel  # bytes in fp32
     state = 2  # AdamW's, of each parameter
     asleep = {
         "ddp": (2 + state) * case.ranks,
@@ -101,20 +100,9 @@ def wrong(case: Content) -> object:
 
 
 def main() -> int:
-    made = parser(
-        __doc__,
-        ranks="2",
-        params="34m",
-        zero="3",
-        tokens=256,
-        seed=0,
-        contenders="ours,fsdp2,ddp,floor",
-        transport="auto",
-        rounds=5,
-        steps=3,
-        warmup=4,
-        worlds="auto",
-    )
+    case = {"ranks": "2", "params": "34m", "zero": "3", "tokens": 256, "seed": 0}
+    pace = {"rounds": 5, "steps": 3, "warmup": 4, "worlds": "auto"}
+    made = parser(__doc__, **case, contenders="ours,fsdp2,ddp,floor", transport="auto", **pace)
     made.add_argument("--dtype", type=one_of(*DTYPES), default="fp32", help=", ".join(DTYPES))
     options = made.parse_args()
 

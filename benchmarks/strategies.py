@@ -199,16 +199,10 @@ class StrategyWorker(StepWorker):
         return time.perf_counter() - start
 
 
-def measure(options: argparse.Namespace, say: Callable[[str], None]) -> Iterator[dict[str, Any]]:
-    """Let all contenders take turns over one link."""
-    with two_hosts(options.gbit) as hosts:
-        yield play(hosts, options, lambda text: say(f"{options.gbit:g} Gbit/s, {text}"))
-
-
 def play(
     hosts: Sequence[Host], options: argparse.Namespace, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Measure over the link between two hosts; return the raw numbers."""
+    """Let all contenders take turns over the link between two hosts; return the raw numbers."""
     case = Case(options.ranks, options.params, tokens=options.tokens, seed=options.seed)
     beside: dict[str, dict[str, Any]] = {name: {} for name in options.contenders}
 
@@ -243,7 +237,10 @@ def play(
         each = [nbytes / options.steps for nbytes in sent]
         return {"warmup": warm, "steps": transposed(steps), "sent": each}
 
-    with Turns(options.contenders, start, say=say) as turns:
+    def show(text: str) -> None:
+        say(f"{options.gbit:g} Gbit/s, {text}")
+
+    with Turns(options.contenders, start, say=show) as turns:
         found = turns.play(options.rounds, turn)
         for name in (name for name in options.contenders if name in ACCUMULATED):
             beside[name]["accumulated"] = []
@@ -252,8 +249,7 @@ def play(
                 step = {"microbatches": microbatches, "seconds": max(seconds), "sent": sent}
                 beside[name]["accumulated"].append(step)
     return {
-        **dataclasses.asdict(case),
-        "numel": PRESETS[case.params].numel,
+        **case.facts(),
         "contenders": found,
         "gbit": options.gbit,
         "hosts": len(hosts),
@@ -343,11 +339,12 @@ def main() -> int:
     if options.ranks % 2:
         made.error(f"argument --ranks: {options.ranks} is not even")
     try:
-        return run(
-            *("strategies", options, lambda say: measure(options, say)),
-            lambda cases: [*map(table, cases)],
-            lambda case: disagreement(case, STRATEGIES),
-        )
+        with two_hosts(options.gbit) as hosts:
+            return run(
+                *("strategies", options, lambda say: [play(hosts, options, say)]),
+                lambda cases: [*map(table, cases)],
+                lambda case: disagreement(case, STRATEGIES),
+            )
     except HostsError as error:
         print(error)
         return 2

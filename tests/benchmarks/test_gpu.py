@@ -223,9 +223,7 @@ def _played(
     from _contenders import Case
 
     pace = _gpu_parts.Pace(rounds, steps=2, warmup=1)
-    setup = dataclasses.replace(
-        _gpu_parts.Setup.dry(), room=_gpu_parts.Room(1, memory), pace=pace, device="cuda"
-    )
+    setup = dataclasses.replace(_gpu_parts.Setup.dry(), memory=memory, pace=pace, device="cuda")
     cases = _gpu_parts.Cases(folder / "steps.jsonl", deadline)
     found: dict[str, Any] = {}
     cases.case = lambda key, measure: found.update(measure()) or found  # type: ignore[method-assign, func-returns-value]
@@ -263,14 +261,13 @@ def test_a_case_with_too_few_rounds_has_failed(
 
 def test_the_largest_model_that_fits_is_chosen_by_its_size() -> None:
     from _contenders import Case
-    from _gpu_parts import Room
+    from _gpu_parts import Setup
 
-    ladder = ("150m", "400m", "1b", "3b", "6b")
-    largest = {gib: Room(1, gib * 2**30).largest(ladder) for gib in (1, 8, 24, 80, 139)}
+    largest = {gib: Setup(1, gib * 2**30).largest() for gib in (1, 8, 24, 80, 139)}
     assert largest == {1: "150m", 8: "150m", 24: "1b", 80: "3b", 139: "6b"}
     both = Case(2, "1b", "bf16"), ["ours", "ddp"]
-    assert Room(2, 80 * 2**30).holds(*both)
-    assert not Room(1, 80 * 2**30).holds(*both), "on one GPU there is DDP's whole model twice"
+    assert Setup(2, 80 * 2**30).holds(*both)
+    assert not Setup(1, 80 * 2**30).holds(*both), "on one GPU there is DDP's whole model twice"
 
 
 # -- what is shown ---------------------------------------------------------------------------------

@@ -11,13 +11,12 @@ import pytest
 from shardwise.app.recipes.core.begin import (
     _check_fixed,
     check_alike,
-    check_extras,
     compared,
     decided,
     newest_step,
-    require_installed,
 )
 from shardwise.app.recipes.core.checkpointing import Checkpoints
+from shardwise.app.recipes.core.installed import check_extras, require_installed
 from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.errors import UserError

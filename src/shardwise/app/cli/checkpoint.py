@@ -35,7 +35,7 @@ from shardwise.app.cli.options import (
     read_path,
     read_size,
 )
-from shardwise.app.recipes.core.begin import check_extras
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import brief_size, counted, printable, show
 from shardwise.elastic.errors import UserError

@@ -28,7 +28,7 @@ from typing import Any, get_args, get_origin
 import typer
 
 from shardwise.app.cli.options import Options, Setting, brief, read_integer, read_name, read_path
-from shardwise.app.recipes.core.begin import require_installed
+from shardwise.app.recipes.core.installed import require_installed
 from shardwise.base.units import one_line, printable
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import Reads

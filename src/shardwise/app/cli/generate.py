@@ -10,7 +10,7 @@ import typer
 from typer import Argument, Option
 
 from shardwise.app.cli.options import Integer, read_name
-from shardwise.app.recipes.core.begin import check_extras
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
 from shardwise.insight.schema.training import check_nproc

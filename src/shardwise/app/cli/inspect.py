@@ -15,13 +15,12 @@ import typer
 from typer import Argument, Option
 
 from shardwise.app.cli.options import Html, Integer, Json, Layers, read_name, read_path
-from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.base.units import brief_size, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
-from shardwise.insight.planning.presets import MODELS
+from shardwise.insight.planning.presets import MODELS, find_settings
 from shardwise.insight.schema.option import OptionError, flatten, naming, require
 
 if TYPE_CHECKING:
@@ -201,7 +200,7 @@ class Subject:
             OptionError: there is neither.
         """
         if ":" not in model:  # else a function, which is called later
-            find_settings(model, MODELS)
+            naming("--model")(find_settings)(model)
         return cls(partial(_find, model))
 
     @classmethod
@@ -218,7 +217,7 @@ class Subject:
         if record.get("recipe") == "mnist":
             build: Callable[[], Blueprint] = partial(_convnet, name)
         elif files.model_config.is_file():
-            build = partial(_build, name, find_settings(str(files.model_config), {}, "RUN"))
+            build = partial(_build, name, naming("RUN")(find_settings)(str(files.model_config), {}))
         else:
             raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
         settings = flatten(record.get("config", {}))

@@ -28,7 +28,7 @@ from shardwise.app.cli.options import (
     read_size,
     with_options,
 )
-from shardwise.app.recipes.core.begin import check_extras
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.base.errors import NotPossibleError
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError

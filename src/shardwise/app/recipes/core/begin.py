@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,9 @@ from shardwise.app.recipes.core.recipe import Inputs
 from shardwise.app.recipes.core.rundir import RunDir, check_same
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import job_id
-from shardwise.insight.planning import presets as planning
-from shardwise.insight.schema.option import OptionError, flatten, naming
+from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.sharding import PrecisionName
-from shardwise.insight.schema.training import Existing, LogName, OptimizerName, OutputConfig
+from shardwise.insight.schema.training import Existing, OptimizerName, OutputConfig
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.core.checkpointing import Checkpoints
@@ -35,9 +33,6 @@ _FIXED = {
     "algorithm": "--optimizer",
     "param_groups": "--param-group",
 }
-
-# Modules whose package has another name.
-_PACKAGES = {"PIL": "pillow", "yaml": "pyyaml"}
 
 # Where things are on a host, and what to do about a run that is there: hosts may differ in these.
 _OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"}) | {
@@ -175,58 +170,3 @@ def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
         "--model": f"settings with checksum {zlib.crc32(settings.encode()):08x}",
         "--data": f"data with fingerprint {facts['data'].get('fingerprint')}",
     }
-
-
-def find_settings(
-    model: str, presets: Mapping[str, dict[str, Any]], option: str = "--model"
-) -> dict[str, Any]:
-    """Return the settings of a preset, or of a ``config.json`` of ``transformers``.
-
-    Args:
-        model: a preset's name, the path of a config file, or of a folder that holds one.
-        presets: settings by name.
-        option: what named the model, for errors.
-
-    Raises:
-        OptionError: it is neither, or the file is no model configuration.
-    """
-    with naming(option):
-        return planning.find_settings(model, presets)
-
-
-def check_extras(names: Sequence[str], logs: Collection[LogName] = ()) -> None:
-    """Check that the packages that a recipe needs are installed.
-
-    Args:
-        names: the modules that it imports.
-        logs: where its metrics go.
-
-    Raises:
-        UserError: naming those that are not.
-    """
-    events = ["tensorboard"] if LogName.TENSORBOARD in logs else []
-    require_installed("training", [*names, *events], "train")
-    if LogName.WANDB in logs:
-        require_installed("--log wandb", ["wandb"], "wandb")
-
-
-def require_installed(purpose: str, modules: Sequence[str], extra: str) -> None:
-    """Check that optional packages are installed.
-
-    Args:
-        purpose: what needs them, for the message.
-        modules: the names that they are imported by.
-        extra: the extra of this package that installs them.
-
-    Raises:
-        UserError: naming those that are not, and how to install them.
-    """
-    missing = [
-        _PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        raise UserError(
-            f"{purpose} needs {' and '.join(missing)}, which the extra {extra!r} installs: "
-            f"pip install '.[{extra}]' in a clone of Shardwise, or pip install "
-            f"{' '.join(missing)} anywhere"
-        )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardwise.app.recipes.core.begin import check_extras, find_settings
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import check_same, check_same_model
@@ -17,7 +17,7 @@ from shardwise.app.recipes.text.data import TextData, load_text
 from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
 from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
-from shardwise.insight.planning.presets import LLAMAS, longest_sequence
+from shardwise.insight.planning.presets import LLAMAS, find_settings, longest_sequence
 from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
@@ -31,6 +31,7 @@ from shardwise.insight.schema.option import (
     Reads,
     as_json,
     model_option,
+    naming,
     option,
     require,
 )
@@ -359,7 +360,8 @@ class LmConfig(RecipeConfig):
         """
         if self.pretrained is not None:
             return find_pretrained(self.pretrained)
-        return find_settings(self.model, {name: LLAMAS[name].settings() for name in PRESETS})
+        llamas = {name: LLAMAS[name].settings() for name in PRESETS}
+        return naming("--model")(find_settings)(self.model, llamas)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from typing import Any
 
 import xxhash
 
-from shardwise.app.recipes.core.begin import require_installed
+from shardwise.app.recipes.core.installed import require_installed
 from shardwise.app.recipes.text.data import VALIDATION_SHARE, find_files
 from shardwise.base.units import counted, one_line
 from shardwise.elastic.errors import UserError

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import xxhash
 
-from shardwise.app.recipes.core.begin import find_settings
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse
-from shardwise.insight.schema.option import OptionError
+from shardwise.insight.planning.presets import find_settings
+from shardwise.insight.schema.option import OptionError, naming
 from shardwise.insight.schema.sharding import PrecisionName
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def find_pretrained(name: str) -> dict[str, Any]:
     """
     folder = Path(name)
     if not folder.exists():
-        return find_settings(str(_from_hub(name)), {}, "--from")
+        return naming("--from")(find_settings)(str(_from_hub(name)), {})
     if not folder.is_dir():
         raise OptionError("--from", f"{name}, a file", "the folder that it is in")
     missing = missing_weights(folder)
@@ -62,7 +62,7 @@ def find_pretrained(name: str) -> dict[str, Any]:
     found = folder if run is None else run.root
     if not (found / _CONFIG).is_file():
         raise OptionError("--from", f"{name} without {_CONFIG}", "the model's configuration in it")
-    return find_settings(str(found), {}, "--from")
+    return naming("--from")(find_settings)(str(found), {})
 
 
 def _run_of(folder: Path) -> RunDir | None:

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
 
-from shardwise.app.recipes.core.begin import check_extras, find_settings
+from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 from shardwise.elastic.world import World
-from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS
+from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS, find_settings
 from shardwise.insight.schema.option import (
     BY_MODEL,
     MODEL,
@@ -30,6 +30,7 @@ from shardwise.insight.schema.option import (
     Positive,
     as_json,
     model_option,
+    naming,
     option,
     require,
 )
@@ -341,7 +342,7 @@ class ImagenetConfig(ImageFolderConfig):
             OptionError: no model has this name, or a number is out of range.
         """
         require(self.image_size >= 32, "--image-size", self.image_size, "32 or more")
-        return find_settings(self.model, RESNETS)
+        return naming("--model")(find_settings)(self.model, RESNETS)
 
 
 # -- Vision Transformers ---------------------------------------------------------------------------
@@ -394,7 +395,7 @@ class VitConfig(ImageFolderConfig):
         """
         default = cls(model=model)
         preset = VIT_PRESETS.get(model, VIT_PRESETS["vit-base"])
-        size = find_settings(model, _presets()).get("image_size", 224)
+        size = naming("--model")(find_settings)(model, _presets()).get("image_size", 224)
         if not isinstance(size, int):
             size = _NOT_SQUARE
         return replace(default, image_size=size).with_train(batch_size=preset.batch_size)
@@ -405,7 +406,7 @@ class VitConfig(ImageFolderConfig):
         Raises:
             OptionError: no model has this name, or sizes do not go together.
         """
-        settings = dict(find_settings(self.model, _presets()))
+        settings = dict(naming("--model")(find_settings)(self.model, _presets()))
         kind = settings["model_type"]
         require(kind == "vit", "--model", f"{self.model} of type {kind}", "one of type vit")
         if self.image_size == _NOT_SQUARE and not isinstance(settings.get("image_size", 224), int):
