@@ -30,7 +30,7 @@ from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.state import FSDPState, state_of
-from shardwise.sharding.states import Order
+from shardwise.sharding.states import GroupOrder
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -185,7 +185,7 @@ def fully_shard(
     for group in groups:
         group.install()
     device = data_mesh.device
-    state = FSDPState(tops, groups, device, mp_policy, reshard_after_forward, Order(order))
+    state = FSDPState(tops, groups, device, mp_policy, reshard_after_forward, GroupOrder(order))
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)

@@ -23,7 +23,7 @@ from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.ledger import GradientReductionHandle
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.state import FSDPState, Root, groups_of, require_state, states_of
-from shardwise.sharding.states import GroupState, Order, Phase
+from shardwise.sharding.states import GroupOrder, GroupState, Phase
 from shardwise.transport.base import Reduce
 from shardwise.transport.custom import AllGather, ReduceScatter
 
@@ -160,6 +160,9 @@ class FSDPModule(_Sharded):
         Args:
             batches: those of this rank.
 
+        Yields:
+            The next batch, or ``None``.
+
         Raises:
             RuntimeError: this module is not the root, or all ranks run the same modules.
             PeerLostError: a peer died or stalled.
@@ -179,7 +182,7 @@ class FSDPModule(_Sharded):
         state.lazy_init()
         if not state.is_root:
             self._refuse_nested(what)
-        if state.order is not Order.OWN:
+        if state.order is not GroupOrder.OWN:
             raise MisuseError(
                 f"{what} on rank {dist.get_rank()}: expected a model that was sharded by "
                 f'fully_shard(model, order="own"), found order="same", in which all ranks run '

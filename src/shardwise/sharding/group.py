@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Container, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,6 @@ from shardwise.sharding.policy import GroupOptions, Precision
 from shardwise.sharding.states import MOVES, Freshness, GroupState, Lease, Passes, Phase
 from shardwise.sharding.stepping import Stepper
 from shardwise.transport.base import Label
-
-if TYPE_CHECKING:
-    from shardwise.sharding.own_order import OwnOrder
 
 #: The parameters that modules hold in turns, asked for twice in every use of a group.
 _SHARD = operator.attrgetter("form.parameter")
@@ -98,8 +95,10 @@ class ParamGroup:
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
-        #: What agrees with ranks that may run other groups; ``None``: all run the same.
-        self.own_order: OwnOrder | None = None
+        #: Has all ranks start the gather, which it is given, now or if none needs another group;
+        #: ``None``: all ranks run the same groups.
+        self.agree: Callable[[Callable[[], None]], None] | None = None
+        self.agree_ahead: Callable[[Callable[[], None]], None] | None = None
         #: Whether an outermost forward of the model is running.
         self.is_in_forward: Callable[[], bool] = lambda: False
 
@@ -219,8 +218,8 @@ class ParamGroup:
             MisuseError: a tied parameter was written to in two groups.
         """
         moves = self._lease is None and (self.fulls is None or self.fulls.moves)
-        if self.own_order is not None and moves:
-            self.own_order.gather(self, self._unshard)
+        if self.agree is not None and moves:
+            self.agree(self._unshard)
         else:
             self._unshard()
 
@@ -314,10 +313,10 @@ class ParamGroup:
         """Start the all-gather of a group that runs soon, if it takes any time."""
         if self.fulls is not None and not self.fulls.moves:
             return
-        if self.own_order is None or self._lease is not None:
+        if self.agree_ahead is None or self._lease is not None:
             self._unshard()
         else:
-            self.own_order.offer(self, self._unshard)
+            self.agree_ahead(self._unshard)
 
     def enter_backward(self) -> None:
         """Unshard for a backward. Only parameters that require gradients now will get them.

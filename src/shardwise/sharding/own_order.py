@@ -42,7 +42,7 @@ _BITS = 62  # groups in a number of 64 bits
 _LABEL = Label("what ranks run next")
 
 
-class Turn(enum.IntEnum):
+class Intent(enum.IntEnum):
     """What a rank is at."""
 
     PASS = 0  # it goes on at once
@@ -53,11 +53,11 @@ class Turn(enum.IntEnum):
     BATCHES = 5  # it asks whether any rank has a batch
 
 
-_WANTS = (Turn.OFFER, Turn.GATHER)
+_WANTS = (Intent.OFFER, Intent.GATHER)
 _WORDS = {
-    Turn.END_FORWARD: "is through with its forward",
-    Turn.END_BACKWARD: "is through with its backward, or has no batch",
-    Turn.BATCHES: "asks for the next batch",
+    Intent.END_FORWARD: "is through with its forward",
+    Intent.END_BACKWARD: "is through with its backward, or has no batch",
+    Intent.BATCHES: "asks for the next batch",
 }
 
 
@@ -90,18 +90,18 @@ def check_own_order(groups: Iterable[ParamGroup]) -> None:
             )
 
 
-class Announced(NamedTuple):
+class Announcement(NamedTuple):
     """What one rank announces in a round.
 
     Attributes:
-        turn: what it is at.
+        intent: what it is at.
         number: of the group that it asks for; with ``BATCHES``, whether it has a batch.
         is_backward: whether it is in a backward.
         closed: a bit for each group that gets no more gradients from it in this backward.
         holds: a bit for each group of which it has gradients that wait.
     """
 
-    turn: Turn
+    intent: Intent
     number: int
     is_backward: bool
     closed: int
@@ -137,7 +137,7 @@ class OwnOrder:
             PeerLostError: a peer died or stalled.
         """
         number = self._numbers[group]
-        while self._round(Turn.GATHER, number, start)[1] != number:
+        while self._round(Intent.GATHER, number, start)[1] != number:
             pass
 
     def offer(self, group: ParamGroup, start: Callable[[], None]) -> None:
@@ -150,7 +150,7 @@ class OwnOrder:
         Raises:
             PeerLostError: a peer died or stalled.
         """
-        self._round(Turn.OFFER, self._numbers[group], start)
+        self._round(Intent.OFFER, self._numbers[group], start)
 
     def finish(self, group: ParamGroup) -> None:
         """Note that the backward of a group is over on this rank.
@@ -163,7 +163,7 @@ class OwnOrder:
         """
         self._waiting.add(self._numbers[group])
         if not group.options.reshard_after_forward and autograd.in_backward():
-            self._round(Turn.PASS)
+            self._round(Intent.PASS)
 
     def end_forward(self) -> None:
         """Supply until no rank is in this forward any more.
@@ -172,7 +172,7 @@ class OwnOrder:
             PeerLostError: a peer died or stalled.
             RanksDivergedError: a peer is not in a step.
         """
-        self._meet(Turn.END_FORWARD, Turn.END_BACKWARD)
+        self._meet(Intent.END_FORWARD, Intent.END_BACKWARD)
 
     def end_backward(self) -> None:
         """Supply until no rank is in this backward any more. All reductions have started then.
@@ -181,7 +181,7 @@ class OwnOrder:
             PeerLostError: a peer died or stalled.
             RanksDivergedError: a peer is not in a step.
         """
-        self._meet(Turn.END_BACKWARD)
+        self._meet(Intent.END_BACKWARD)
         self.reset()
 
     def any_has(self, has_batch: bool) -> bool:
@@ -191,7 +191,7 @@ class OwnOrder:
             PeerLostError: a peer died or stalled.
             RanksDivergedError: a peer is in a step.
         """
-        return any(row.number for row in self._meet(Turn.BATCHES, number=int(has_batch)))
+        return any(row.number for row in self._meet(Intent.BATCHES, number=int(has_batch)))
 
     def reset(self) -> None:
         """Forget the backward that is over, or has raised."""
@@ -200,29 +200,29 @@ class OwnOrder:
 
     # -- rounds ----------------------------------------------------------------------------------
 
-    def _meet(self, turn: Turn, *others: Turn, number: int = 0) -> list[Announced]:
-        """Take part in rounds until all ranks are at ``turn``, or at one of ``others``."""
+    def _meet(self, intent: Intent, *others: Intent, number: int = 0) -> list[Announcement]:
+        """Take part in rounds until all ranks are at ``intent``, or at one of ``others``."""
         while True:
-            rows, _ = self._round(turn, number)
-            turns = {row.turn for row in rows}
-            if turns <= {turn, *others}:
+            rows, _ = self._round(intent, number)
+            intents = {row.intent for row in rows}
+            if intents <= {intent, *others}:
                 return rows
-            if Turn.BATCHES in turns and turns <= _WORDS.keys():
-                ranks = ", ".join(f"rank {i} {_WORDS[row.turn]}" for i, row in enumerate(rows))
+            if Intent.BATCHES in intents and intents <= _WORDS.keys():
+                ranks = ", ".join(f"rank {i} {_WORDS[row.intent]}" for i, row in enumerate(rows))
                 raise RanksDivergedError(
                     f"ranks have diverged on rank {dist.get_rank()}: {ranks}. In each step, every "
                     "rank calls forward and backward, or model.skip_step() in their place"
                 )
 
     def _round(
-        self, turn: Turn, number: int = 0, start: Callable[[], None] | None = None
-    ) -> tuple[list[Announced], int | None]:
+        self, intent: Intent, number: int = 0, start: Callable[[], None] | None = None
+    ) -> tuple[list[Announcement], int | None]:
         """Announce, gather what was chosen, and reduce what is complete.
 
         Returns:
             What all ranks announced, and the number of the group that was chosen.
         """
-        rows = self._announce(turn, number)
+        rows = self._announce(intent, number)
         chosen = _choose(rows)
         if chosen is not None:
             if start is not None and chosen == number:
@@ -240,31 +240,31 @@ class OwnOrder:
                 self._deliver(self._groups[each])
         return rows, chosen
 
-    def _announce(self, turn: Turn, number: int) -> list[Announced]:
+    def _announce(self, intent: Intent, number: int) -> list[Announcement]:
         """Exchange what ranks are at, in the order of ranks."""
-        is_backward = turn is Turn.END_BACKWARD or autograd.in_backward()
-        closed = self._closed(turn) if is_backward else 0
+        is_backward = intent is Intent.END_BACKWARD or autograd.in_backward()
+        closed = self._closed(intent) if is_backward else 0
         holds = sum(1 << each for each in self._waiting if self._groups[each].has_waiting_grads)
-        row = (turn, number, is_backward, *self._cut(closed), *self._cut(holds))
+        row = (intent, number, is_backward, *self._cut(closed), *self._cut(holds))
         sent = torch.tensor(row, dtype=torch.int64, device="cpu")
         ranks = self._transport.world_size
         found = torch.empty(ranks * len(row), dtype=torch.int64, device="cpu")
         self._transport.all_gather([sent], [found], _LABEL).wait()
         return [
-            Announced(
-                Turn(its_turn),
+            Announcement(
+                Intent(its_intent),
                 its_number,
                 bool(its_backward),
                 _joined(words[: self._words]),
                 _joined(words[self._words :]),
             )
-            for its_turn, its_number, its_backward, *words in found.view(ranks, -1).tolist()
+            for its_intent, its_number, its_backward, *words in found.view(ranks, -1).tolist()
         ]
 
-    def _closed(self, turn: Turn) -> int:
+    def _closed(self, intent: Intent) -> int:
         """The groups that get no more gradients from this rank in this backward, as bits."""
         every = (1 << len(self._groups)) - 1
-        if turn is Turn.END_BACKWARD:
+        if intent is Intent.END_BACKWARD:
             return every
         for number in list(self._open):
             if not self._groups[number].passes.has_backward_to_come():
@@ -280,10 +280,10 @@ def _joined(words: Sequence[int]) -> int:
     return sum(word << (_BITS * i) for i, word in enumerate(words))
 
 
-def _choose(rows: Sequence[Announced]) -> int | None:
+def _choose(rows: Sequence[Announcement]) -> int | None:
     """Choose the group to gather next: one that a rank needs now, if there is any."""
-    asking = [row for row in rows if row.turn in _WANTS]
-    urgent = [row for row in asking if row.turn is Turn.GATHER] or asking
+    asking = [row for row in rows if row.intent in _WANTS]
+    urgent = [row for row in asking if row.intent is Intent.GATHER] or asking
     if not urgent:
         return None
     choose = max if any(row.is_backward for row in urgent) else min

@@ -30,7 +30,7 @@ from shardwise.sharding.own_order import OwnOrder, check_own_order
 from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.states import GroupState, Order, Phase
+from shardwise.sharding.states import GroupOrder, GroupState, Phase
 from shardwise.sharding.stepping import Stepper
 
 
@@ -430,7 +430,7 @@ class FSDPState:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
-        order: Order = Order.SAME,
+        order: GroupOrder = GroupOrder.SAME,
     ) -> None:
         self.modules = modules
         self.groups = groups
@@ -514,11 +514,11 @@ class FSDPState:
             self.root.states.append(state)
         self._name_everything(top)
         groups = [group for state in self.root.states for group in state.groups]
-        if self.order is Order.OWN and groups and not groups[0].mesh.is_alone:
+        if self.order is GroupOrder.OWN and groups and not groups[0].mesh.is_alone:
             check_own_order(groups)
             self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
         for state in self.root.states:
-            if state.order is Order.OWN and self.order is not Order.OWN:
+            if state.order is GroupOrder.OWN and self.order is not GroupOrder.OWN:
                 raise MisuseError(
                     f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}: found "
                     f'order="own" inside of a {type(top).__name__} with order="same"; expected it '
@@ -532,7 +532,9 @@ class FSDPState:
                     group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
                 group.is_in_forward = state.root.is_in_forward
-                group.own_order = state.root.own_order
+                if state.root.own_order is not None:
+                    group.agree = functools.partial(state.root.own_order.gather, group)
+                    group.agree_ahead = functools.partial(state.root.own_order.offer, group)
         if self._keep_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False

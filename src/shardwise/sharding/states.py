@@ -101,7 +101,7 @@ class Phase(enum.Enum):
     DEFERRED = "deferred"
 
 
-class Order(enum.Enum):
+class GroupOrder(enum.Enum):
     """Which groups the ranks run in a step: all the same ones, or each its own."""
 
     SAME = "same"
