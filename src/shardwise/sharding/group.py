@@ -605,18 +605,22 @@ class ParamGroup:
 
     def _reduce_grads(self, completes: bool) -> Delivery | None:
         options, waiting = self.options, self._unreduced
-        if options.requires_gradient_sync and self.passes.has_backward_to_come():
+        syncs = options.requires_gradient_sync
+        # Ranks that agree reduce now, whatever this one finds. It may even use the group again.
+        is_agreed = syncs and self.agree is not None
+        if syncs and not is_agreed and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
             self.phase = Phase.DEFERRED
             if options.reshard_after_backward:
                 self.reshard()
             return None
         grads = []
-        if options.requires_gradient_sync:
+        if syncs:
             grads = waiting.take(options, self.mesh, self.label.name)
         else:
             waiting.keep(self.label.name)
-        self.leave_backward()
+        if not is_agreed:
+            self.leave_backward()
         if not grads:
             return None
         label = self._label_of([grad.param for grad in grads])

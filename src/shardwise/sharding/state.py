@@ -215,8 +215,10 @@ class Root:
         """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
         group.phase = Phase.REDUCED
         group.end(Activity.BACKWARD)
-        if self.own_order is None or not group.options.requires_gradient_sync:
+        if self.own_order is None:
             self.ledger.start(group)
+        elif not group.options.requires_gradient_sync:
+            group.reduce_grads()  # keeps them; what is in flight moves on with all ranks only
         else:
             group.leave_backward()
             self.own_order.finish(group)
@@ -231,7 +233,8 @@ class Root:
         if self.own_order is not None and not torch.is_grad_enabled():
             self.own_order.end_forward()
         else:
-            self._forget_failed_backward()
+            # After a backward that raised, what it has computed stays, as without sharding. Other
+            # ranks complete what it had started.
             self.end_backward()
 
     def end_backward(self) -> None:
@@ -304,6 +307,8 @@ class Root:
                         group.phase = Phase.IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
+            if self.own_order is not None:
+                self.own_order.end_backward()
         handle = self.ledger.begin_step()
         handle.progress = StepProgress.FINALIZED
         return handle
@@ -329,6 +334,9 @@ class Root:
         return (group for state in self.states for group in state.groups)
 
     def _deliver_or_reset(self) -> None:
+        if self.own_order is not None:
+            with self._or_reset():
+                self.own_order.end_backward()
         if self.ledger.is_manual:
             for group in self._groups():
                 if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
