@@ -87,10 +87,14 @@ class _End:
     """The callback that ends a backward of a root."""
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        self.root = root
 
     def __call__(self) -> None:
-        self._root.end_backward()
+        self.root.end_backward()
+
+
+#: For each running backward, the end of the root that it came to first.
+_FIRST_ENDS: weakref.WeakValueDictionary[int | None, _End] = weakref.WeakValueDictionary()
 
 
 class Root:
@@ -193,12 +197,25 @@ class Root:
                 group.reshard_if_stale()
 
     def queue_end_of_backward(self) -> None:
-        """Make autograd call :meth:`end_backward` when the running backward is over."""
+        """Make autograd call :meth:`end_backward` when the running backward is over.
+
+        Raises:
+            NotImplementedError: it came through another model, whose ranks have their own order.
+            StepInterruptedError: an exception has interrupted a step in backward.
+        """
         self._forget_failed_backward()
         if self._end is None:
             for stepper in self._steppers():
                 stepper.check()
             end = _End(self)
+            first = _FIRST_ENDS.setdefault(autograd.backward_id(), end).root
+            if first is not self and first.own_order is not None:
+                raise NotImplementedError(
+                    f"backward on rank {dist.get_rank()}: found another sharded model after one "
+                    'with order="own". Ranks that are through with that would run this one, while '
+                    "others wait for them. Put both into one module, and apply "
+                    'fully_shard(..., order="own") to it'
+                )
             self._end = weakref.ref(end)
             autograd.queue_after_backward(end)
             self.ledger.begin_step()
