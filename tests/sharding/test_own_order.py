@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -358,6 +358,196 @@ def test_what_is_sent_encoded_keeps_what_it_lost_for_the_next_step() -> None:
     found = run("c10d", train, 2, Way(), routes, {"wire": wire, "transport": "c10d"})[0]
     for name, value in expected(Way(), routes, 2).items():
         torch.testing.assert_close(found[name], value, rtol=0.1, atol=0.02)
+
+
+# -- programs of other shapes --------------------------------------------------------------------
+
+
+class Broken(torch.autograd.Function):
+    """The identity, whose backward raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("broken")
+
+
+class Free(Routed):
+    """A model that runs what a program says."""
+
+    def forward(self, x: torch.Tensor, run: Any) -> torch.Tensor:
+        found: torch.Tensor = run(self, self.first(x))
+        return found
+
+
+#: What one rank does with a model, in some steps.
+Program = Callable[[Any, int], None]
+
+
+def compare(program: Program, replicas: int = 1, keeps: bool = False) -> None:
+    """Compare the gradients of a program with those of one process that runs it for all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    model: Any = Free()
+    wanted: dict[str, torch.Tensor] = {}
+    for each in range(world_size):
+        plain: Any = copy.deepcopy(model)
+        for name in SETTINGS:
+            setattr(plain, name, lambda *_: None)
+        program(plain, each)
+        for name, param in plain.named_parameters():
+            if param.grad is not None:
+                wanted[name] = wanted.get(name, torch.zeros(())) + param.grad / world_size
+    shard(model, Way(replicas=replicas, keeps=keeps), world_size)
+    program(model, rank)
+    found = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, wanted)
+
+
+#: Methods that a model without shards has no need of.
+SETTINGS = (
+    "skip_step",
+    "set_is_last_backward",
+    "set_requires_gradient_sync",
+    "set_manual_backward_finalization",
+    "finalize_backward",
+)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@on_threads(2)
+def test_a_group_runs_with_inputs_that_need_gradients_and_without(
+    rank: int, world_size: int, keeps: bool
+) -> None:
+    x = batch(0, 0, 1)
+
+    def program(model: Any, rank: int) -> None:
+        run = [lambda m, h: m.experts[1](h) + m.experts[1](x), lambda m, h: m.experts[1](h)]
+        model(x, run[rank]).sum().backward()
+
+    compare(program, keeps=keeps)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@on_threads(2)
+def test_one_rank_recomputes_in_backwards_inside_of_its_own(
+    rank: int, world_size: int, keeps: bool
+) -> None:
+    def recomputed(model: Any, h: torch.Tensor) -> torch.Tensor:
+        h = model.experts[0](h)
+        for number in (1, 2, 1):
+            h = checkpoint(model.experts[number], h, use_reentrant=True)  # type: ignore[assignment]
+        found: torch.Tensor = model.experts[0](h)
+        return found
+
+    def program(model: Any, rank: int) -> None:
+        run = [recomputed, lambda m, h: m.experts[0](m.experts[1](h))]
+        model(batch(0, 0, rank), run[rank]).sum().backward()
+
+    compare(program, keeps=keeps)
+
+
+@on_threads(2)
+def test_a_module_runs_in_a_hook_of_backward_on_one_rank(rank: int, world_size: int) -> None:
+    x = batch(0, 0, 1)
+
+    def hooked(model: Any, h: torch.Tensor) -> torch.Tensor:
+        def hook(grad: torch.Tensor) -> None:
+            with torch.enable_grad():
+                model.experts[2](x).sum().backward()
+
+        h = model.experts[1](h)
+        h.register_hook(hook)
+        found: torch.Tensor = model.experts[0](h)
+        return found
+
+    def program(model: Any, rank: int) -> None:
+        run = [hooked, lambda m, h: m.experts[1](m.experts[2](m.experts[3](h)))]
+        model(x, run[rank]).sum().backward()
+
+    compare(program, keeps=True)
+
+
+@pytest.mark.parametrize("where", range(3))
+@on_threads(2)
+def test_what_a_backward_that_raises_has_computed_counts(
+    rank: int, world_size: int, where: int
+) -> None:
+    def broken(model: Any, h: torch.Tensor) -> torch.Tensor:
+        for number in range(3):
+            h = model.experts[number](Broken.apply(h) if number == where else h)  # type: ignore[no-untyped-call]
+        return h
+
+    def program(model: Any, rank: int) -> None:
+        run = [broken, lambda m, h: m.experts[0](m.experts[1](m.experts[3](h)))]
+        try:
+            model(batch(0, 0, rank), run[rank]).sum().backward()
+        except ArithmeticError:
+            model.skip_step()
+
+    compare(program)
+
+
+@on_threads(4)
+def test_replicas_accumulate_beside_reductions_in_flight(rank: int, world_size: int) -> None:
+    routes = [[(0, 1), (2,), (), (3,)], [(), (1, 2), (0, 0), (1,)], [(3, 2, 1), (0,), (1,), ()]]
+
+    def program(model: Any, rank: int) -> None:
+        for micro, (is_last, syncs) in enumerate([(False, True), (False, False), (True, True)]):
+            model.set_is_last_backward(is_last)
+            model.set_requires_gradient_sync(syncs)
+
+            def run(model: Any, h: torch.Tensor, micro: int = micro) -> torch.Tensor:
+                for number in routes[micro][rank]:
+                    h = model.experts[number](h)
+                return h
+
+            if routes[micro][rank]:
+                model(batch(0, micro, rank), run).sum().backward()
+            else:
+                model.skip_step()
+
+    compare(program, replicas=2)
+
+
+@on_threads(2)
+def test_steps_may_be_finalized_by_hand(rank: int, world_size: int) -> None:
+    def program(model: Any, rank: int) -> None:
+        model.set_manual_backward_finalization(True)
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            run = [lambda m, h: m.experts[0](h), lambda m, h: m.experts[1](m.experts[2](h))]
+            model(batch(0, micro, rank), run[rank]).sum().backward()
+        model.finalize_backward()
+
+    compare(program)
+
+
+@on_threads(2)
+def test_one_of_several_modules_runs_by_itself(rank: int, world_size: int) -> None:
+    model: Any = model_of(Way())
+    fully_shard([model.experts[0], model.experts[1]])
+    fully_shard(model, order="own")
+    x = model(batch(0, 0, rank), (2,)).detach()
+    model.skip_step()
+    model.experts[rank](x).sum().backward()
+    assert [expert.weight.grad is not None for expert in model.experts] == [
+        True,
+        True,
+        False,
+        False,
+    ]
+
+
+@on_threads(2)
+def test_two_models_in_one_backward_are_refused(rank: int, world_size: int) -> None:
+    first, second = sharded(), sharded()
+    x = first(batch(0, 0, rank), (rank,))
+    with pytest.raises(NotImplementedError, match="found another sharded model after one with"):
+        second(x, (1, 2)).sum().backward()
 
 
 # -- the order of turns --------------------------------------------------------------------------
