@@ -311,6 +311,20 @@ def test_evaluations_may_have_batches_on_one_rank_only(rank: int, world_size: in
 
 
 @on_threads(2)
+def test_what_was_supplied_in_inference_mode_can_be_supplied_outside(
+    rank: int, world_size: int
+) -> None:
+    model = sharded()
+    for _ in range(2):
+        with torch.inference_mode():
+            if rank == 0:
+                model.skip_step()
+            else:
+                model(batch(0, 0, rank), (1,))
+        model(batch(0, 0, rank), (rank,)).sum().backward()
+
+
+@on_threads(2)
 def test_a_rank_may_leave_a_forward_without_a_backward(rank: int, world_size: int) -> None:
     model = sharded()
     loss = model(batch(0, 0, rank), (rank,)).sum()

@@ -399,8 +399,8 @@ class FullParams:
         """
         if not self._gathered:
             return
-        spare = self._make_spare()
         with autograd.no_grad():
+            spare = self._make_spare()
             for each in spare:
                 each.allocate()
             shards = [param.local.view(-1) for param in self._gathered]
