@@ -134,7 +134,12 @@ class DilocoWorker:
                 outer_warmup=settings.outer_warmup,
             )
             self._diloco, _ = replicas_of(
-                self._model, self._optimizer, place.mesh, exchange, length
+                self._model,
+                self._optimizer,
+                place.mesh,
+                None,
+                replace(train, diloco=exchange),
+                length,
             )
             self._optimizer = self._diloco
 

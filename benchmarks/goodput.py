@@ -46,7 +46,7 @@ from _report import Table
 from _worlds import World
 from diloco import summed_loss
 from shardwise import checkpoint, fully_shard
-from shardwise.app.recipes.core.build import make_adamw
+from shardwise.app.recipes.core.build import make_optimizer
 from shardwise.app.recipes.core.model import build, initialize
 from shardwise.app.recipes.text.data import SEPARATOR, VOCAB_SIZE, load_text
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -188,7 +188,7 @@ class Judge:
         if not replicas:
             checkpoint.load(path, self._model)
             return self._evaluated()
-        inner = make_adamw(self._model, OptimizerConfig(lr=0.0))
+        inner = make_optimizer(self._model, OptimizerConfig(lr=0.0))
         diloco = DiLoCo(self._model, inner, every=1, group=None)
         checkpoint.load(path, self._model, diloco)
         with diloco.outer_parameters():

@@ -11,6 +11,8 @@ from shardwise.elastic.rank import importing
 with importing():
     import pytest
     import torch._dynamo  # the first optimizer of a process imports it, for half a second
+    import torch._dynamo.backends.debugging
+    import torch._inductor.pattern_matcher  # and the first compiled block this, for more than one
     import torch.distributed.checkpoint.state_dict
     import torch.distributed.fsdp
     import torch.distributed.tensor
@@ -28,11 +30,10 @@ with importing():
 
         import shardwise.app.cli.main
         import shardwise.app.cli.train
-        import shardwise.app.recipes.imagenet
+        import shardwise.app.recipes.images
         import shardwise.app.recipes.lm
         import shardwise.app.recipes.mnist
         import shardwise.app.recipes.text.adapters  # peft, which takes most of a second
-        import shardwise.app.recipes.vit
         import tests.recipes.digits
         import tests.recipes.running
         import tests.recipes.small

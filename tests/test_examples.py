@@ -13,12 +13,14 @@ import sys
 import threading
 import time
 import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 
+import shardwise
 from shardwise import MixedPrecisionPolicy, fully_shard
 from tests.corpus.models import MODELS, make_batch, make_model
 from tests.harness import run_ranks
@@ -28,21 +30,25 @@ from tests.worlds import on_processes
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
-def _example(rank: int, world_size: int, name: str, arguments: list[str], cwd: Path) -> str:
-    """Run an example as the process that it finds itself in; return what it prints."""
+def _example(name: str, arguments: Sequence[str], cwd: Path) -> None:
+    """Run an example as a rank."""
     os.chdir(cwd)
     sys.argv = [name, *arguments]
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about gloo and its own state dicts
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return printed.getvalue()
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let nobody be warned, as torch does about gloo and its own state dicts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _run(name: str, *arguments: str, cwd: Path, ranks: int = 2) -> str:
-    """Run an example on ranks that have what torchrun gives them; return what the first prints."""
-    printed = run_ranks(_example, ranks, name, list(arguments), cwd, backend=None)
-    return printed[0]
+    """Run an example on simulated ranks; return what the first prints."""
+    with _quiet(), mock.patch.object(sys, "argv", []):
+        return shardwise.simulate(_example, ranks, name, arguments, cwd)[0].output
 
 
 def _losses(output: str) -> list[float]:
@@ -201,6 +207,14 @@ def test_the_training_function_for_ray_runs_under_torchrun_and_goes_on(tmp_path:
     assert losses == pytest.approx(_losses(whole), abs=2e-3)
 
 
+def _elastic(rank: int, world_size: int, arguments: Sequence[str], cwd: Path) -> str:
+    """Run the example that handles signals, which only processes can; return what it prints."""
+    printed = io.StringIO()
+    with _quiet(), contextlib.redirect_stdout(printed):
+        _example("elastic.py", arguments, cwd)
+    return printed.getvalue()
+
+
 def _stopped(rank: int, world_size: int, cwd: Path) -> str:
     """Run the elastic example, and ask one of its ranks to stop once it has saved something."""
 
@@ -212,8 +226,8 @@ def _stopped(rank: int, world_size: int, cwd: Path) -> str:
     if rank == 1:
         threading.Thread(target=ask, daemon=True).start()
     errors = io.StringIO()
-    with contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
-        _example(rank, world_size, "elastic.py", ["--steps", "100000"], cwd)
+    with _quiet(), contextlib.redirect_stderr(errors), pytest.raises(SystemExit) as ended:
+        _example("elastic.py", ["--steps", "100000"], cwd)
     assert ended.value.code == 128 + signal.SIGTERM
     return errors.getvalue()
 
@@ -227,8 +241,8 @@ def test_the_elastic_example_saves_when_asked_and_continues_without_a_step_lost(
     steps = int(found[1])
     more = ["--steps", str(steps + 20), "--every", str(steps + 20)]
 
-    then = _run("elastic.py", *more, cwd=tmp_path)
-    whole = _run("elastic.py", *more, "--out", "whole", cwd=tmp_path, ranks=1)
+    then, _ = run_ranks(_elastic, 2, more, tmp_path, backend=None)
+    [whole] = run_ranks(_elastic, 1, [*more, "--out", "whole"], tmp_path, backend=None)
 
     assert then.startswith(f"2 ranks, starting after step {steps}\n")
     assert _losses(then) == pytest.approx(_losses(whole), abs=2e-3)

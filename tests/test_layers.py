@@ -81,7 +81,7 @@ INNER_LAYERS = {
     "app/recipes": [
         ["core"],
         ["text", "vision"],
-        ["lm", "mnist", "imagenet", "vit"],
+        ["images", "lm", "mnist"],
         ["rank"],
         ["__init__"],
     ],

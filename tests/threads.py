@@ -23,15 +23,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from shardwise.base.errors import PeerLostError
-from shardwise.insight.simulated.schedules import InOrder, Schedule
+from shardwise.insight.simulated.schedules import Schedule
 from shardwise.insight.simulated.world import SimulatedWorld
 from shardwise.transport import select
-from shardwise.transport.peers import Peers
 from tests.transport.fake import FakeTransport
 
-#: Worlds whose threads wait for the next test, by size.
-_kept: dict[int, SimulatedWorld] = {}
 #: The hosts of the ranks, by rank; empty: all are on one.
 _hosts: list[str] = []
 
@@ -66,40 +62,25 @@ def run_threads(
         What ``fn`` returned, by rank.
 
     Raises:
-        Exception: what a rank raised; if several did, one that did not only miss another rank.
+        Exception: what a rank raised first.
     """
-    world = SimulatedWorld(world_size, _hosts) if _hosts else _kept.pop(world_size, None)
-    world = world or SimulatedWorld(world_size)
+    world = SimulatedWorld(world_size, _hosts)
 
     def be(rank: int) -> Any:
         torch.manual_seed(0)
         return fn(rank, world_size, *args, **kwargs)
 
-    chosen = {name: _choice(name, world) for name in select._CHOICES}
-    with patch.dict(select._CHOICES, chosen):
-        outcomes = world.run(be, schedule or InOrder())
-    errors = [each.error for each in outcomes if each.error is not None]
-    if errors or _hosts:
+    fakes = {name: _choice(name) for name in select._CHOICES}
+    try:
+        with patch.dict(select._CHOICES, fakes):
+            return world.run(be, schedule or Schedule())
+    finally:
         world.end()
-    else:
-        world.renew()
-        _kept[world_size] = world
-    for error in sorted(errors, key=lambda each: isinstance(each, PeerLostError)):
-        raise error
-    return [each.value for each in outcomes]
 
 
-def _choice(
-    name: str, world: SimulatedWorld
-) -> Callable[[dist.ProcessGroup, torch.device], FakeTransport]:
+def _choice(name: str) -> Callable[[dist.ProcessGroup, torch.device], FakeTransport]:
     """Return what creates the fake that stands for the transport called ``name``."""
-
-    def choose(group: dist.ProcessGroup, device: torch.device) -> FakeTransport:
-        peers = Peers(group)
-        channel = world.channel(f"{group.group_name}/{name}", peers.members)
-        return FakeTransport(peers, channel, overlaps=name in ("c10d", "collectives"))
-
-    return choose
+    return lambda group, device: FakeTransport(group, name)
 
 
 def run_transports(fn: Callable[[Any], Any], world_size: int) -> list[Any]:

@@ -19,7 +19,7 @@ STEPS = f"{ROUNDS} --steps 1 --warmup 1 --tokens 16"
 CASES = {
     "step_time": f"--params tiny {STEPS} --contenders ours,fsdp2,ddp,floor,copies",
     "strategies": f"--gbit 0.1 --params tiny {STEPS} --local-steps 5 "
-    "--contenders hybrid,full-int8,diloco-int8,fsdp2-hybrid,floor",
+    "--contenders hybrid,full-int8,diloco-int8,fsdp2-hybrid",
     "memory": "--params tiny --contenders ours,fsdp2,ours-in-backward --tokens 16",
     "overhead": f"--ranks 2 --groups 3 --build 4 --steps 2 {ROUNDS}",
     "checkpoint": f"--params tiny --cold {ROUNDS}",
@@ -33,13 +33,10 @@ CASES = {
 ROWS = {
     "step_time": [["shardwise", "torch FSDP2", "torch DDP", "compute only", "compute and copies"]],
     "strategies": [
-        [
-            *("HYBRID_SHARD", "FULL_SHARD, int8, kept", "DiLoCo, int8", "torch FSDP2, hybrid"),
-            "compute only",
-        ]
+        ["HYBRID_SHARD", "FULL_SHARD, int8, kept", "DiLoCo, int8", "torch FSDP2, hybrid"]
     ],
     "memory": [["formula", "shardwise", "torch FSDP2", "shardwise, in backward"]],
-    "overhead": [["shardwise", "torch FSDP2"], ["shardwise", "torch FSDP2"]],
+    "overhead": [["shardwise", "torch FSDP2"]] * 3,
     "checkpoint": [
         [f"{name}, {what}" for what in ("save", "load") for name in ("shardwise", "torch DCP")]
     ],

@@ -16,7 +16,6 @@ from shardwise.app.cli import main, run, train
 from shardwise.app.cli.config_file import read_options
 from shardwise.app.cli.options import Options
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes import rank
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.errors import UserError
@@ -24,6 +23,7 @@ from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import ScheduleName
+from tests.recipes.small import RECIPES
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_an_edited_file_does_not_change_a_run_that_restarts(
             rank.main()
         return 0
 
-    monkeypatch.setattr(run, "run_here", launch)
+    monkeypatch.setattr(run, "run_job", launch)
     world = World(0, 1, 0, 1)
     monkeypatch.setattr(rank, "find_world", lambda: world)
     monkeypatch.setattr(TrainingJob, "run", lambda job, *_: trained.append(job.config.train))

@@ -22,14 +22,14 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The folders that ranks would have trained into, in place of starting them."""
     folders: list[Path] = []
 
-    def run_here(command: Callable[[int], list[str]], *_: object) -> int:
+    def run_job(command: Callable[[int], list[str]], *_: object) -> int:
         job, words = received(Path(command(0)[-1]))
         out = job.config.train.output.out
         folders.append(out)
         assert ("--out" in words) == (out != Path("runs/lm")), "shown as what goes on with it"
         return 0
 
-    monkeypatch.setattr(cli_run, "run_here", run_here)
+    monkeypatch.setattr(cli_run, "run_job", run_job)
     return folders
 
 

@@ -14,8 +14,8 @@ import typer
 
 from shardwise.app.cli import main
 from shardwise.app.cli.options import Options, with_options
-from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import GROUP, Config, Group, OptionError, Reads, option
+from tests.recipes.small import RECIPES
 
 
 class Shape(enum.Enum):

@@ -18,8 +18,8 @@ from shardwise.app.cli.main import app
 from shardwise.app.cli.options import Options
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
-from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import Bounds, OptionError
+from tests.recipes.small import RECIPES
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -48,7 +48,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]) 
     def started(*_: object) -> None:
         raise AssertionError("something was started")
 
-    monkeypatch.setattr(cli_run, "run_here", started)
+    monkeypatch.setattr(cli_run, "run_job", started)
     monkeypatch.setattr(sys, "argv", ["shardwise", *words])
     with pytest.raises(SystemExit) as ended:
         app()

@@ -171,7 +171,7 @@ def test_ranks_are_asked_for_the_same_in_every_attempt(
         asked.extend(job.config for job, _ in jobs)
         return 0
 
-    monkeypatch.setattr(cli_run, "run_here", launch)
+    monkeypatch.setattr(cli_run, "run_job", launch)
     options = ("--device", "cpu", "--max-restarts", "1", *option)
     assert call(monkeypatch, "train", "lm", *options) == 0
     assert asked[0].train.output.existing.value == (option or ("--refuse",))[0][2:]
@@ -186,7 +186,7 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
             locked(RunDir(Path("runs/lm"))).__enter__()
         return 7
 
-    monkeypatch.setattr(cli_run, "run_here", launch)
+    monkeypatch.setattr(cli_run, "run_job", launch)
     assert call(monkeypatch, "train", "lm", "--device", "cpu") == 7
     with locked(RunDir(Path("runs/lm"))):
         pass  # it has let go
@@ -292,11 +292,11 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
 ) -> None:
     jobs: list[tuple[Nodes, Terms]] = []
 
-    def start(command: object, nproc: int, nodes: Nodes, restarts: int, terms: Terms) -> int:
+    def start(command: object, nproc: int, restarts: int, nodes: Nodes, terms: Terms) -> int:
         jobs.append((nodes, terms))
         return 0
 
-    monkeypatch.setattr(cli_run, "run_over_hosts", start)
+    monkeypatch.setattr(cli_run, "run_job", start)
     hosts = "--lr 0.25 --nnodes 1:4 --rdzv a:1 --node-rank"
     for rank in ("0", "3"):
         assert call(monkeypatch, "train", *arguments.split(), *hosts.split(), rank) == 0

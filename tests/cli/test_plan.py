@@ -143,7 +143,7 @@ def test_a_full_disk_is_one_line(monkeypatch: Patch, capsys: Capture) -> None:
 def _train(monkeypatch: Patch, folder: Path, launch: Callable[..., int]) -> int:
     """Train a small model, with ``--plan``, in a folder."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli_run, "run_here", launch)
+    monkeypatch.setattr(cli_run, "run_job", launch)
     model = write_model(folder, num_hidden_layers=1).name
     words = f"shardwise train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
     monkeypatch.setattr(sys, "argv", [*words.split(), "--batch-size", "1"])

@@ -66,7 +66,7 @@ def here(monkeypatch: pytest.MonkeyPatch, no_world: Path) -> Path:
     def started(*arguments: object, **options: object) -> int:
         raise AssertionError("processes were started")
 
-    monkeypatch.setattr(cli_run, "run_here", started)
+    monkeypatch.setattr(cli_run, "run_job", started)
     Path("words.txt").write_text("shard gather reduce " * 2000)
     save_file({"a": torch.ones(3)}, "good.safetensors")
     return no_world

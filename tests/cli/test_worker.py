@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.app.cli.worker import train
 from shardwise.app.recipes.core import loop
 from shardwise.base.errors import PeerLostError
-from shardwise.elastic import worker
+from shardwise.elastic import rank as ranks_life
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import WORKER_JOB, World
@@ -116,14 +116,14 @@ def test_a_worker_needs_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_lost_a_peer_raises_after_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    monkeypatch.setattr(worker.time, "sleep", slept.append)
+    monkeypatch.setattr(ranks_life.time, "sleep", slept.append)
 
     def fail(error: BaseException) -> None:
         def body(world: World, signals: StopSignals) -> None:
             raise error
 
         with pytest.raises(type(error)):
-            worker.run_worker(World(0, 2, 0, 2), body)
+            ranks_life.run_worker(World(0, 2, 0, 2), body)
 
     fail(ValueError("a cause of its own"))
     assert not slept

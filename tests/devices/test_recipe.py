@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.training import train
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.elastic.rank import StopSignals
@@ -16,7 +15,7 @@ from shardwise.insight.schema.training import AUTO, Existing
 from tests.devices.device import NAME, figures, register
 from tests.devices.process_group import register_backend
 from tests.harness import run_ranks
-from tests.recipes.small import losses, small_config
+from tests.recipes.small import RECIPES, losses, small_config
 
 
 def _config(folder: Path, device: str, existing: Existing, **changes: object) -> LmConfig:

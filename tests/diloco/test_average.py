@@ -11,7 +11,7 @@ import torch.distributed as dist
 from shardwise.diloco import WireFormat
 from shardwise.diloco.average import Average
 from shardwise.transport.all_to_all import AllToAll
-from tests.harness import run_ranks
+from tests.threads import run_threads
 
 RANKS, NUMEL, ROUNDS = 3, 12000, 20
 SECTIONS = (1, 1023, NUMEL - 1024)
@@ -52,7 +52,7 @@ def _play(rank: int, world_size: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> list[dict[str, Any]]:
-    return run_ranks(_play, RANKS)
+    return run_threads(_play, RANKS)
 
 
 @pytest.mark.parametrize("wire", FORMATS, ids=lambda wire: wire.value)

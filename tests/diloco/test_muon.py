@@ -12,7 +12,7 @@ from shardwise import checkpoint
 from shardwise.diloco import OuterSGD, WireFormat
 from tests.diloco.reference import muon_of, plain
 from tests.diloco.replicas import Replica, assert_values, equal_everywhere, two_replicas
-from tests.harness import run_ranks
+from tests.threads import run_threads
 
 STEPS, EVERY = 8, 3
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -46,7 +46,7 @@ def _train(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The results of two replicas of two shards each."""
-    return run_ranks(_train, 4, tmp_path_factory.mktemp("muon"))
+    return run_threads(_train, 4, tmp_path_factory.mktemp("muon"))
 
 
 def test_it_is_what_one_process_computes_replica_by_replica(found: Any) -> None:

@@ -59,7 +59,7 @@ class Replica:
     @property
     def membership(self) -> ReplicaSession:
         assert self.optimizer._rounds is not None
-        return self.optimizer._rounds._quorum
+        return self.optimizer._rounds.quorum
 
     @property
     def value(self) -> float:
@@ -388,7 +388,7 @@ def _lose_one_rank(rank: int, world_size: int) -> str:
     quorum = Quorum(server=f"127.0.0.1:{told[0]}", replica=0, timeout=1.0)
     optimizer = DiLoCo(model, inner, every=1, group=quorum)
     assert optimizer._rounds is not None
-    membership = optimizer._rounds._quorum
+    membership = optimizer._rounds.quorum
 
     def refuse() -> None:
         raise ConnectionError("cut off")

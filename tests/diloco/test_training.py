@@ -18,7 +18,7 @@ from tests.diloco.replicas import (
     equal_everywhere,
     two_replicas,
 )
-from tests.harness import run_ranks
+from tests.threads import run_threads
 
 AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
 WARMING = OuterSGD(warmup=3)
@@ -79,7 +79,7 @@ def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
     """The results of both worlds, by the number of shards of a replica."""
     folder = tmp_path_factory.mktemp("diloco")
-    return {shards: run_ranks(_train_all, 2 * shards, folder) for shards in (2, 1)}
+    return {shards: run_threads(_train_all, 2 * shards, folder) for shards in (2, 1)}
 
 
 @pytest.mark.parametrize("shards", [1, 2])

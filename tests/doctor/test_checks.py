@@ -28,12 +28,12 @@ from shardwise.app.doctor.checks import (
     shortened,
 )
 from shardwise.app.doctor.facts import Facts
-from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
+from shardwise.app.doctor.probe import PairLink, Probe
 
 H100 = ("NVIDIA H100 80GB HBM3", 79 * 2**30)
 A100 = ("NVIDIA A100-SXM4-40GB", 0)
 VERSIONS = {"driver": "580.95.05", "CUDA": "13.0", "NCCL": "2.27.5"}
-GPUS = Accelerators("cuda", [H100] * 4, VERSIONS)
+GPUS = Probe("", PairLink(gbit=80.0, ms=0.01), "cuda", [H100] * 4, VERSIONS)
 HOST = Facts(
     rank=0,
     nnodes=2,
@@ -44,12 +44,12 @@ HOST = Facts(
     address="10.0.0.1",
     towards="eth0",
     resolved="10.0.0.1",
-    probe=Probe("", GPUS, PairLink(gbit=80.0, ms=0.01)),
+    probe=GPUS,
     files=4096,
     temporary_free=2**30,
     shm_free=2**30,
 )
-MUTE = Probe("", GPUS, PairLink("no room"))
+MUTE = replace(GPUS, memory=PairLink("no room"))
 OTHER = replace(
     HOST,
     rank=1,
@@ -147,7 +147,7 @@ def test_a_host_on_which_no_rank_starts() -> None:
 
 def having(**changes: Any) -> list[Facts]:
     """Both hosts, the second with other accelerators."""
-    return [HOST, replace(OTHER, probe=Probe(accelerators=replace(GPUS, **changes)))]
+    return [HOST, replace(OTHER, probe=replace(GPUS, **changes))]
 
 
 def test_accelerators_are_named_with_their_software() -> None:
@@ -202,7 +202,7 @@ def test_software_that_one_host_lacks() -> None:
 
 
 def test_a_driver_without_a_device_is_explained() -> None:
-    lost = replace(HOST, probe=Probe(accelerators=Accelerators(problem="The driver is too old.")))
+    lost = replace(HOST, probe=Probe(problem="The driver is too old."))
     problem, named = check_devices([lost])
     text = found([problem], Level.WARN)
     assert text.startswith("host 0 (a): torch finds no accelerator: The driver is too old.: ")
@@ -282,7 +282,7 @@ def test_backends_choose_interfaces_as_they_document_it() -> None:
     [
         ({"files": 100}, Level.FAIL, "host 0 (a): 100 open files per process, a rank may need "),
         (
-            {"probe": Probe("", GPUS, PairLink("no room"))},
+            {"probe": replace(GPUS, memory=PairLink("no room"))},
             Level.WARN,
             "host 0 (a): shared memory: no room",
         ),

@@ -85,11 +85,9 @@ def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
         app()
     [found] = measured
     assert found.error == ""
-    assert found.accelerators.kind == (
-        "" if devices.accelerator() is None else devices.default_type()
-    )
-    assert len(found.accelerators.models) == devices.count()
-    assert found.accelerators.versions == devices.versions()
+    assert found.kind == ("" if devices.accelerator() is None else devices.default_type())
+    assert len(found.models) == devices.count()
+    assert found.versions == devices.versions()
     if libc.has_futex():
         assert found.memory.error == ""
         assert found.memory.gbit > 0

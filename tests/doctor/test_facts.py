@@ -16,12 +16,11 @@ import pytest
 
 from shardwise.app.doctor import facts
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
+from shardwise.app.doctor.probe import PairLink, Probe
 from shardwise.elastic.hosts import Nodes
 
 ALONE = Nodes(1, 0, "127.0.0.1", 0)
-CARD = Accelerators("xpu", [("a card", 2**30)], {"driver": "1"})
-PROBE = Probe("", CARD, PairLink(gbit=1.0, ms=1.0))
+PROBE = Probe("", PairLink(gbit=1.0, ms=1.0), "xpu", [("a card", 2**30)], {"driver": "1"})
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +51,7 @@ def test_a_host_knows_itself_and_what_it_was_given(monkeypatch: pytest.MonkeyPat
     assert found.label == "host 3 (host-b)"
     assert (found.files, found.shm_free) == (1234, 40960)
     assert (found.temporary, found.temporary_free) == ("", 81920)
-    assert found.probe.accelerators.models == [("a card", 2**30)]
+    assert found.probe.models == [("a card", 2**30)]
     assert found.settings == {"NCCL_SOCKET_IFNAME": "eth7"}
     assert (found.address, found.towards) == ("127.0.0.1", "lo")
     assert found.versions.keys() == {"python", "torch", "shardwise"}

@@ -31,7 +31,7 @@ from shardwise.app.doctor.checks import (
 )
 from shardwise.app.doctor.diagnose import HostGroup, RendezvousError, check_backend, diagnose
 from shardwise.app.doctor.facts import Facts, collect_facts, received
-from shardwise.app.doctor.probe import Accelerators, PairLink, Probe
+from shardwise.app.doctor.probe import PairLink, Probe
 from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
@@ -155,9 +155,7 @@ def test_a_diagnosis_shows_nothing_raw_and_connects_to_nobody_who_was_named(fact
         settings={"GLOO_SOCKET_IFNAME": ESCAPES},
         localhost=ESCAPES,
         probe=Probe(
-            "",
-            Accelerators(ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES),
-            PairLink(ESCAPES * 50),
+            "", PairLink(ESCAPES * 50), ESCAPES, [(ESCAPES, 1)], {ESCAPES: ESCAPES}, ESCAPES
         ),
     )
     nodes, said = host_0(), list[Finding]()
@@ -445,22 +443,19 @@ PROBE = asdict(Probe())
         {"nproc": 0},
         {"nproc": 1.5},
         {"name": 3},
-        {"name": ESCAPES},
         {"versions": []},
         {"versions": {"python": 3}},
         {"versions": {"numpy": "2"}},
         {"interfaces": {"lo": "127.0.0.1"}},
         {"interfaces": {"lo": [1]}},
-        {"interfaces": {ESCAPES: []}},
         {"towards": 1},
         {"settings": {"LD_PRELOAD": "x"}},
         {"files": None},
         {"localhost": 1},
-        {"temporary": ESCAPES},
         {"temporary_free": -1},
         {"tasks": "many"},
         {"probe": {}},
-        {"probe": {**PROBE, "accelerators": []}},
+        {"probe": {**PROBE, "models": {}}},
         {"probe": {**PROBE, "memory": {"error": ""}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": "fast", "ms": 1.0, "ahead": 0.0}}},
         {"probe": {**PROBE, "memory": {"error": "", "gbit": math.nan, "ms": 1.0, "ahead": 0.0}}},
@@ -477,7 +472,7 @@ def test_links_have_the_types_that_checks_rely_on() -> None:
     link = PairLink("", 2.5, 0.1, -3.0)
     sent = {"error": "", "gbit": 2.5, "ms": 0.1, "ahead": -3}
     assert received(PairLink, sent) == link
-    for other in ({}, [1, 2], None, {**sent, "error": 1}, {**sent, "error": "\n"}):
+    for other in ({}, [1, 2], None, {**sent, "error": 1}):
         assert received(PairLink, other) is None
     for name in ("gbit", "ms"):
         assert received(PairLink, {**sent, name: -1}) is None
@@ -504,8 +499,8 @@ def test_however_many_hosts_there_are_a_verdict_is_a_line(facts: Facts, check: C
     def host(number: int) -> Facts:
         versions = dict.fromkeys(facts.versions, f"{number}")
         many = [("y" * 200 + str(each), each) for each in range(100)]
-        there = Accelerators("z" * 200, many, dict.fromkeys(versions, f"{number}"), "x" * 200)
-        probe = Probe("x" * 200 if number % 2 else "", there)
+        error, libraries = "x" * 200 if number % 2 else "", dict.fromkeys(versions, f"{number}")
+        probe = Probe(error, PairLink(), "z" * 200, many, libraries, "x" * 200)
         return replace(
             facts,
             rank=number // 2,

@@ -55,14 +55,14 @@ run_rank(find_world(), body)
 PARENT = """
 import os, sys, time
 from shardwise.elastic import agent, starting
-from shardwise.elastic.restarts import run_here
+from shardwise.elastic.restarts import run_job
 script, folder, nproc, settle = sys.argv[1:]
 agent.SETTLE, agent.SECONDARY = float(settle), WAIT
 starting.PATIENCE = float(os.environ.get("PATIENCE", "60"))
 if seconds := float(os.environ.get("LATE", "0")):
     made = agent.LocalRank
     agent.LocalRank = lambda *words: time.sleep(seconds) or made(*words)
-sys.exit(run_here(lambda attempt: [sys.executable, script, folder], int(nproc), 0))
+sys.exit(run_job(lambda attempt: [sys.executable, script, folder], int(nproc), 0))
 """
 
 

@@ -7,12 +7,15 @@ import io
 import linecache
 import os
 import signal
+import subprocess
 import sys
 import textwrap
 import threading
 import time
 import traceback
+from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,9 +24,37 @@ import pytest
 import shardwise
 from shardwise import RankFailedError
 from shardwise.elastic import call
-from tests.programs import shell_environment, start_program
+from tests.harness import start_server
+from tests.programs import Program, shell_environment, start_program
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
+
+
+@pytest.fixture
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork agents, and so their ranks: a new interpreter takes seconds to import what agents use.
+
+    A test without this fixture shows what really starts.
+    """
+
+    def start(command: list[str], *, stdout: int | None, stderr: int | None, **_: Any) -> Program:
+        start_server()
+        server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+        parent, *numbers = command[-3:]  # which an agent must not outlive
+        assert parent == str(os.getpid())
+        return start_program(
+            [*command[1:-3], str(server._forkserver_pid), *numbers],
+            folder=Path.cwd(),
+            out=1 if stdout is None else stdout,
+            err=2 if stderr is None else stderr,
+            enter=os.setsid,
+        )
+
+    constants = {"DEVNULL": subprocess.DEVNULL, "PIPE": subprocess.PIPE}
+    monkeypatch.setattr(call, "subprocess", SimpleNamespace(Popen=start, **constants))
+
+
+forked = pytest.mark.usefixtures("_forked")
 
 
 class Ends(enum.Enum):
@@ -50,6 +81,7 @@ def test_every_rank_returns_a_value_and_rank_0_prints(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("from rank 0\n", "")
 
 
+@forked
 def test_an_exception_is_raised_as_it_was_with_the_traceback_of_its_rank() -> None:
     class OwnError(ValueError):
         pass
@@ -68,6 +100,7 @@ def test_an_exception_is_raised_as_it_was_with_the_traceback_of_its_rank() -> No
     assert "elastic/program.py" not in shown
 
 
+@forked
 def test_the_traceback_shows_lines_of_a_notebooks_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = "def fail():\n    raise ValueError('why')\n"
     entry = (len(cell), None, cell.splitlines(keepends=True), "<cell 1>")
@@ -79,6 +112,7 @@ def test_the_traceback_shows_lines_of_a_notebooks_cells(monkeypatch: pytest.Monk
     assert '"<cell 1>", line 2, in fail\n    raise ValueError' in str(raised.value.__cause__)
 
 
+@forked
 @pytest.mark.parametrize(
     ("signum", "message"),
     [
@@ -103,6 +137,7 @@ def test_a_rank_that_ends_in_another_way_is_named(signum: int, message: str) -> 
         shardwise.launch(each_rank, nproc=2)
 
 
+@forked
 def test_a_rank_without_a_value_is_named() -> None:
     with pytest.raises(RankFailedError, match=r"^rank 0 of 1 ended without returning, with exit"):
         shardwise.launch(os._exit, (0,))
@@ -115,6 +150,7 @@ if sys.argv[1] == "agent":
 """
 
 
+@forked
 @pytest.mark.parametrize("ends", [Ends.BY_ERROR, Ends.BY_ITSELF])
 def test_the_first_error_is_raised_not_its_consequence(
     tmp_path: Path, ends: Ends, monkeypatch: pytest.MonkeyPatch
@@ -138,6 +174,7 @@ def test_the_first_error_is_raised_not_its_consequence(
         shardwise.launch(fail, nproc=2)
 
 
+@forked
 def test_a_value_that_cannot_be_pickled_is_named() -> None:
     def each_rank() -> object:
         return {"losses": [1.0, (step for step in range(3))]}
@@ -147,6 +184,7 @@ def test_a_value_that_cannot_be_pickled_is_named() -> None:
         shardwise.launch(each_rank)
 
 
+@forked
 def test_a_function_is_called_again_after_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

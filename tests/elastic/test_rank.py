@@ -236,15 +236,15 @@ def test_a_stage_is_told_from_a_report() -> None:
     assert Stage.from_line(RankReport(0, Ending.USER, 2, "training").to_json().encode()) is None
 
 
-def test_a_report_survives_the_pipe() -> None:
-    report = RankReport(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字", time=12.5)
-    assert RankReport.from_json(report.to_json()) == report
+def test_a_report_is_read_as_it_was_written() -> None:
+    report = RankReport(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字 \udcff", time=12.5)
+    assert RankReport.from_json(report.to_json().encode()) == report
 
 
-def test_a_report_fits_the_buffer_of_a_pipe_however_long_the_traceback() -> None:
+def test_a_report_is_short_however_long_the_traceback() -> None:
     report = RankReport(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
     line = report.to_json().encode()
-    assert len(line) < 65536
+    assert len(line) < 7 * MAX_TEXT
     text = RankReport.from_json(line).text
     assert text.startswith("first")
     assert text.endswith("last")

@@ -99,7 +99,7 @@ class Place:
                 if outcome is not None:
                     self.rendezvous.end(outcome)
             elif self.rendezvous.verdict is not None:
-                return self.rendezvous.take_verdict()
+                return self.rendezvous.verdict
             time.sleep(0.005)
 
     def vanish(self) -> None:

@@ -38,9 +38,9 @@ run_rank(find_world(), body)
 
 PARENT = """
 import sys
-from shardwise.elastic.restarts import run_here
+from shardwise.elastic.restarts import run_job
 script, how = sys.argv[1:]
-sys.exit(run_here(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
+sys.exit(run_job(lambda attempt: [sys.executable, script, str(attempt), how], 2, 2))
 """
 
 

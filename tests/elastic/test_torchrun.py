@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from shardwise.elastic import torchrun
+from shardwise.elastic import rank as life
 from shardwise.elastic.rank import STOP_SIGNALS, StopSignals
 from shardwise.elastic.world import PARENT_PID
 
@@ -65,12 +65,12 @@ def test_the_file_of_a_lost_peer_has_the_traceback_as_well(
 ) -> None:
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    assert torchrun.record_failure("last line", "Traceback\nlast line", 1)
+    assert life.record_failure("last line", "Traceback\nlast line", 1)
     assert "Traceback" in file.read_text()
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path))
-    assert not torchrun.record_failure("line", "text", 1), "it cannot be written"
+    assert not life.record_failure("line", "text", 1), "it cannot be written"
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
-    assert not torchrun.record_failure("line", "text", 1), "there is no agent"
+    assert not life.record_failure("line", "text", 1), "there is no agent"
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seconds.append(how_long)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(torchrun.time, "sleep", sleep)
+    monkeypatch.setattr(life.time, "sleep", sleep)
     return seconds
 
 
@@ -92,13 +92,13 @@ def test_a_rank_that_lost_a_peer_lets_the_agent_find_that_peer_first(
     before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     try:
         StopSignals().install()
-        torchrun.let_the_first_failure_be_named()
+        life.let_the_first_failure_be_named()
         assert not slept, "nobody would end this rank"
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
-        torchrun.let_the_first_failure_be_named()
+        life.let_the_first_failure_be_named()
         assert len(slept) == 1
         monkeypatch.setenv(PARENT_PID, "1")
-        torchrun.let_the_first_failure_be_named()
+        life.let_the_first_failure_be_named()
         assert len(slept) == 1, "our own launcher compares reports"
     finally:
         for signum, handler in before.items():

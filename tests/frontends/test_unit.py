@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
-from shardwise.frontends.state_dict import TransparentModule
+from shardwise.frontends.state_dict import WrapperModule
 from shardwise.frontends.unit import (
     AutoWrap,
     Ignored,
@@ -21,7 +21,7 @@ from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.sharding.nets import Block, Net
 
 
-class Wrapper(TransparentModule):
+class Wrapper(WrapperModule):
     """A wrapper that records the arguments that it gets."""
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:

@@ -22,8 +22,12 @@ from shardwise.checkpoint.formats.hf import HfSource, find_config
 from shardwise.checkpoint.formats.native import ShardwiseSource
 from shardwise.checkpoint.formats.source import ReadWindow, Source
 from shardwise.checkpoint.formats.torchfile import TorchSource
-from shardwise.checkpoint.formats.xla_files import RankFiles
-from shardwise.checkpoint.ranks.xla import load_rank_checkpoint, rank_file, save_rank_checkpoint
+from shardwise.checkpoint.ranks.xla import (
+    RankFiles,
+    load_rank_checkpoint,
+    rank_file,
+    save_rank_checkpoint,
+)
 from tests.checkpoint.small import SHARD, save_small
 from tests.fuzz import mutations as m
 

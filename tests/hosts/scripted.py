@@ -60,7 +60,7 @@ def command(attempt):
 
 try:
     nodes = Nodes.of(nnodes, None if rank == "none" else int(rank), where, float(timeout))
-    sys.exit(restarts.run_over_hosts(command, 1, nodes, int(restarts_left), Terms()))
+    sys.exit(restarts.run_job(command, 1, int(restarts_left), nodes, Terms()))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -36,7 +36,7 @@ from shardwise.elastic.hosts import Nodes
 
 script, rdzv, rank = sys.argv[1:]
 nodes = Nodes.of(2, int(rank), rdzv, 30.0)
-sys.exit(restarts.run_over_hosts(lambda attempt: [sys.executable, script], 1, nodes, 0))
+sys.exit(restarts.run_job(lambda attempt: [sys.executable, script], 1, 0, nodes))
 """
 
 Pair = tuple[Host, Host]

@@ -65,7 +65,7 @@ def command(attempt):
     return [sys.executable, script, folder, str(attempt)]
 
 try:
-    sys.exit(restarts.run_over_hosts(command, 1, nodes, 1, Terms({"--lr": lr})))
+    sys.exit(restarts.run_job(command, 1, 1, nodes, Terms({"--lr": lr})))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

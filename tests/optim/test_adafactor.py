@@ -14,7 +14,8 @@ from torch import nn
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.optim import Adafactor, factored
+from shardwise.optim import Adafactor
+from shardwise.optim import adafactor as module
 from shardwise.transport.peers import Peers
 from tests.harness import run_ranks
 from tests.optim.nets import (
@@ -43,7 +44,7 @@ def test_parameters_in_bfloat16_are_rounded_from_fp32(rank: int, world_size: int
 
 @pytest.mark.parametrize("at_once", [1, 10, 100])
 def test_pieces_change_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setattr(factored, "AT_ONCE", at_once)
+    monkeypatch.setattr(module, "AT_ONCE", at_once)
     net, reference = Net(), AdafactorReference()
     adafactor = make_adafactor(net)
     for step in range(1, STEPS + 1):
@@ -118,7 +119,7 @@ def _fails_in_the_middle(rank: int, world_size: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(factored.FactoredUpdate, "compute", fail)
+            patch.setattr(module.FactoredUpdate, "compute", fail)
         with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
             adafactor.step()
     store = Peers().store

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from shardwise import checkpoint, fully_shard
-from shardwise.optim import AdamW8bit, moments
+from shardwise.optim import AdamW8bit, adamw8bit
 from shardwise.optim.blocks import BLOCK
 from shardwise.optim.codes import Range, values
 from tests.ecosystem.llama import full
@@ -125,7 +125,7 @@ def test_the_update_is_the_same_however_much_is_computed_at_a_time(
     params, optimizer = plain()
     train(params, optimizer, range(2))
     wanted = everything(params, optimizer)
-    monkeypatch.setattr(moments, "AT_ONCE", max(at_once, BLOCK))
+    monkeypatch.setattr(adamw8bit, "AT_ONCE", max(at_once, BLOCK))
     params, optimizer = plain()
     train(params, optimizer, range(2))
     assert_same(everything(params, optimizer), wanted)

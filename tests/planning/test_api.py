@@ -271,7 +271,8 @@ def test_the_fastest_that_fits_is_planned_in_full(tmp_path: Path) -> None:
     assert machine is not None
     settings = Settings(mesh=WantedMesh.parse("dp=2"), seq_length=64)
     available = Available(nbytes=120 << 20, source="--fit")
-    blueprint = replace(find_model(str(write_model(tmp_path))), tensor_parallel={})
+    model = find_model(str(write_model(tmp_path, num_hidden_layers=1)))
+    blueprint = replace(model, tensor_parallel={})
     plan = make_fit(blueprint, settings, machine, available)
     assert plan.fits
     assert any(each.fits for each in plan.alternatives)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import SaveError
 from shardwise.app.recipes.core.loop import DivergedError
@@ -20,6 +19,7 @@ from shardwise.app.recipes.text import batches
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
+from tests.recipes.small import RECIPES
 
 
 def train(rank: int, world_size: int, *configs: RecipeConfig) -> list[str]:

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.app.recipes.text import batches
-from shardwise.app.recipes.text.batches import AHEAD, ReadAhead
+from shardwise.app.recipes.core import batches
+from shardwise.app.recipes.core.batches import AHEAD, ReadAhead
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
-CPU = torch.device("cpu")
 
 
 class Numbers:
@@ -50,7 +49,7 @@ class Numbers:
 
 def test_batches_come_in_order_and_a_position_is_of_what_was_taken() -> None:
     numbers = Numbers()
-    data = ReadAhead(numbers, 3, CPU)
+    data = ReadAhead(numbers, 3)
     assert data.state() == {"read": 0}
     for turn in range(5):
         numbers.wait_for(turn + AHEAD if turn else 0)
@@ -65,7 +64,7 @@ def test_batches_come_in_order_and_a_position_is_of_what_was_taken() -> None:
 
 def test_a_position_is_loaded_before_the_first_batch() -> None:
     numbers = Numbers()
-    data = ReadAhead(numbers, 1, CPU)
+    data = ReadAhead(numbers, 1)
     data.load_state({"read": 7}, Path("checkpoint"))
     assert numbers.loaded == ({"read": 7}, Path("checkpoint"))
 
@@ -77,7 +76,7 @@ def test_what_the_thread_meets_with_is_raised_at_the_step_that_needs_the_batch()
                 raise OSError("the disk is gone")
             return super().batch(position, count)
 
-    data = ReadAhead(Failing(), 1, CPU)
+    data = ReadAhead(Failing(), 1)
     for position in (0, 2):
         assert data.batch(position, 2).tolist() == [position, position + 1]
     for _ in range(2):  # and not a batch that never comes
@@ -89,7 +88,7 @@ def test_what_the_thread_meets_with_is_raised_at_the_step_that_needs_the_batch()
 
 
 def test_other_examples_than_those_that_follow_are_refused() -> None:
-    data = ReadAhead(Numbers(), 2, CPU)
+    data = ReadAhead(Numbers(), 2)
     data.batch(0, 2)
     with pytest.raises(ValueError, match="found 2 examples from 2 asked for, expected 2 from 4"):
         data.batch(2, 2)
@@ -109,7 +108,7 @@ def test_a_source_that_stands_still_keeps_nobody_from_ending(
             return super().batch(position, count)
 
     numbers = Still()
-    data = ReadAhead(numbers, 1, CPU)
+    data = ReadAhead(numbers, 1)
     data.batch(0, 1)
     data.close()  # returns, though the thread is in the middle of a batch
     goes_on.set()
@@ -133,7 +132,7 @@ def test_signals_are_handled_while_a_batch_is_waited_for() -> None:
         handled.set()
 
     before = signal.signal(signal.SIGINT, handle)
-    data = ReadAhead(Interrupted(), 1, CPU)
+    data = ReadAhead(Interrupted(), 1)
     try:
         assert data.batch(0, 1).tolist() == [0]
     finally:

@@ -17,7 +17,6 @@ from torch import nn
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.text.batches import (
     VALIDATION_SEQUENCES,
-    TextBatches,
     ValidationLoss,
     loss_on_tokens,
     open_data,
@@ -30,7 +29,15 @@ from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import small_config
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1)
+
+
+def place_of(rank: int, size: int) -> Any:
+    """Where a rank trains, as far as its data ask."""
+    world = World(rank, size, 0, 1)
+    return SimpleNamespace(world=world, readers=world, device=CPU)
+
+
+ALONE = place_of(0, 1)
 
 
 class Bigrams(nn.Module):
@@ -65,9 +72,9 @@ class Counted:
 
 
 def loss_on(
-    model: nn.Module, stream: Counted, config: LmConfig, world: World = ALONE
+    model: nn.Module, stream: Counted, config: LmConfig, place: Any = ALONE
 ) -> ValidationLoss:
-    return loss_on_tokens(model, stream.read, len(stream), config, world, CPU)
+    return loss_on_tokens(model, stream.read, len(stream), config, place)
 
 
 @pytest.fixture
@@ -114,7 +121,7 @@ def test_sequences_reach_from_the_first_token_to_the_last_in_every_world(
     config = small_config(tmp_path, seq_length=16)
     stream = Counted(5000)
     for rank in range(size):
-        loss_on(Bigrams(), stream, config, World(rank, size, 0, 1))
+        loss_on(Bigrams(), stream, config, place_of(rank, size))
         share = len(stream.parts) / (rank + 1)
         assert share == max(1, VALIDATION_SEQUENCES // size), "every forward takes all ranks"
     starts = sorted(start for start, _ in stream.parts)
@@ -175,7 +182,7 @@ def test_too_little_for_validation_is_refused() -> None:
 def test_batches_are_the_sequences_of_the_order(tmp_path: Path) -> None:
     config = small_config(tmp_path, seq_length=16, seed=3)
     text = load_text(config.data, config.seq_length)
-    batch = TextBatches(text, config, CPU).batch(5, 4)
+    batch = Sequences(text.train, config.seq_length, config.train.seed).batch(5, 4)
     assert (batch.shape, batch.dtype) == ((4, 17), torch.int64)
     assert batch.tolist() == Sequences(text.train, 16, seed=3).read(5, 4).tolist()
 
@@ -183,7 +190,7 @@ def test_batches_are_the_sequences_of_the_order(tmp_path: Path) -> None:
 def test_opened_files_need_no_position_and_say_how_much_there_is(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     text = load_text(config.data, config.seq_length)
-    data = open_data(text, Bytes(), config, ALONE, CPU)
+    data = open_data(text, Bytes(), config, ALONE)
     assert data.position is None, "the number of examples is enough to go on"
     assert data.summary == (
         f"{config.data[0]}: {len(text.train):,} tokens to train on, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import pytest
 
 from shardwise.app.recipes.core.begin import (
-    _check_fixed,
     check_alike,
     compared,
     decided,
@@ -19,10 +19,12 @@ from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.installed import check_extras, require_installed
 from shardwise.app.recipes.core.journal import RunRecord
 from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.text.config import LmConfig
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import JOB, PARENT_PID
-from shardwise.insight.schema.option import OptionError
+from shardwise.elastic.world import JOB, PARENT_PID, World
+from shardwise.insight.schema.option import OptionError, option_names
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
+from tests.recipes.small import small_config
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +128,9 @@ def facts(**changes: Any) -> dict[str, Any]:
 
 def test_hosts_may_keep_their_files_in_different_places() -> None:
     there = {"name": "/mnt/there", "fingerprint": "1234"}
-    check_alike([facts(), facts(out="b", data=there, tokenizer="/mnt/there", existing="resume")])
+    check_alike(
+        [facts(), facts(out="b", data=there, tokenizer="/mnt/there", existing="resume")], {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -135,6 +139,8 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
         ({"seed": 1}, "--seed: found 1 on host 2, expected 0, as on host 0"),
         ({"batch_size": 8}, "--batch-size: found 8 on host 2, expected 4, as on host 0"),
         ({"beta1": 0.5}, "--beta1: found .* on host 2"),
+        ({"algorithm": "sgd"}, "--optimizer: found sgd on host 2"),
+        ({"collective_wire": "int8"}, "--wire: found int8 on host 2"),
         ({"recipe": "mnist"}, "train: found mnist on host 2, expected lm, as on host 0"),
         ({"model": {"settings": {"layers": 3}}}, "--model: found settings with checksum "),
         ({"data": {"fingerprint": "5678"}}, "--data: found data with fingerprint 5678 on host 2"),
@@ -142,20 +148,32 @@ def test_hosts_may_keep_their_files_in_different_places() -> None:
 )
 def test_a_host_that_was_started_otherwise_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        check_alike([facts(), facts(), facts(**changes)])
+        check_alike(
+            [facts(), facts(), facts(**changes)], option_names(LmConfig.for_model("llama-tiny"))
+        )
 
 
 @pytest.mark.parametrize("before", [{"beta1": 0.9, "beta2": 0.95}, {"betas": [0.9, 0.95]}])
-def test_a_run_goes_on_with_its_betas_however_it_wrote_them(before: dict[str, Any]) -> None:
-    _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.95})
+def test_a_run_goes_on_with_its_betas_however_it_wrote_them(
+    tmp_path: Path, before: dict[str, Any]
+) -> None:
+    """What a run of an older version does not say, was as by default."""
+    config = small_config(tmp_path)
+    inputs = config.check(World(0, 1, 0, 1))
+    facts = inputs.facts()
+    decay = {"weight_decay": config.train.optimizer.weight_decay}
+    old = {"seq_length": 16, "train": {"seed": 0, "optimizer": {**before, **decay}}}
+    inputs.check_same({**facts, "config": old})
+    other = dataclasses.replace(config.train.optimizer, beta2=0.5)
+    changed = dataclasses.replace(inputs, config=config.with_train(optimizer=other))
     with pytest.raises(OptionError, match=r"--beta2: found 0\.5, expected 0\.95, as the run began"):
-        _check_fixed({"train": before}, {"beta1": 0.9, "beta2": 0.5})
+        changed.check_same({**facts, "config": old})
 
 
 def test_the_order_of_a_models_settings_does_not_matter() -> None:
     one = facts(model={"settings": {"layers": 2, "heads": 4}})
     other = facts(model={"settings": {"heads": 4, "layers": 2}})
-    assert compared(one) == compared(other)
+    assert compared(one, {}) == compared(other, {})
 
 
 # -- optional packages -----------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from torch import nn
 from shardwise.app.recipes.core.build import (
     count,
     learning_rate,
-    make_adamw,
     make_optimizer,
     make_sgd,
     set_lr,
@@ -36,7 +35,7 @@ def model() -> nn.Sequential:
 
 def test_adamw_decays_matrices_and_neither_norms_nor_biases(model: nn.Sequential) -> None:
     config = OptimizerConfig(lr=1e-3, weight_decay=0.3, beta1=0.8, beta2=0.9)
-    matrices, vectors = make_adamw(model, config).param_groups
+    matrices, vectors = make_optimizer(model, config).param_groups
     linear, norm, _ = model
     assert [id(p) for p in matrices["params"]] == [id(linear.weight)]
     assert [id(p) for p in vectors["params"]] == [id(linear.bias), id(norm.weight), id(norm.bias)]
@@ -48,7 +47,7 @@ def test_adamw_decays_matrices_and_neither_norms_nor_biases(model: nn.Sequential
 def test_a_step_of_adamw_shrinks_what_decays_and_nothing_else(model: nn.Sequential) -> None:
     """Where the gradient is 0, only decay moves a parameter: by the learning rate times it."""
     before = [p.detach().clone() for p in model.parameters()]
-    optimizer = make_adamw(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
+    optimizer = make_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
@@ -60,7 +59,7 @@ def test_a_step_of_adamw_shrinks_what_decays_and_nothing_else(model: nn.Sequenti
 def test_a_model_of_one_kind_of_parameters_has_no_empty_group() -> None:
     """Checkpoints name the groups; an empty one would be a group that no other model has."""
     for model in (nn.Linear(2, 2, bias=False), nn.LayerNorm(2)):
-        (group,) = make_adamw(model, OptimizerConfig(lr=1e-3)).param_groups
+        (group,) = make_optimizer(model, OptimizerConfig(lr=1e-3)).param_groups
         assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
 
 
@@ -94,7 +93,7 @@ def test_sgd_has_momentum_unless_it_is_given(
 
 
 def test_a_learning_rate_is_set_in_every_group(model: nn.Sequential) -> None:
-    optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3))
     set_lr(optimizer, 0.25, peak=1e-3)
     assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
 

@@ -33,6 +33,7 @@ from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text import batches
 from shardwise.app.recipes.text.config import LmConfig
+from shardwise.app.recipes.text.data import Sequences
 from shardwise.base import devices
 from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint import save
@@ -53,14 +54,14 @@ def train_until(
     rank: int, world_size: int, config: LmConfig, step: int, signum: int, on: int
 ) -> str:
     """Train, and send one rank a signal while a step is under way."""
-    batch = batches.TextBatches.batch
+    batch = Sequences.batch
 
-    def signalling(self: batches.TextBatches, position: int, count: int) -> torch.Tensor:
+    def signalling(self: Sequences, position: int, count: int) -> torch.Tensor:
         if rank == on and position // config.train.examples_per_step(world_size) == step - 1:
             os.kill(os.getpid(), signum)
         return batch(self, position, count)
 
-    batches.TextBatches.batch = signalling  # type: ignore[method-assign]
+    Sequences.batch = signalling  # type: ignore[method-assign]
     return train_one(rank, world_size, config)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import signal
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
+from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
 from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import average_running_statistics
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.config import MnistConfig
-from shardwise.app.recipes.vision.task import ImageData, Images, TrainingImages, vision_task
+from shardwise.app.recipes.vision.task import Batch, ImageData, Images, read_drawn, vision_task
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
 from shardwise.insight.schema.option import OptionError
@@ -103,11 +105,9 @@ class Dots(Images):
     def __len__(self) -> int:
         return 10
 
-    def read(
-        self, indices: Sequence[int], epochs: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, indices: Sequence[int], epochs: Sequence[int]) -> Batch:
         self.read_at_a_time.append(len(indices))
-        return torch.tensor(indices).float().view(-1, 1), torch.tensor(indices) % 3
+        return Batch(torch.tensor(indices).float().view(-1, 1), torch.tensor(indices) % 3)
 
 
 def evaluate(rank: int, world_size: int, folder: Path) -> None:
@@ -117,13 +117,12 @@ def evaluate(rank: int, world_size: int, folder: Path) -> None:
     for size, expected in ((None, [5]), (2, [2, 2, 1]), (4, [4, 1])):
         config = dataclasses.replace(small_mnist(folder), eval_batch_size=size)
         dots = Dots()
-        data = ImageData(name="dots", training=dots, validation=dots, classes=["a", "b", "c"])
+        data = ImageData("dots", dots, dots, ["a", "b", "c"])
         place: Any = SimpleNamespace(world=world, device=torch.device("cpu"))
         task = vision_task(
             config.check(world),
             place,
             data,
-            name="line",
             model=model,
             optimizer=torch.optim.SGD(model.parameters()),
             schedule=lambda step: 1.0,
@@ -176,18 +175,18 @@ def test_running_statistics_are_those_of_all_ranks_data_on_every_rank(ranks: Ran
 
 def train_until(rank: int, world_size: int, config: MnistConfig, step: int) -> str:
     """Train, and send rank 1 a signal while a step is under way."""
-    batch = TrainingImages.batch
+    batch = ReadAhead.batch
 
-    def signalling(self: TrainingImages, position: int, count: int) -> Any:
+    def signalling(self: ReadAhead, position: int, count: int) -> Any:
         if rank == 1 and position // config.train.examples_per_step(world_size) == step - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return batch(self, position, count)
 
-    TrainingImages.batch = signalling  # type: ignore[method-assign]
+    ReadAhead.batch = signalling  # type: ignore[method-assign]
     try:
         return train_one(rank, world_size, config)
     finally:
-        TrainingImages.batch = batch  # type: ignore[method-assign]
+        ReadAhead.batch = batch  # type: ignore[method-assign]
 
 
 def stop_and_go_on(rank: int, world_size: int, whole: MnistConfig, part: MnistConfig) -> str:
@@ -261,7 +260,7 @@ class Numbers:
 def taken(world_size: int, size: int, steps: int, seed: int = 0) -> list[tuple[int, int]]:
     """Images with their keys in the order in which a world takes them, a step after another."""
     ranks = [
-        TrainingImages(Numbers(50), seed, size * world_size, torch.device("cpu"))
+        Shuffled(50, seed, functools.partial(read_drawn, Numbers(50)))  # type: ignore[arg-type]
         for _ in range(world_size)
     ]
     found: list[tuple[int, int]] = []

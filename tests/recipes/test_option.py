@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.insight.schema.option import (
     DILOCO,
     GROUP,
@@ -26,6 +25,7 @@ from shardwise.insight.schema.option import (
     option_name,
 )
 from shardwise.insight.schema.training import DilocoConfig, TrainConfig
+from tests.recipes.small import RECIPES
 
 
 def options(config: Any) -> Iterator[tuple[str, Option]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.core.plan import (
     check_fits,
     kept_for_the_run,
@@ -32,7 +31,7 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
 )
-from tests.recipes.small import ONE_BLOCK
+from tests.recipes.small import ONE_BLOCK, RECIPES
 
 TWO = World(0, 2, 0, 2)
 MiB = 2**20

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from shardwise.app.cli.train import RECIPES
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.vision.config import MnistConfig, VitConfig
 from shardwise.insight.schema.option import OptionError, as_json, flatten
+from tests.recipes.small import RECIPES
 
 
 def leaves(values: dict[str, object]) -> int:
@@ -24,7 +24,7 @@ def leaves(values: dict[str, object]) -> int:
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_is_found_by_its_own_name_and_has_a_module(name: str) -> None:
     assert RECIPES[name].recipe == name
-    assert importlib.util.find_spec(f"shardwise.app.recipes.{name}") is not None
+    assert importlib.util.find_spec(f"shardwise.app.recipes.{RECIPES[name].module}") is not None
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -58,7 +58,7 @@ def test_what_builds_a_task_is_imported_when_it_is_asked_for(
 ) -> None:
     """The command line lists all recipes; torch and transformers would take it seconds."""
     config = RECIPES["mnist"]
-    monkeypatch.setattr(MnistConfig, "recipe", "toy")
+    monkeypatch.setattr(MnistConfig, "module", "toy")
     with pytest.raises(ModuleNotFoundError, match="toy"):
         config.assemble()
     module: Any = SimpleNamespace(assemble=object(), blueprint=lambda given: ("blueprint", given))
@@ -72,6 +72,7 @@ def test_a_rank_imports_only_what_its_training_uses() -> None:
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     others = {
         *("app.recipes.text.conversations", "app.recipes.text.streams"),
+        *("app.recipes.text.chat", "app.recipes.text.documents"),
         *("app.recipes.text.generate", "checkpoint.formats.dcp", "frontends.pretrained.building"),
         *("insight.inspect.read", "transport.codecs", "transport.two_levels"),
     }

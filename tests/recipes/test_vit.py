@@ -27,15 +27,15 @@ from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 from shardwise import fully_shard
 from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.begin import check_folder
-from shardwise.app.recipes.core.build import make_adamw, shard_bytes
+from shardwise.app.recipes.core.build import make_optimizer, shard_bytes
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
 from shardwise.app.recipes.core.training import place_for
+from shardwise.app.recipes.images import shard_vit
 from shardwise.app.recipes.vision import config as vision_config
 from shardwise.app.recipes.vision.config import VitConfig
 from shardwise.app.recipes.vision.task import classification_loss
-from shardwise.app.recipes.vit import shard_model
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import SHARD, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
@@ -105,7 +105,7 @@ def _planned(model: PreTrainedModel, ranks: int, nested: bool = True) -> Report:
 
 
 def _built(model: PreTrainedModel, config: ShardingConfig, place: TrainContext) -> None:
-    shard_model(model, decoder_layers(model), config, place)
+    shard_vit(model, decoder_layers(model), config, place)
     initialize(model, 0)
 
 
@@ -135,7 +135,7 @@ def _build_on_meshes(rank: int, world_size: int, planned: Mapping[int, list[int]
         plan = resolve_sharding(config, world_size)
         model = build_classifier(UNEVEN, CLASSES)
         units = decoder_layers(model) if nested else []
-        shard_model(model, units, config, _place(config, rank, world_size))
+        shard_vit(model, units, config, _place(config, rank, world_size))
         initialize(model, 3)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"
@@ -201,11 +201,11 @@ def _measure(rank: int, world_size: int, stored: int, needed: RankBytes) -> dict
 
     small = build_classifier(UNEVEN, CLASSES)  # imports, connections and threads are not counted
     _built(small, config, place)
-    step(small, make_adamw(small, OptimizerConfig(lr=1e-3)))
+    step(small, make_optimizer(small, OptimizerConfig(lr=1e-3)))
     gc.collect()
     model = build_classifier(WIDE, CLASSES)
     found = {"build": extra_memory(lambda: _built(model, config, place))}
-    optimizer = make_adamw(model, OptimizerConfig(lr=1e-3))
+    optimizer = make_optimizer(model, OptimizerConfig(lr=1e-3))
     step(model, optimizer)  # makes the optimizer's state
     gc.collect()
     found["step"] = stored + needed.optimizer + extra_memory(lambda: step(model, optimizer))

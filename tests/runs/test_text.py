@@ -24,7 +24,7 @@ def test_what_differs_is_listed_and_the_rest_is_counted(tmp_path: Path) -> None:
     assert ["train.optimizer.lr", "0.002", "0.1"] in lines
     assert ["state", "finished", "failed"] in lines
     assert ["ranks", "2", "4"] in lines
-    result = json.loads(json.dumps(found.to_json()))["results"]["one"]
+    result = json.loads(json.dumps(vars(found)))["results"]["one"]
     assert (result["step"], result["state"]) == (200, "finished")
     assert abs(result["best validation_loss"] - 2.047) < 0.01
 

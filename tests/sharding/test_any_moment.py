@@ -708,7 +708,7 @@ def test_parameters_are_kept_for_many_forwards_where_asked_for(
 @on_threads(2)
 def test_kept_parameters_are_gathered_once(rank: int, world_size: int) -> None:
     net = sharded_net()
-    log = group_of(net).mesh.shard.log  # of the fake transport
+    log = group_of(net).mesh.shard.calls  # of the fake transport
     x = batches(world_size)[rank]
     with torch.no_grad(), net.keep_unsharded():
         for _ in range(3):

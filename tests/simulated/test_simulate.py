@@ -7,6 +7,7 @@ import io
 import os
 import pdb
 import random
+import re
 import sys
 import threading
 import traceback
@@ -353,6 +354,7 @@ def test_inspect_shows_the_rows_of_each_rank() -> None:
 
 def test_the_timeline_says_what_each_rank_did_in_order() -> None:
     timeline = shardwise.simulate(_losses, 2).timeline()
+    assert re.fullmatch(r"a step is \d+ events of all ranks; no time was taken", timeline.summary())
     one, two = timeline.ranks
     assert len(one.steps) == 2
     names = [(span.activity, span.name) for span in one.spans]

@@ -154,3 +154,13 @@ def test_a_rank_may_leave_loss_parallel_before_the_others() -> None:
     expected = nn.functional.cross_entropy(torch.arange(8.0).view(2, 4), torch.tensor([0, 3]))
     for rank in shardwise.simulate(each, 2):
         assert rank.value == pytest.approx([expected.item()] * 2)
+
+
+def test_a_rank_saves_in_no_other_thread(tmp_path: Path) -> None:
+    def each() -> None:
+        shardwise.checkpoint.save(tmp_path / "one", _build())
+        shardwise.checkpoint.async_save(tmp_path / "two", _build())
+
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 is simulated.*call checkpoint\.save"):
+        shardwise.simulate(each, 2)
+    assert (tmp_path / "one").exists()

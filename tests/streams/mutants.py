@@ -18,15 +18,14 @@ HOST_ONLY = {
     "checkpoint/tools": "files",
     "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
-    "checkpoint/ranks/weights.py": "copies one shard after the other, and waits for each",
+    "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
     "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
-    "optim/adamw8bit.py": "works on the stream of the step alone",
+    "optim/adamw8bit.py": "works on the stream of the step, where its all-reduces run too",
     "optim/codes.py": "works on the stream of the step alone",
-    "optim/factored.py": "works on the stream of the step, where its all-reduces run too",
+    "optim/adafactor.py": "works on the stream of the step, where its all-reduces run too",
     "optim/forms.py": "makes states on the stream of the step, or on the host",
     "optim/lion.py": "works on the stream of the step alone",
-    "optim/moments.py": "works on the stream of the step, where its all-reduces run too",
     "optim/offloaded/masters.py": "works on the stream of the step alone",
     "optim/reductions.py": "works on the stream of the step, where its all-reduces run too",
 }
@@ -76,7 +75,7 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "devices.current_stream(device).wait_event(hooked)": "all_reduce_hook_with_stream",
     "optim/norms.py _local_norm: torch.zeros((), dtype=dtype, device=device)": "wrapper",
     # Gradients on their way to the host.
-    "sharding/group.py ParamGroup.wait_for_offload: param.form.offload.wait()": "offload_pinned",
+    "sharding/group.py ParamGroup.wait_for_offload: offload.wait()": "offload_pinned",
     "base/offload.py Offload.grad_to_host: stream.record_event()": "offload_pinned",
     "base/offload.py Offload.wait: self._copied.popitem()[1].synchronize()": "offload_pinned",
     # Collectives.
@@ -171,24 +170,22 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "sharding/param.py ShardedParam.take_over: local.contiguous()": "channels_last",
     "sharding/policy.py cast_floating: tensor.to(dtype)": "mixed",
     "sharding/delivery.py _scaled: value.to(dtype)": "scalars",
-    "sharding/delivery.py _add_to_shard: shard.to(param.dtype)": "half_reduced",
+    "sharding/delivery.py _add_to_shard: shard.to(dtype)": "half_reduced",
     "transport/collectives.py CollectivesTransport._all_gather: "
     "shard.to(full.dtype)": "integers_plain_collectives",
     "transport/custom.py CustomTransport._all_gather: shards[i].to(dtypes[i])": "integers_custom",
     # The step of Muon.
-    "optim/muon.py AdamWStep.of: torch.zeros((), dtype=torch.float32, device=device)": "muon",
-    "optim/muon.py AdamWStep.of: "
+    "optim/muon.py _adamw_step: torch.zeros((), dtype=torch.float32, device=device)": "muon",
+    "optim/checked.py shard_of_state: "
     "torch.zeros_like(param, memory_format=torch.preserve_format)": "muon",
-    "optim/matrices.py MatrixParam.of: "
-    "torch.zeros_like(grad, memory_format=torch.preserve_format)": "muon_on_second_stream",
-    "optim/whole.py compute_alone: "
-    "task.prepare(matrix, piece).to(task.dtype, copy=True)": "muon_alone",
-    "optim/whole.py Together._send: sent.new_empty(sum(_sizes(from_)))": "muon",
-    "optim/whole.py Together._steps: work.wait()": "muon",
-    "optim/whole.py Together._steps: work.wait() (2)": "muon_in_backward",
-    "optim/whole.py _joined: received.new_empty(matrix.shape)": "muon",
-    "optim/whole.py _empty: "
-    "torch.empty(sum(_sizes(by_rank)), dtype=task.dtype, device=task.device)": "muon",
+    "optim/matrices.py Orthogonalization.run: "
+    "self._prepare(matrix, matrix.pieces[0]).to(DTYPE, copy=True)": "muon_alone",
+    "optim/matrices.py Orthogonalization._send: sent.new_empty(sum(_sizes(from_)))": "muon",
+    "optim/matrices.py Orthogonalization._steps: work.wait()": "muon",
+    "optim/matrices.py Orthogonalization._steps: work.wait() (2)": "muon_in_backward",
+    "optim/matrices.py _joined: received.new_empty(matrix.shape)": "muon",
+    "optim/matrices.py Orthogonalization._empty: "
+    "torch.empty(sum(_sizes(by_rank)), dtype=DTYPE, device=device)": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "
     "self.start(sent, received, label).wait()": "muon",
     # States on the host.
@@ -241,7 +238,7 @@ UNSEEN = {
     "transport/encoded.py EncodedTransport.as_gathered: shard.to(dtype)": _PASSING,
     "transport/base.py Transport.as_gathered: shard.to(dtype)": _PASSING,
     "sharding/group_param.py GroupParam._as_gathered: shard.to(dtype)": _PASSING,
-    "optim/group_steps.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
+    "optim/step_in_backward.py GroupSteps._step_zeroed: torch.zeros_like(form.parameter)": _OWN,
     "sharding/param.py ShardedParam._has_same_values: theirs.to(mine.device)": _LOADED,
     "transport/runner.py Runner.start_watched: run.wait()": _NO_STREAMS,
     "transport/encoded.py EncodedTransport._encode_shard: "
@@ -288,10 +285,10 @@ UNSEEN = {
     'torch.empty(nbytes, dtype=torch.uint8, device="meta")': _META,
     "optim/offloaded/stores.py PlannedStore.make_block: "
     "torch.empty(nbytes, dtype=torch.uint8)": "it has no memory: it is for plans",
-    "optim/group_steps.py GroupSteps.finish: self._parts.finish()": _STEPPED,
-    "optim/group_steps.py GroupSteps.step_rest: self.finish()": _STEPPED,
+    "optim/step_in_backward.py GroupSteps.finish: self._parts.finish()": _STEPPED,
+    "optim/step_in_backward.py GroupSteps.step_rest: self.finish()": _STEPPED,
     "optim/step_in_backward.py OptimizerInBackward._end_step: self._clipping.finish()": _STEPPED,
-    "optim/whole.py compute_alone: whole.contiguous()": "a copy is contiguous already",
+    "optim/matrices.py Orthogonalization.run: whole.contiguous()": "a copy is contiguous already",
     "sharding/ledger.py Ledger.hold: delivery.finish()": _PART,
     "sharding/ledger.py Ledger._move_on: left[0].finish()": _PART,
     "base/devices.py _has_streams: "

@@ -12,38 +12,45 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from shardwise.base.errors import RanksDivergedError
-from shardwise.insight.simulated.group import Channel
+from shardwise.insight.simulated.group import Channel, SimulatedGroup
 from shardwise.insight.simulated.world import SimulatedTransport
 from shardwise.transport.base import Call, Kind, Work
 from shardwise.transport.memory import HeapBuffers
-from shardwise.transport.peers import Peers
 
-#: What each rank of a channel did to full buffers, in order.
-_memory: weakref.WeakKeyDictionary[Channel, dict[int, list[str]]] = weakref.WeakKeyDictionary()
+#: What each rank of a channel did to full buffers, in order, by the transport's name.
+_memory: weakref.WeakKeyDictionary[Channel, dict[str, dict[int, list[str]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class FakeTransport(SimulatedTransport):
     """One rank of a simulated world.
 
+    Args:
+        group: a simulated process group.
+        stands_for: the name of the transport that was asked for.
+
     Attributes:
-        log: the collectives of this rank, in order.
+        calls: the collectives of this rank, in order.
     """
 
     name = "fake"
 
-    def __init__(self, peers: Peers, channel: Channel, *, overlaps: bool) -> None:
-        super().__init__(peers, channel)
-        self.overlaps_compute = overlaps
-        self.log: list[str] = []
-        self._memory = _memory.setdefault(channel, {})
+    def __init__(self, group: dist.ProcessGroup, stands_for: str) -> None:
+        super().__init__(group)
+        assert isinstance(group, SimulatedGroup)
+        self.overlaps_compute = stands_for in ("c10d", "collectives")
+        self.calls: list[str] = []
+        self._memory = _memory.setdefault(group.channel, {}).setdefault(stands_for, {})
 
     def start(self, call: Call) -> Work:
         """Start a collective on copies of its tensors."""
         kind = call.kind.value.replace("-", "_")
         op = "" if call.kind is Kind.ALL_GATHER else f"{call.op.name} "
-        self.log.append(f"{kind} {op}{call.label.name}".rstrip())
+        self.calls.append(f"{kind} {op}{call.label.name}".rstrip())
         reads = [] if call.kind is Kind.ALL_GATHER else list(call.inputs)
         copies = [each.detach().clone() for each in call.inputs]
         hidden = copies

@@ -29,7 +29,7 @@ def test_calls_are_logged_in_order_under_the_name_that_the_caller_gave() -> None
     def each_rank(transport: FakeTransport) -> list[str]:
         _gather(transport, "layers.0")
         transport.all_reduce([torch.ones(1)], Reduce.SUM, Label("layers.1")).wait()
-        return [str(call) for call in transport.log]
+        return [str(call) for call in transport.calls]
 
     assert run_transports(each_rank, 2) == [["all_gather layers.0", "all_reduce SUM layers.1"]] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, ParamSpec, TypeVar, cast
@@ -109,9 +110,24 @@ def wait_in_graph(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, _WaitInGraph.apply(tensor))  # type: ignore[no-untyped-call]
 
 
+def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
+    """Register a hook on the gradient of ``tensor``, for good.
+
+    ``register_hook`` also makes a handle that removes it, which takes longer than the rest.
+    """
+    if type(tensor) is not torch.Tensor:
+        tensor.register_hook(hook)
+        return
+    if tensor._backward_hooks is None:
+        tensor._backward_hooks = OrderedDict()
+        if tensor.grad_fn is not None:
+            tensor.grad_fn._register_hook_dict(tensor)
+    tensor._backward_hooks[cast(Any, hook)] = hook
+
+
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     """Return the hooks registered with ``register_hook``, in order."""
-    hooks = getattr(parameter, "_backward_hooks", None)
+    hooks = parameter._backward_hooks
     return list(hooks.values()) if hooks else []
 
 
@@ -153,13 +169,13 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [version_of(each) for each in tensors]
 
 
-def versions_of_sharded(parameters: Iterable[torch.Tensor]) -> list[int]:
-    """Return what :func:`version_with_local` does for each of some ``DTensor``s."""
-    found = tuple(parameters)
+def versions_of_sharded(parameters: Iterable[Any]) -> list[tuple[int, int]]:
+    """Return :func:`version_with_local` of some ``DTensor``s, and which local tensors they have."""
+    found = [(each, each._local_tensor) for each in parameters]
     try:
-        return [each._version + each._local_tensor._version for each in found]  # type: ignore[attr-defined]
+        return [(each._version + local._version, id(local)) for each, local in found]
     except RuntimeError:  # one of them is a tensor of inference mode
-        return [version_with_local(each) for each in found]
+        return [(version_with_local(each), id(local)) for each, local in found]
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:

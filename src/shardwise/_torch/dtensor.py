@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import CodeType
 from typing import Any, cast
@@ -51,14 +51,9 @@ def chunk_of(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
-def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+def addresses_of(tensors: Iterable[Any]) -> list[int]:
     """Return where the local tensors of ``DTensor``s are in memory."""
-    return [each._local_tensor.data_ptr() for each in tensors]  # type: ignore[attr-defined]
-
-
-def identities_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return the identities of the local tensors of ``DTensor``s."""
-    return [id(each._local_tensor) for each in tensors]  # type: ignore[attr-defined]
+    return [each._local_tensor.data_ptr() for each in tensors]
 
 
 def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:

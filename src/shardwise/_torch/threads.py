@@ -27,23 +27,15 @@ class _WorldOfThread(threading.local):
     def __init__(self) -> None:
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
-        self.pg_map: dict[dist.ProcessGroup, tuple[str, Any]] = {}
-        self.pg_names: dict[dist.ProcessGroup, str] = {}
-        self.pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = {}
-        self.pg_backend_config: dict[dist.ProcessGroup, str] = {}
-        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
-        self.pg_to_tag: dict[dist.ProcessGroup, str] = {}
-        self.pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = {}
+        self.pg_config_info: list[Any] = []  # for torch's logs
         self.comms: list[Any] = []
-
-    @property
-    def pg_config_info(self) -> list[dict[str, Any]]:
-        """The groups, for torch's logs."""
-        return [{"pg_name": name, "ranks": [], "group_count": 0} for name in self.pg_names.values()]
+        for name in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+            setattr(self, f"pg_{name}", {})
+        self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
 
 
 #: The groups of all threads, for as long as the process lives: worlds come back.
-_worlds_of_threads = _WorldOfThread()
+_worlds_of_threads: Any = _WorldOfThread()
 #: Held by the block that uses them: what it changes in torch is there once.
 _in_use = threading.Lock()
 
@@ -97,9 +89,7 @@ def worlds_of_threads(
         members = options.global_ranks_in_group or range(options.group_size)
         return create(options.group_rank, list(members), options.group_id)
 
-    backends: Any = dist.Backend
-    backends.register_backend(_THREADED, make, extended_api=True, devices=list(kinds))
-    plugin = {_THREADED.upper(): backends._BackendPlugin(make, True)}
+    dist.Backend.register_backend(_THREADED, make, extended_api=True, devices=list(kinds))
     # For fake tensors on hosts without a GPU. Torch 2.11 crashes where a second thread calls it.
     guard = "_ensureCUDADeviceGuardSet"
     if len(kinds) == 1:
@@ -111,7 +101,6 @@ def worlds_of_threads(
             patch.object(c10d_module, "_world", _worlds_of_threads),
             patch.object(c10d_module, "_new_process_group_helper", in_threads),
             patch.object(dist, "init_process_group", init),
-            patch.dict(backends._plugins, plugin),
             patch.object(torch._C, guard, lambda: None),
             patch.object(device_mesh, "threading", SimpleNamespace(get_ident=number)),
         ):

@@ -118,7 +118,7 @@ class Observer(Protocol):
 _observer: Observer | None = None
 #: Who watches while nobody else does.
 _bystander: Observer | None = None
-#: The storages whose memory has been reported to this observer and not been freed, by their ids.
+#: The storages whose memory has been reported to an observer and not been freed, by their ids.
 _known: dict[int, _Held] = {}
 
 
@@ -132,11 +132,11 @@ def observing(observer: Observer) -> Iterator[None]:
     global _observer
     check_unobserved()
     _observer = observer
-    _known.clear()
     try:
         yield
     finally:
         _observer = _bystander
+        _forget(observer)
 
 
 @contextlib.contextmanager
@@ -147,11 +147,22 @@ def standing_by(observer: Observer) -> Iterator[None]:
         yield
         return
     _bystander = _observer = observer
-    _known.clear()
     try:
         yield
     finally:
         _bystander = _observer = None
+        _forget(observer)
+
+
+def watchers() -> tuple[Observer | None, Observer | None]:
+    """Return who watches this process, and who does while nobody else does."""
+    return _observer, _bystander
+
+
+def set_watchers(found: tuple[Observer | None, Observer | None]) -> None:
+    """Let others watch: each of the ranks that take turns in one process has its own."""
+    global _observer, _bystander
+    _observer, _bystander = found
 
 
 def check_unobserved() -> None:
@@ -217,9 +228,11 @@ def memory_of(kind: Memory, name: str, *tensors: torch.Tensor) -> None:
     found = (dtensor.storages_of(tensor) for tensor in tensors if not tensor.is_meta)
     for storage in itertools.chain.from_iterable(found):
         key = id(storage)  # torch keeps the object as long as the memory
-        if key not in _known and (nbytes := storage.nbytes()):
+        known = _known.get(key)
+        if (known is None or known.observer is not observer) and (nbytes := storage.nbytes()):
             held = _Held(storage, _free)
             held.key, held.kind, held.name, held.nbytes = key, kind, name, nbytes
+            held.observer = observer
             _known[key] = held
             observer.memory(kind, name, nbytes)
 
@@ -230,18 +243,24 @@ class _Held(weakref.ref[torch.UntypedStorage]):
     ``weakref.finalize`` would do, and takes twice as long: there is one for each gradient.
     """
 
-    __slots__ = ("key", "kind", "name", "nbytes")
+    __slots__ = ("key", "kind", "name", "nbytes", "observer")
     key: int
     kind: Memory
     name: str
     nbytes: int
+    observer: Observer
 
 
 def _free(held: weakref.ref[torch.UntypedStorage]) -> None:
     assert isinstance(held, _Held)
-    _known.pop(held.key, None)
-    if (observer := _observer) is not None:
-        observer.memory(held.kind, held.name, -held.nbytes)
+    if _known.get(held.key) is held:
+        del _known[held.key]
+        held.observer.memory(held.kind, held.name, -held.nbytes)
+
+
+def _forget(observer: Observer) -> None:
+    for key in [key for key, held in list(_known.items()) if held.observer is observer]:
+        _known.pop(key, None)
 
 
 def during(

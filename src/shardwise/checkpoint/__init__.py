@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from shardwise.base.errors import CheckpointError
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
     from shardwise.checkpoint.ranks.hf import save_hf
-    from shardwise.checkpoint.ranks.loading import load
+    from shardwise.checkpoint.ranks.loading import load, load_weights
     from shardwise.checkpoint.ranks.saving import Handle, async_save, save
-    from shardwise.checkpoint.ranks.weights import load_weights
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
         get_shard_metadata,

@@ -41,7 +41,7 @@ from shardwise.diloco.settings import (
     keeps_errors,
 )
 from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.wrap.policies import repeated_blocks
+from shardwise.frontends.wrap import repeated_blocks
 from shardwise.optim.around import AroundOptimizer
 from shardwise.sharding.mesh import mark_separate, unaveraged_dims
 from shardwise.transport.all_to_all import AllToAll
@@ -276,20 +276,23 @@ class DiLoCo(AroundOptimizer):
         self._all_to_all = AllToAll(group, self._fragments[0].device)
         settings = f"every={self._every}, {self._outer}, {self._wire}, {self._streaming}"
         mine = members.MemberReport.of(settings, self.steps, self._fragments)
-        agreed = members.agree(group, mine)
-        self.steps = agreed.leader.steps
+        leader_rank, found = members.agree(group, mine)
+        leader = found[leader_rank]
+        lacked = mine.lacks(leader)
+        needed = [any(each) for each in zip(*(r.lacks(leader) for r in found), strict=True)]
+        self.steps = leader.steps
         self._reshard()
         for i, fragment in enumerate(self._fragments):
-            moved = fragment.pseudo_gradient() if agreed.lacked[i] else None
-            if agreed.needed[i]:
-                members.broadcast_outer_state(group, agreed.leader_rank, fragment)
-            rounds = agreed.leader.rounds[i]
+            moved = fragment.pseudo_gradient() if lacked[i] else None
+            if needed[i]:
+                members.broadcast_outer_state(group, leader_rank, fragment)
+            rounds = leader.rounds[i]
             if moved is not None and fragment in broken and rounds > fragment.rounds:
                 # Only others could finish this exchange: it carried what this rank has done.
                 self._take_over(fragment, broken[fragment], self._streaming.alpha)
             elif moved is not None:
                 fragment.move_inner_by(moved)
-            fragment.rounds, fragment.even_at = rounds, agreed.leader.even_at[i]
+            fragment.rounds, fragment.even_at = rounds, leader.even_at[i]
 
     def join(self) -> None:
         """Take part from now on, with the outer parameters of the replicas that are there.
@@ -311,7 +314,7 @@ class DiLoCo(AroundOptimizer):
         Only with a :class:`~shardwise.diloco.Quorum`. The last step comes before.
         """
         if self._rounds is not None:
-            self._rounds.leave()
+            self._rounds.quorum.close()
 
     @property
     def has_peers(self) -> bool:
@@ -320,7 +323,7 @@ class DiLoCo(AroundOptimizer):
         Always with a group. With a :class:`~shardwise.diloco.Quorum` ranks may not see it at the
         same moment: ask one of them.
         """
-        return self._group is not None if self._rounds is None else self._rounds.has_peers
+        return self._group is not None if self._rounds is None else self._rounds.quorum.has_peers
 
     def count_tokens(self, tokens: int) -> None:
         """Count tokens of the step that follows: the weight of this replica in the next average.

@@ -128,7 +128,7 @@ class Fetch:
     version: int
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundPlan:
     """What is to be done, as all replicas get it.
 
@@ -251,6 +251,7 @@ class Coordinator:
             What has happened. Then the plan has changed, if anything has.
         """
         self._events, before = [], self.plan
+        self.plan = replace(before, fetches={**before.fetches}, refused={**before.refused})
         self._see(reports, silence)
         self._note_lost()
         is_apart = self.plan.version < 0 or self._is_headless
@@ -263,9 +264,8 @@ class Coordinator:
             self._watch_fetches()
             if self.plan.attempt is None:
                 self._begin_if_due()
-        self.plan = replace(self.plan, live=tuple(sorted(self._members)))
-        if self.plan != before:
-            self.plan = replace(self.plan, number=before.number + 1)
+        self.plan.live = tuple(sorted(self._members))
+        self.plan.number += self.plan != before
         return self._events
 
     # -- who is there ------------------------------------------------------------------------------
@@ -300,7 +300,7 @@ class Coordinator:
 
     def _forget(self, replica: int, kind: EventKind) -> None:
         del self._members[replica]
-        self._drop_fetch(replica)
+        self.plan.fetches.pop(replica, None)
         self._note(kind, replica)
 
     def _note(self, kind: EventKind, replica: int = -1, **facts: Any) -> None:
@@ -346,17 +346,10 @@ class Coordinator:
             return
         first = max(live, key=lambda replica: (live[replica].version, -replica))
         leader = live[first]
-        self.plan = replace(
-            self.plan,
-            version=leader.version,
-            called=False,
-            attempt=None,
-            fetches={},
-            welcome=(*self.plan.welcome, leader.incarnation),
-        )
+        self.plan.version, self.plan.called, self.plan.attempt = leader.version, False, None
+        self.plan.fetches.clear()
         self._last, self._attempts = None, 0
-        self._members[first] = leader.incarnation
-        self._note(EventKind.JOINED, first)
+        self._welcome(first, leader)
         for replica, report in live.items():
             if replica != first:
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
@@ -368,20 +361,20 @@ class Coordinator:
     ) -> bool:
         """Let a replica take part; return whether its settings allow that."""
         if report.settings != leader.settings:
-            reason = (
+            self.plan.refused[report.incarnation] = (
                 f"DiLoCo: replica {replica} has {report.settings}; replica {first} has "
                 f"{leader.settings}. All replicas need the same model, sharded in the same way, "
                 "and the same settings"
             )
-            self.plan = replace(
-                self.plan, refused={**self.plan.refused, report.incarnation: reason}
-            )
             return False
         if alike:
-            self._members[replica] = report.incarnation
-            self.plan = replace(self.plan, welcome=(*self.plan.welcome, report.incarnation))
-            self._note(EventKind.JOINED, replica)
+            self._welcome(replica, report)
         return True
+
+    def _welcome(self, replica: int, report: ReplicaReport) -> None:
+        self._members[replica] = report.incarnation
+        self.plan.welcome = (*self.plan.welcome, report.incarnation)
+        self._note(EventKind.JOINED, replica)
 
     # -- catching up -------------------------------------------------------------------------------
 
@@ -389,7 +382,7 @@ class Coordinator:
         for replica, each in self._seen.items():
             report, fetch = each.report, self.plan.fetches.get(replica)
             if fetch is not None and fetch.incarnation != report.incarnation:
-                self._drop_fetch(replica)
+                del self.plan.fetches[replica]
                 fetch = None
             if not each.is_alive:
                 continue
@@ -406,13 +399,13 @@ class Coordinator:
             joins = not self._is_member(replica)
             self._members[replica] = report.incarnation
             seconds = self._timers.elapsed(f"fetch of {replica}", fetch.number)
-            self._drop_fetch(replica)
+            del self.plan.fetches[replica]
             self._tried.pop(replica, None)
             kind = EventKind.JOINED if joins else EventKind.CAUGHT_UP
             self._note(kind, replica, source=fetch.source, seconds=seconds)
         elif report.refetch == fetch.number or not self._can_send(fetch):
             self._tried.setdefault(replica, set()).add(fetch.source)
-            self._drop_fetch(replica)
+            del self.plan.fetches[replica]
             self._assign(replica)
 
     def _can_send(self, fetch: Fetch) -> bool:
@@ -438,12 +431,7 @@ class Coordinator:
             self._fetch_number, report.incarnation, source, theirs.incarnation, self.plan.version
         )
         self._timers.elapsed(f"fetch of {replica}", fetch.number)  # from now on
-        self.plan = replace(self.plan, fetches={**self.plan.fetches, replica: fetch})
-
-    def _drop_fetch(self, replica: int) -> None:
-        if replica in self.plan.fetches:
-            rest = {r: each for r, each in self.plan.fetches.items() if r != replica}
-            self.plan = replace(self.plan, fetches=rest)
+        self.plan.fetches[replica] = fetch
 
     # -- rounds ------------------------------------------------------------------------------------
 
@@ -455,7 +443,7 @@ class Coordinator:
         if all(state is State.AVERAGED for state in states):
             self._commit(attempt)
         elif any(state in (None, State.FAILED) for state in states):
-            self.plan = replace(self.plan, attempt=None)
+            self.plan.attempt = None
             self._groups.clear()  # its connections are closed
 
     def _state_in(self, attempt: Attempt, replica: int) -> State | None:
@@ -479,7 +467,7 @@ class Coordinator:
             if replica not in attempt.members and self._seen[replica].is_connected
         )
         self._last = attempt
-        self.plan = replace(self.plan, version=attempt.version + 1, called=False, attempt=None)
+        self.plan.version, self.plan.called, self.plan.attempt = attempt.version + 1, False, None
         seconds = self._timers.elapsed("attempt", attempt.number)
         tried = self._attempts
         self._note(EventKind.ROUND, seconds=seconds, attempt=attempt, attempts=tried, late=late)
@@ -488,8 +476,7 @@ class Coordinator:
     def _begin_if_due(self) -> None:
         current = {r: each.report for r, each in self._seen.items() if self._is_current(r)}
         ready = {r: report for r, report in current.items() if self._waits(report)}
-        called = bool(ready)
-        self.plan = replace(self.plan, called=called)
+        self.plan.called = called = bool(ready)
         waited = self._timers.elapsed("called", (called, self.plan.version, self.plan.welcome))
         if not ready:
             return
@@ -505,15 +492,14 @@ class Coordinator:
         self._number += 1
         self._timers.elapsed("attempt", self._number)  # from now on
         names = {r: report.incarnation for r, report in members.items()}
-        attempt = Attempt(
+        self.plan.attempt = Attempt(
             number=self._number,
             version=self.plan.version,
             group=self._groups.setdefault(tuple(names.items()), self._number),
             members=names,
             tokens={r: report.tokens for r, report in members.items()},
         )
-        self._groups = {tuple(names.items()): attempt.group}
-        self.plan = replace(self.plan, attempt=attempt)
+        self._groups = {tuple(names.items()): self.plan.attempt.group}
 
     def _waits(self, report: ReplicaReport) -> bool:
         """Whether a replica waits for an attempt: it is ready, or the last one has failed."""

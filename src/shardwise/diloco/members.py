@@ -8,6 +8,7 @@ something else, the leader's outer parameters and momentum are sent to all.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,25 +58,11 @@ class MemberReport:
         return [mine != theirs or own != sent for mine, theirs, own, sent in both]
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the members have agreed on.
-
-    Attributes:
-        leader: the leader's report.
-        leader_rank: its rank in the group.
-        needed: for each fragment, whether any member needs what the leader has.
-        lacked: for each fragment, whether this rank does.
-    """
-
-    leader: MemberReport
-    leader_rank: int
-    needed: list[bool]
-    lacked: list[bool]
-
-
-def agree(group: dist.ProcessGroup, mine: MemberReport) -> Agreement:
+def agree(group: dist.ProcessGroup, mine: MemberReport) -> tuple[int, list[MemberReport]]:
     """Agree on the leader. Every member calls it.
+
+    Returns:
+        The leader's rank in the group, and the reports of all members.
 
     Raises:
         RanksDivergedError: members have different models or settings; raised on all of them.
@@ -93,12 +80,7 @@ def agree(group: dist.ProcessGroup, mine: MemberReport) -> Agreement:
                 f"{members[found.index(leader)]} has {difference[1]}. All replicas need the same "
                 "model, sharded in the same way, and the same settings"
             )
-    return Agreement(
-        leader=leader,
-        leader_rank=found.index(leader),
-        needed=[any(column) for column in zip(*(r.lacks(leader) for r in found), strict=True)],
-        lacked=mine.lacks(leader),
-    )
+    return found.index(leader), found
 
 
 def broadcast_outer_state(group: dist.ProcessGroup, leader_rank: int, fragment: Fragment) -> None:
@@ -128,15 +110,8 @@ def digest(fragment: Fragment) -> int:
     return found.intdigest()
 
 
-def _difference(one: MemberReport, other: MemberReport) -> tuple[str, str] | None:
+def _difference(one: MemberReport, other: MemberReport) -> tuple[str, ...] | None:
     """Return the first thing that two members should have in common and do not, as each has it."""
-    if one.settings != other.settings:
-        return one.settings, other.settings
-    if one.layout != other.layout:
-        longest = max(len(one.layout), len(other.layout))
-        both = (
-            (*layout, *["nothing more"] * (longest - len(layout)))
-            for layout in (one.layout, other.layout)
-        )
-        return next(pair for pair in zip(*both, strict=True) if pair[0] != pair[1])
-    return None
+    lines = ((each.settings, *each.layout) for each in (one, other))
+    pairs = itertools.zip_longest(*lines, fillvalue="nothing more")
+    return next((pair for pair in pairs if pair[0] != pair[1]), None)

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -94,6 +95,10 @@ class ReplicaSession:
     Args:
         quorum: where the replicas meet, and which one this is.
 
+    Attributes:
+        snapshot: returns the number of outer steps, and copies of what this rank has of the outer
+            state, for replicas that catch up; fp32, 1-D, on the CPU. Called in other threads.
+
     Raises:
         ValueError: the quorum makes no sense.
         OSError: the server cannot be reached.
@@ -129,7 +134,7 @@ class ReplicaSession:
         self._lost_at: float | None = None  # since when the server is missed; None: it is there
         self._lost_why: Exception | None = None
         self._served: dict[int, int] = {}  # by the replica that receives
-        self._snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
+        self.snapshot: Callable[[], tuple[int, list[torch.Tensor]]] | None = None
         self._group: tuple[int, dist.ProcessGroup | None] = (0, None)
         try:
             self._connect()
@@ -246,10 +251,6 @@ class ReplicaSession:
     def is_connected(self) -> bool:
         """Whether the server can be reached, as far as is known."""
         return self._lost_at is None
-
-    def is_live(self, plan: RoundPlan) -> bool:
-        """Whether the server can be reached, and hears every rank of this replica."""
-        return self.is_connected and self.replica in plan.live
 
     def check(self) -> None:
         """Check that this replica may take part.
@@ -469,54 +470,41 @@ class ReplicaSession:
         Raises:
             GivenUpError: it has failed, or is over.
         """
-        result: list[T] = []
-        failed: list[Exception] = []
-        ended = threading.Event()
+        ended: Future[T] = Future()
 
         def run() -> None:
             try:
-                result.append(work())
+                ended.set_result(work())
             except Exception as error:
-                failed.append(error)
-            finally:
-                ended.set()
-                with self._changed:
-                    self._changed.notify_all()
+                ended.set_exception(error)
+            with self._changed:
+                self._changed.notify_all()
 
         threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
         with self._eagerly(), self._changed:
-            while not ended.is_set():
+            while not ended.done():
                 plan = self._plan  # this rank may not know yet what the first one has seen
                 is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
                 if not self.is_connected or (not is_older and is_over(plan)):
                     raise GivenUpError(doing)
                 self._changed.wait(0.25)
-        if failed:
-            _log.warning("replica %s: %s failed: %s", self.replica, doing, failed[0])
-            raise GivenUpError(doing) from failed[0]
-        return result[0]
+        if (error := ended.exception()) is not None:
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, error)
+            raise GivenUpError(doing) from error
+        return ended.result()
 
     # -- outer states ------------------------------------------------------------------------------
 
-    def serve(self, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
-        """Send what ``snapshot`` returns to replicas that catch up, from now on.
-
-        Args:
-            snapshot: returns the number of outer steps, and copies of what this rank has of the
-                outer state; fp32, 1-D, on the CPU. Called in other threads.
-        """
-        self._snapshot = snapshot
-        self._serve(self._plan)
-
     def _serve(self, plan: RoundPlan) -> None:
-        if self._snapshot is None:
+        """Send the outer state to the replicas that are to get it from this one."""
+        if self.snapshot is None:
             return
         for receiver, fetch in plan.fetches.items():
             mine = (fetch.source, fetch.source_incarnation) == (self.replica, self.incarnation)
             if mine and fetch.number != self._served.get(receiver):
                 self._served[receiver] = fetch.number
                 threading.Thread(
-                    target=self._send, args=(fetch, self._snapshot), daemon=True
+                    target=self._send, args=(fetch, self.snapshot), daemon=True
                 ).start()
 
     def _send(self, fetch: Fetch, snapshot: Callable[[], tuple[int, list[torch.Tensor]]]) -> None:
@@ -552,11 +540,11 @@ class ReplicaSession:
         return f"{MEETING}fetch-{fetch.number}/{self.rank}/here"
 
     def receive(self, fetch: Fetch, tensors: list[torch.Tensor]) -> int | None:
-        """Receive what the source's :meth:`serve` sends. Every rank calls it.
+        """Receive what the source sends. Every rank calls it.
 
         Args:
             fetch: what to fetch.
-            tensors: as the source's, on the CPU; their values are undefined after a failure.
+            tensors: as those of the source, on the CPU; their values are undefined after a failure.
 
         Returns:
             The number of outer steps; ``None``: it has failed on a rank.

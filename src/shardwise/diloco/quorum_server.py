@@ -6,6 +6,7 @@ members of an exchange find each other. Parameters do not pass through it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import threading
@@ -30,7 +31,7 @@ _MEETINGS_KEPT = 64  # attempts for which addresses are kept
 _log = logging.getLogger(__name__)
 
 
-class QuorumServer:
+class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
     """A server for replicas that come and go on their own; :class:`Quorum` is the other end.
 
     Use it as a context, or call :meth:`close`.
@@ -84,10 +85,6 @@ class QuorumServer:
         self._store.start()
         self._store.put(PLAN, plain.written(self._coordinator.plan))
         self._thread.start()
-
-    def __enter__(self) -> QuorumServer:
-        """Return the server."""
-        return self
 
     def __exit__(self, *_: object) -> None:
         """Close the server."""

@@ -40,6 +40,7 @@ class Rounds:
         reshard: called before parameters change.
 
     Attributes:
+        quorum: as passed.
         bytes_sent: bytes of encoded pseudo-gradients that this rank has sent to others.
     """
 
@@ -55,7 +56,7 @@ class Rounds:
         reshard: Callable[[], None],
     ) -> None:
         self.bytes_sent = 0
-        self._quorum = quorum
+        self.quorum = quorum
         self._fragment = fragment
         self._every = every
         self._outer = outer
@@ -68,20 +69,12 @@ class Rounds:
         self._is_joined = False
         # Held while the outer state changes, since it may be on its way to another replica.
         self._changing = threading.Lock()
+        quorum.snapshot = self._snapshot
 
     @property
     def version(self) -> int:
         """Outer steps that this replica has made."""
         return self._fragment.rounds
-
-    @property
-    def has_peers(self) -> bool:
-        """Whether others train already, from whom this replica can get its outer state."""
-        return self._quorum.has_peers
-
-    def leave(self) -> None:
-        """Take no part any more."""
-        self._quorum.close()
 
     def count_tokens(self, tokens: int) -> None:
         """Count tokens that the step under way trains on, as weight of this replica's work."""
@@ -95,14 +88,13 @@ class Rounds:
         """
         if self._is_joined:
             return
-        quorum = self._quorum
+        quorum = self.quorum
         digests = quorum.gather(members.digest(self._fragment), "the digest of the outer state")
         combined = xxhash.xxh64(repr(digests).encode()).hexdigest()
         layouts = quorum.gather(self._fragment.layout, "the layout of the outer state")
         layout = xxhash.xxh64(repr(layouts).encode()).hexdigest()
         settings = f"{quorum.size} shards, parameters of checksum {layout}, {self._settings}"
         fetch = quorum.join(settings, combined, self.version)
-        quorum.serve(self._snapshot)
         self._is_joined = True
         while fetch is not None:
             self._tokens = 0  # it belongs to an outer state that this replica does not go on from
@@ -120,9 +112,11 @@ class Rounds:
         if not self._counted:
             self._tokens += 1
         self.join()
-        wish = self._quorum.wish(self.version)
+        wish = self.quorum.wish(self.version)
         if wish is Wish.FETCH:
-            self._catch_up_if_asked()
+            (fetch,) = self.quorum.wait_for(lambda plan: (self.quorum.fetch_for_me(plan),))
+            if fetch is not None:
+                self._catch_up(fetch)
         elif wish is Wish.MEET or self._steps >= self._every:
             self.meet(step)
 
@@ -137,11 +131,11 @@ class Rounds:
             the next round.
         """
         self.join()
-        quorum = self._quorum
+        quorum = self.quorum
         quorum.report(state=State.READY, tokens=self._tokens)
 
         def find(plan: RoundPlan) -> tuple[Attempt | Fetch | None] | None:
-            if not quorum.is_live(plan):
+            if not (quorum.is_connected and quorum.replica in plan.live):
                 return (None,)
             fetch = quorum.fetch_for_me(plan)
             if fetch is not None:
@@ -180,7 +174,7 @@ class Rounds:
 
     def _try(self, attempt: Attempt, step: int) -> bool:
         """Take part in an attempt; return whether it was committed, and is applied."""
-        quorum, fragment = self._quorum, self._fragment
+        quorum, fragment = self.quorum, self._fragment
         fragment.check()
         gradient = fragment.pseudo_gradient().to(_CPU)
         weight = weight_of(attempt, quorum.replica)
@@ -226,15 +220,9 @@ class Rounds:
             state = [flat.to(_CPU, copy=True) for flat in (fragment.outer, fragment.momentum)]
             return fragment.rounds, state
 
-    def _catch_up_if_asked(self) -> None:
-        quorum = self._quorum
-        (fetch,) = quorum.wait_for(lambda plan: (quorum.fetch_for_me(plan),))
-        if fetch is not None:
-            self._catch_up(fetch)
-
     def _catch_up(self, fetch: Fetch) -> bool:
         """Take over the outer state of another replica; keep what inner steps have done here."""
-        quorum, fragment = self._quorum, self._fragment
+        quorum, fragment = self.quorum, self._fragment
         state = [torch.empty_like(fragment.outer, device=_CPU) for _ in range(2)]
         version = quorum.receive(fetch, state)
         if version is None:

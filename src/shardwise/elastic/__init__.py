@@ -8,7 +8,7 @@
 ``rendezvous.py`` is where the hosts of a job meet, at the store of one of them (``store.py``), and
 ``membership.py`` has the rules: who takes part, and what follows when ranks end. ``program.py`` and
 ``call.py`` run a script or a function as ranks. Under ``torchrun`` and in workers of Ray the same
-ranks run without an agent of ours (``connect.py``, ``torchrun.py``, ``worker.py``).
+ranks run without an agent of ours (``connect.py``).
 
 Nothing here imports torch before a job starts.
 """

@@ -14,7 +14,6 @@ once when one has failed, before it is known which was first, and gives ranks th
 from __future__ import annotations
 
 import contextlib
-import enum
 import logging
 import os
 import signal
@@ -39,13 +38,13 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import say, signal_name
 from shardwise.elastic.hosts import Command
-from shardwise.elastic.membership import SECONDARY, Next
+from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
 from shardwise.elastic.rank import STOP_SIGNALS, Ending, RankReport, Stage
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.starting import StartWatch, stacks_of
-from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, usable_cores
+from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, environment, usable_cores
 
 POLL = 0.02  # seconds between looks at the ranks
 SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
@@ -77,15 +76,6 @@ class Signals:
         elif now - self._first_at < SAME_SIGNAL:
             return
         self.noted.append(signum)
-
-
-class _Phase(enum.Enum):
-    """How far the ranks are."""
-
-    RUNNING = "running"
-    REGROUPING = "regrouping"  # they were asked to save and stop, since more hosts join
-    STOPPING = "stopping"  # they received the signal that asked to stop
-    ENDED = "ended"
 
 
 class Agent(LocalElasticAgent):
@@ -127,7 +117,8 @@ class Agent(LocalElasticAgent):
         self.ranks: list[LocalRank] = []
         self._starting = StartWatch(self.ranks, self._say)
         self._timers = Timers(process_clock().now)
-        self._phase = _Phase.RUNNING
+        self._asked = False  # whether the ranks were asked to stop
+        self._has_shown = False  # how this generation has ended
         self._outcome: Outcome | None = None
 
     def run_job(self) -> int:
@@ -147,14 +138,13 @@ class Agent(LocalElasticAgent):
                 rank.close()
             self.meeting.shutdown()
             self._folder.cleanup()
-        noted = self.signals.noted
         verdict, outcome = self.meeting.verdict, self._outcome
         if verdict is None and outcome is not None and outcome.exit_code:
             return outcome.exit_code
         if outcome is None or verdict is None or verdict.next.begins_again:
             awaited = "ranks to start" if self.meeting.is_alone else "the other hosts"
             self._say(f"Stopped while waiting for {awaited}.")
-            return 128 + (noted[0] if noted else signal.SIGTERM)
+            return 128 + self._signum
         return outcome.exit_code or (1 if verdict.text else 0)
 
     # -- what torch's agent asks for ---------------------------------------------------------------
@@ -165,7 +155,7 @@ class Agent(LocalElasticAgent):
         spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
-        self._phase, self._outcome = _Phase.RUNNING, None
+        self._asked, self._outcome, self._has_shown = False, None, False
         self._timers = Timers(process_clock().now)
         # Blocked while ranks start: they inherit the mask, and unblock the signals when they can
         # tell a stop from a crash.
@@ -188,14 +178,15 @@ class Agent(LocalElasticAgent):
             if all(rank.has_stepped for rank in self.ranks):
                 self.meeting.report_step()
             if self._outcome is not None:
-                self._phase = _Phase.ENDED
                 self.meeting.end(self._outcome)
         verdict = self.meeting.verdict
         if verdict is None or self._outcome is None:
             if self._outcome is not None and len(self.signals.noted) > 1:
                 return RunResult(WorkerState.FAILED)  # no reason is left to wait for other hosts
             return RunResult(WorkerState.HEALTHY)
-        self._show_verdict(self._outcome)
+        if not self._has_shown:
+            self._has_shown = True
+            self._show_verdict(self._outcome, verdict)
         if verdict.next.begins_again and not self.signals.noted:
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
@@ -211,6 +202,16 @@ class Agent(LocalElasticAgent):
     def _say(self, text: str) -> None:
         """Tell the user."""
         say(text)
+
+    @property
+    def _signum(self) -> int:
+        """The signal that asked to stop; that of the job if none did."""
+        return self.signals.noted[0] if self.signals.noted else signal.SIGTERM
+
+    @property
+    def _is_regrouping(self) -> bool:
+        """Whether the ranks were asked to save and stop since more hosts join."""
+        return self._asked and not self.signals.noted
 
     # -- the ranks ---------------------------------------------------------------------------------
 
@@ -230,14 +231,15 @@ class Agent(LocalElasticAgent):
             self._kill_ranks()
             return Outcome(1)
         if len(self.signals.noted) > 1:
-            return self._by_signal(self._kill("at once"))
+            return self._by_signal(self._kill("at once by {}; what was not saved is lost"))
         self._ask_to_stop(order)
         self._starting.look()
         has_stopped = any(self._has_stopped(rank) for rank in self.ranks)
         if self._timers.elapsed("stopped", has_stopped) > STOP_GRACE and has_stopped:
-            if self._phase is _Phase.REGROUPING and not self.signals.noted:
+            if self._is_regrouping:
                 return self._end_regrouping()
-            return self._by_signal(self._kill("without waiting for all ranks"))
+            how = "without waiting for all ranks by {}; what was not saved is lost"
+            return self._by_signal(self._kill(how))
         return None
 
     def _by_signal(self, outcome: Outcome) -> Outcome:
@@ -251,42 +253,36 @@ class Agent(LocalElasticAgent):
 
     def _has_stopped(self, rank: LocalRank) -> bool:
         """Whether a rank stopped as asked: it said so, or died of the signal that it was sent."""
-        asked = self._phase in (_Phase.REGROUPING, _Phase.STOPPING)
-        return rank.stopped or (asked and rank.report is None and rank.code in _STOPPED)
+        return rank.stopped or (self._asked and rank.report is None and rank.code in _STOPPED)
 
     def _has_failed(self, rank: LocalRank) -> bool:
         return rank.failed and not self._has_stopped(rank)
 
     def _ask_to_stop(self, order: Order) -> None:
         """Ask the ranks to stop, once, if a signal or the job asks for it."""
-        if self._phase is not _Phase.RUNNING:
-            return
         # Ranks that have not completed a step have nothing to save, and would not stop in order.
         training = all(rank.stage is Stage.TRAINING for rank in self.ranks)
-        if self.signals.noted:
-            self._phase, signum = _Phase.STOPPING, self.signals.noted[0]
-        elif order is Order.SAVE_AND_STOP and training:
-            self._phase, signum = _Phase.REGROUPING, signal.SIGTERM
-        else:
-            return
-        for rank in self.ranks:
-            rank.send(signum)
+        is_due = self.signals.noted or (order is Order.SAVE_AND_STOP and training)
+        if is_due and not self._asked:
+            self._asked = True
+            for rank in self.ranks:
+                rank.send(self._signum)
 
     def _finish(self) -> Outcome:
         words = [rank.report for rank in self.ranks if rank.stopped and rank.report]
         if words:
             return Outcome(words[0].exit_code, farewell=words[0].text)
         if any(self._has_stopped(rank) for rank in self.ranks):
-            signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
-            return Outcome(128 + signum, farewell=f"Stopped by {signal_name(signum)}.")
+            text = f"Stopped by {signal_name(self._signum)}."
+            return Outcome(128 + self._signum, farewell=text)
         return Outcome(0)
 
     def _fail(self, failed: list[LocalRank]) -> Outcome:
         secondary = all(rank.is_secondary for rank in failed)
         if secondary and self.signals.noted:
             # These ranks lost a peer that had already stopped, as asked.
-            return self._stop_early()
-        if secondary and self._phase is _Phase.REGROUPING:
+            return self._kill("by {} before the first step; there was nothing to save")
+        if secondary and self._is_regrouping:
             return self._end_regrouping()
         first = min(failed, key=lambda rank: (rank.is_secondary, rank.failed_at))
         self._kill_ranks()
@@ -316,7 +312,7 @@ class Agent(LocalElasticAgent):
         """Whether ranks here were affected by another one here, which has not reported yet."""
         runs = any(rank.code is None and rank.report is None for rank in self.ranks)
         is_here = self.meeting.hosts == 1  # else the other hosts are asked, see membership.py
-        is_asked = self._phase is not _Phase.RUNNING or bool(self.signals.noted)
+        is_asked = self._asked or bool(self.signals.noted)
         return runs and is_here and not is_asked and all(rank.is_secondary for rank in failed)
 
     def _end_regrouping(self) -> Outcome:
@@ -324,18 +320,10 @@ class Agent(LocalElasticAgent):
         self._kill_ranks()
         return Outcome(128 + signal.SIGTERM, stopped_by=StoppedBy.RANK)
 
-    def _stop_early(self) -> Outcome:
-        self._kill_ranks()
-        signum = self.signals.noted[0]
-        text = f"Stopped by {signal_name(signum)} before the first step; there was nothing to save."
-        self._say(text)
-        return Outcome(128 + signum, Result.FAILED)
-
     def _kill(self, how: str) -> Outcome:
         self._kill_ranks()
-        signum = self.signals.noted[0] if self.signals.noted else signal.SIGTERM
-        self._say(f"Stopped {how} by {signal_name(signum)}; what was not saved is lost.")
-        return Outcome(128 + signum, Result.FAILED)
+        self._say(f"Stopped {how.format(signal_name(self._signum))}.")
+        return Outcome(128 + self._signum, Result.FAILED)
 
     def _kill_ranks(self) -> None:
         killed = [rank for rank in self.ranks if rank.code is None]
@@ -351,11 +339,8 @@ class Agent(LocalElasticAgent):
                     sys.stdout.write("\x1b[?25h\n")
                     sys.stdout.flush()
 
-    def _show_verdict(self, outcome: Outcome) -> None:
-        """Say how the generation ended and what follows, once."""
-        verdict = self.meeting.take_verdict()
-        if verdict is None:
-            return
+    def _show_verdict(self, outcome: Outcome, verdict: Verdict) -> None:
+        """Say how the generation ended and what follows."""
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
             self._say(outcome.farewell)
@@ -572,28 +557,22 @@ def agents_environment() -> Iterator[None]:
         # Not those that we handle ourselves, nor SIGHUP, which nohup ignores.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
-    before = {name: os.environ.get(name) for name in ours}
     quit_handler = None
     with contextlib.suppress(ValueError):
         quit_handler = signal.getsignal(signal.SIGQUIT)
     log = logging.getLogger("torch.distributed.elastic")
     propagates, nothing = log.propagate, logging.NullHandler()
-    os.environ.update(ours)
     if "LOGLEVEL" not in os.environ:
         log.propagate = False
         log.addHandler(nothing)
     try:
-        yield
+        with environment(**ours):
+            yield
     finally:
         log.propagate = propagates
         log.removeHandler(nothing)
         with contextlib.suppress(ValueError):
             signal.signal(signal.SIGQUIT, quit_handler)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def are_settled(ranks: list[LocalRank], failed: list[LocalRank], limit: float) -> bool:

@@ -38,7 +38,7 @@ from shardwise.base.errors import RankFailedError, lost_peer_behind
 from shardwise.elastic.errors import signal_name
 from shardwise.elastic.program import named, own_frames, run_program
 from shardwise.elastic.rank import die_with_parent
-from shardwise.elastic.restarts import run_here
+from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import most_ranks
 
 T = TypeVar("T")
@@ -205,7 +205,9 @@ def _error(folder: Path, code: int) -> Exception:
         )
     account = folder / "account"
     text = account.read_text().strip() if account.exists() else ""
-    failures = [_RankFailure.read(file) for file in folder.glob("error-*")]
+    failures: list[_RankFailure] = [
+        pickle.loads(file.read_bytes()) for file in folder.glob("error-*")
+    ]
     # A rank that was killed, or has ended itself, has left no error, and may have caused others'.
     if first := _FIRST.findall(text):
         failures = [failure for failure in failures if failure.who == first[-1]]
@@ -235,11 +237,6 @@ class _RankFailure:
     time: float
     text: str
     pickled: bytes
-
-    @staticmethod
-    def read(file: Path) -> _RankFailure:
-        failure: _RankFailure = pickle.loads(file.read_bytes())
-        return failure
 
     def error(self) -> Exception:
         """Return the exception, or an error of our own that shows it."""
@@ -357,7 +354,7 @@ def main(folder: Path, role: str, *words: str) -> NoReturn:
         return [*_command(folder), "rank"]
 
     with contextlib.redirect_stderr(account):
-        code = run_here(command, nproc, restarts)
+        code = run_job(command, nproc, restarts)
     (folder / "account").write_text(account.getvalue())
     sys.exit(code)
 

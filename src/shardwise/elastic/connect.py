@@ -96,15 +96,11 @@ def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
     """Create the default process group."""
     import torch.distributed as dist
 
-    if os.environ.get(_AGENT_STORE) != str(True):
-        with _reported_wait(world, "for the other ranks to connect"):
-            dist.init_process_group(
-                backend, rank=world.rank, world_size=world.size, timeout=timeout
-            )
-        return
-    store = _store_of_agent(world, timeout)
-    others = "for connections to the other ranks, which are there; is a firewall between them?"
-    with _reported_wait(world, others):
+    store, awaited = None, "for the other ranks to connect"
+    if os.environ.get(_AGENT_STORE) == str(True):
+        store = _store_of_agent(world, timeout)
+        awaited = "for connections to the other ranks, which are there; is a firewall between them?"
+    with _reported_wait(world, awaited):
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import socket
-from typing import Any
 
 _HOST = re.compile(r"[\w.:%-]+")  # a name, or an address with its zone
-
-_Where = tuple[Any, ...]  # a socket address
 
 
 def parse_endpoint(where: str) -> tuple[str, int] | None:
@@ -150,25 +148,20 @@ def listening(address: str, port: int = 0) -> socket.socket:
     """
     reason: OSError | None = None
     for family, _, _, _, where in socket.getaddrinfo(address, port, type=socket.SOCK_STREAM):
-        try:
-            return _listening_at(family, where, port)
-        except OSError as error:
-            reason = reason or error
+        with contextlib.ExitStack() as unused:
+            try:
+                listener = unused.enter_context(socket.socket(family))
+                if port:
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(where)
+                listener.listen(4096)
+            except OSError as error:
+                reason = reason or error
+                continue
+            unused.pop_all()
+            return listener
     assert reason is not None
     raise reason
-
-
-def _listening_at(family: int, where: _Where, port: int) -> socket.socket:
-    listener = socket.socket(family)
-    try:
-        if port:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(where)
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
 
 
 def listening_everywhere() -> socket.socket:

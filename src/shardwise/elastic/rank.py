@@ -27,20 +27,26 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
-from shardwise.elastic import starting, torchrun
+from shardwise.elastic import starting
 from shardwise.elastic.errors import Stopped, UserError, signal_name
-from shardwise.elastic.world import PARENT_PID, REPORT, World
+from shardwise.elastic.world import PARENT_PID, REPORT, World, launched_here
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _UNWRITTEN = 120  # Python's exit code if it could not write all output
+
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's agent reads it when this process has failed
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+# Seconds. torch's agent looks ten times per second; one of another host has to meet this one's
+# anew, which then restarts its ranks without counting it.
+PATIENCE = 5.0
 
 
 def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
@@ -63,15 +69,34 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
         body(world, signals)
     except BaseException as error:  # the launcher must learn of it, whatever it is
         if lost_peer_behind(error) is not None and not signals.noted:
-            torchrun.let_the_first_failure_be_named()
+            let_the_first_failure_be_named()
         _end(report_end(world, error))  # without what may wait for peers that are gone
     leave(0)
 
 
+def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None:
+    """Run ``body`` as one rank in a process of another program, such as a worker of Ray Train.
+
+    Unlike :func:`run_rank` it neither ends the process nor handles signals, which only the main
+    thread may. The program that started the workers takes the first error that it sees for the
+    cause. So a rank that has only lost a peer waits before it raises.
+
+    Raises:
+        BaseException: what ``body`` raises.
+    """
+    try:
+        body(world, StopSignals())
+    except BaseException as error:
+        if lost_peer_behind(error) is not None:
+            time.sleep(PATIENCE)
+        raise
+
+
 def report_end(world: World, error: BaseException) -> int:
     """Report that an error, or a request to stop, ends this rank; return its exit code."""
-    _report(_ending(world, error), world)
-    return _exit_code(error)
+    report = RankReport(world.rank, *_ending(error))
+    _report(report, world)
+    return report.exit_code
 
 
 def die_with_parent(parent: int) -> None:
@@ -88,53 +113,39 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _ending(world: World, error: BaseException) -> RankReport:
-    code = _exit_code(error)
-    if isinstance(error, Stopped):
-        return RankReport(world.rank, Ending.STOPPED, code, error.message)
-    if lost_peer_behind(error) is not None:
-        text = str(error) if isinstance(error, UserError) else _traceback(error)
-        return RankReport(world.rank, Ending.PEER, code, text)
-    if isinstance(error, UserError):
-        if error.passing:
-            return RankReport(world.rank, Ending.FAILED, code, str(error))
-        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
-    if isinstance(error, BrokenPipeError):
-        return RankReport(world.rank, Ending.USER, code, "error: standard output was closed")
-    if isinstance(error, OSError) and error.errno in _NO_ROOM:
-        return RankReport(world.rank, Ending.USER, code, f"error: {error}")
-    if isinstance(error, OffloadError):  # it says all that a user of the disk can do
-        return RankReport(world.rank, Ending.FAILED, code, str(error))
-    return RankReport(world.rank, Ending.FAILED, code, _traceback(error))
-
-
-def _traceback(error: BaseException) -> str:
-    return "".join(traceback.format_exception(error)).rstrip()
-
-
-def _exit_code(error: BaseException) -> int:
-    if isinstance(error, Stopped):
-        return error.exit_code
-    if isinstance(error, UserError) and lost_peer_behind(error) is None:
-        return error.exit_code
-    return 1
+def _ending(error: BaseException) -> tuple[Ending, int, str]:
+    """Return why an error ends this rank, the exit code, and what to show."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    is_secondary = lost_peer_behind(error) is not None
+    match error:
+        case Stopped():
+            return Ending.STOPPED, error.exit_code, error.message
+        case _ if is_secondary:
+            return Ending.PEER, 1, str(error) if isinstance(error, UserError) else trace
+        case UserError(passing=True):
+            return Ending.FAILED, error.exit_code, str(error)
+        case UserError():
+            return Ending.USER, error.exit_code, f"error: {error}"
+        case BrokenPipeError():
+            return Ending.USER, 1, "error: standard output was closed"
+        case OSError(errno=number) if number in _NO_ROOM:
+            return Ending.USER, 1, f"error: {error}"
+        case OffloadError():  # it says all that a user of the disk can do
+            return Ending.FAILED, 1, str(error)
+    return Ending.FAILED, 1, trace
 
 
 def report_stage(stage: Stage) -> None:
     """Report how far this rank is; nothing happens without our launcher."""
-    file = os.environ.get(REPORT)
-    if file is not None:
-        stage.send(file)
+    _send(stage.value)
 
 
 def _report(report: RankReport, world: World) -> None:
-    file = os.environ.get(REPORT)
-    if file is not None:
-        report.send(file)
+    if _send(report.to_json()):
         return
     # Many ranks lose a peer, and none of them is the cause: one line is enough.
     shown = report.text.splitlines()[-1] if report.ending is Ending.PEER else report.text
-    is_recorded = torchrun.record_failure(shown, report.text, report.exit_code)
+    is_recorded = record_failure(shown, report.text, report.exit_code)
     # Without our launcher, which would choose among reports, every rank shows its own failure.
     if report.ending is Ending.STOPPED and report.rank != 0:
         return
@@ -279,10 +290,6 @@ class Stage(enum.Enum):
         """Return the stage that a line names, or None if it belongs to a report."""
         return next((stage for stage in Stage if stage.value.encode() == line), None)
 
-    def send(self, file: str) -> None:
-        """Write to the launcher's file."""
-        _send(file, self.value)
-
 
 class Ending(enum.Enum):
     """Why a rank ended."""
@@ -317,26 +324,68 @@ class RankReport:
         if len(text) > MAX_TEXT:
             half = MAX_TEXT // 2
             text = f"{text[:half]}\n  [...]\n{text[-half:]}"
-        fields = {**asdict(self), "ending": self.ending.value, "text": text}
-        return json.dumps(fields, ensure_ascii=False)
+        return plain.written(replace(self, text=text)).decode()
 
     @staticmethod
-    def from_json(line: str | bytes) -> RankReport:
+    def from_json(line: bytes) -> RankReport:
         """Read what :meth:`to_json` wrote."""
-        return plain.converted(RankReport, json.loads(line))
-
-    def send(self, file: str) -> None:
-        """Write to the launcher's file."""
-        _send(file, self.to_json())
+        return plain.read(RankReport, line)
 
 
-def _send(file: str, line: str) -> None:
+def _send(line: str) -> bool:
+    """Write a line to the launcher's file; return whether there is a launcher of ours."""
+    file = os.environ.get(REPORT)
+    if file is None:
+        return False
     with contextlib.suppress(OSError):  # it is no error if the launcher is gone
         descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         try:
             os.write(descriptor, line.encode() + b"\n")
         finally:
             os.close(descriptor)
+    return True
+
+
+def let_the_first_failure_be_named() -> None:
+    """Wait for torch's agent to end this rank, which has lost a peer and is not to blame.
+
+    The agent takes the rank that it finds ended for the cause. It ends the others by SIGTERM. If
+    it does not, the peer was on another host, and this rank must end by itself.
+    """
+    if _RUN_ID in os.environ and not launched_here():
+        with contextlib.suppress(Stopped):
+            time.sleep(PATIENCE)
+
+
+def record_failure(line: str, text: str, exit_code: int) -> bool:
+    """Write why this rank ends where torch's agent looks, in the format of its ``record``.
+
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors``, which takes seconds
+    to import.
+
+    Args:
+        line: what ``torchrun`` shows.
+        text: all that is known, for who opens the file.
+        exit_code: of this process.
+
+    Returns:
+        Whether there is such an agent, and the file was written.
+    """
+    path = os.environ.get(_ERROR_FILE)
+    if path is None:
+        return False
+    when = str(int(time.time()))
+    message = {
+        "message": text,
+        "errorCode": exit_code,
+        "extraInfo": {"py_callstack": line, "timestamp": when},
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": message}, file)
+    except OSError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

@@ -162,7 +162,6 @@ class Rendezvous(RendezvousHandler):
         self._plan = b""  # the same as it was read or published last
         self._seen = JobState()
         self._failure: BaseException | None = None
-        self._said = True  # whether the verdict was taken
         self._noticed: int | None = None  # how many notices were said
         self._clock = clock or process_clock()
         self._timers = Timers(self._clock.now)
@@ -206,7 +205,7 @@ class Rendezvous(RendezvousHandler):
         finally:
             listener.close()
         self.generation, self.hosts, self._began = seen.generation, len(members), self._clock.now()
-        self.verdict, self._said = None, False
+        self.verdict = None
         if self.nodes.is_elastic:
             self._describe(index)
         assert self._store is not None
@@ -299,13 +298,6 @@ class Rendezvous(RendezvousHandler):
     def job_id(self) -> str:
         """Tells the job from every other one; the same after a restart, and on all hosts."""
         return self._seen.job
-
-    def take_verdict(self) -> Verdict | None:
-        """Return what follows the generation, once."""
-        if self._said:
-            return None
-        self._said = self.verdict is not None
-        return self.verdict
 
     # -- meeting -----------------------------------------------------------------------------------
 
@@ -442,7 +434,7 @@ class Rendezvous(RendezvousHandler):
         while True:
             found = self._directory.get_state()
             server, where = ("", None) if found is None else _named(found[0])
-            if where is not None and (server == self._id or _answers(*where)):
+            if where is not None and (server == self._id or _knock(*where) is None):
                 return server, where
             waited = self._clock.now() - began
             if self.nodes.rank == 0 and (where is None or waited > 2 * SILENCE):
@@ -834,26 +826,21 @@ def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:
     return server, parse_endpoint(endpoint)
 
 
-def _answers(address: str, port: int) -> bool:
-    """Whether something listens at an address and port."""
+def _knock(address: str, port: int) -> OSError | None:
+    """Return why there is no connection to an address and port; None if there is one."""
     try:
         socket.create_connection((address, port), timeout=_ATTEMPT).close()
-    except OSError:
-        return False
-    return True
+    except OSError as error:
+        return error
+    return None
 
 
 def _refuses(address: str, port: int) -> bool:
     """Whether the system of a host answers that nothing listens at its port: it has ended."""
     deadline = time.monotonic() + _ATTEMPT
     while time.monotonic() < deadline:  # a process that ends closes one socket after the other
-        try:
-            socket.create_connection((address, port), timeout=_ATTEMPT).close()
-        except ConnectionRefusedError:
-            return True
-        except ConnectionResetError:
-            pass
-        except OSError:
-            return False
+        error = _knock(address, port)
+        if error is not None and not isinstance(error, ConnectionResetError):
+            return isinstance(error, ConnectionRefusedError)
         time.sleep(_POLL)
     return False

@@ -25,7 +25,7 @@ from shardwise.elastic.agent import POLL, Agent, LocalRank, Signals, agents_envi
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.errors import say
 from shardwise.elastic.hosts import HERE, Command
-from shardwise.elastic.membership import Next
+from shardwise.elastic.membership import Next, Verdict
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result
 from shardwise.elastic.rank import Ending
 from shardwise.elastic.rendezvous import Rendezvous
@@ -93,12 +93,12 @@ class _Replica(Agent):
             self.logs.lost = f"replica {self._replica.number} {why}"
             self._launcher.lost(self._replica, why)
 
-    def _show_verdict(self, outcome: Outcome) -> None:
-        verdict, failure = self.meeting.take_verdict(), self._failure
-        if verdict is not None and outcome.farewell:
+    def _show_verdict(self, outcome: Outcome, verdict: Verdict) -> None:
+        failure = self._failure
+        if outcome.farewell:
             self._launcher.say_once("farewell", outcome.farewell)
         is_over = self._is_given_up or self.signals.noted or self._launcher.finished
-        if verdict is None or verdict.next is not Next.FAIL or failure is None or is_over:
+        if verdict.next is not Next.FAIL or failure is None or is_over:
             return
         number, limit = self._replica.number, f" (--max-restarts {self.restarts})"
         if failure.report is not None:

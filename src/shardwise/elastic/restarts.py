@@ -7,34 +7,19 @@ import os
 
 from shardwise.elastic.hosts import HERE, Command, Nodes, Terms
 from shardwise.elastic.rank import importing
-
-_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
-
-
-def run_here(command: Command, nproc: int, restarts: int) -> int:
-    """Run a job on this host alone.
-
-    Args:
-        command: gives the command of a generation.
-        nproc: ranks.
-        restarts: how often to restart after a rank was killed or crashed.
-
-    Returns:
-        The exit code of the last generation.
-    """
-    return run_over_hosts(command, nproc, HERE, restarts)
+from shardwise.elastic.world import environment
 
 
-def run_over_hosts(
-    command: Command, nproc: int, nodes: Nodes, restarts: int, terms: Terms | None = None
+def run_job(
+    command: Command, nproc: int, restarts: int, nodes: Nodes = HERE, terms: Terms | None = None
 ) -> int:
     """Run this host's part of a job.
 
     Args:
         command: gives the command of a generation.
         nproc: ranks of this host.
-        nodes: the job.
         restarts: how often to restart after a rank or a host was lost.
+        nodes: the job; by default on this host alone.
         terms: what hosts that join later have to agree on.
 
     Returns:
@@ -44,15 +29,12 @@ def run_over_hosts(
         UserError: the hosts did not come together, or were lost.
     """
     # torch warns of every address that has no name, once torch is imported.
-    level = os.environ.get(_LOG_LEVEL)
-    os.environ[_LOG_LEVEL] = level or "ERROR"
+    quiet = environment(TORCH_CPP_LOG_LEVEL=os.environ.get("TORCH_CPP_LOG_LEVEL") or "ERROR")
     # Here, and not before: it imports torch, which takes seconds.
-    with importing():
+    with quiet, importing():
         from shardwise.elastic.agent import Agent, Signals, agents_environment
         from shardwise.elastic.rendezvous import Rendezvous
 
-    if level is None:
-        del os.environ[_LOG_LEVEL]  # ranks have their own
     with contextlib.closing(Signals()) as signals, agents_environment():
         rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: bool(signals.noted))
         return Agent(command, nproc, rendezvous, restarts, signals).run_job()

@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.elastic.errors import Stopped, say, signal_name
@@ -63,12 +62,7 @@ class GracefulStop:
         self._signals.install()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._block.close()
 
     def requested(self) -> bool:

@@ -14,7 +14,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -129,17 +129,15 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
     Raises:
         ValueError: it makes no sense, or it changes a key of the server.
     """
-    if request in (b"set", b"add", b"delete_key"):
-        for key in arguments[::2] if request == b"set" else arguments[:1]:
-            if key.startswith(SERVER.encode()):
-                raise ValueError(f"found the key {key!r}, expected none that begins with {SERVER}")
+    changed = arguments[0] if request in (b"set", b"add", b"delete_key") and arguments else b""
+    if changed.startswith(SERVER.encode()):
+        raise ValueError(f"found the key {changed!r}, expected none that begins with {SERVER}")
     match request, arguments:
-        case b"set", pairs:
-            values.update(zip(pairs[::2], pairs[1::2], strict=True))
+        case b"set", [key, value]:
+            values[key] = value
             return [b"done"]
-        case b"get", keys:
-            found = [value for value in map(values.get, keys) if value is not None]
-            return [b"done", *_that_fit(found)] if len(found) == len(keys) else [b"missing"]
+        case b"get", [key]:
+            return [b"done", values[key]] if key in values else [b"missing"]
         case b"check", keys:
             return [b"done" if all(key in values for key in keys) else b"missing"]
         case b"add", [key, amount]:
@@ -150,12 +148,6 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
         case b"num_keys", []:
             return [b"done", b"%d" % len(values)]
     raise ValueError(f"found request {request!r} with {len(arguments)} arguments")
-
-
-def _that_fit(values: list[bytes]) -> list[bytes]:
-    """Return the first values, at least one, that one message can hold."""
-    sizes = itertools.accumulate(4 + len(value) for value in values)
-    return values[: max(1, sum(size < MAX_MESSAGE - 64 for size in sizes))]
 
 
 @dataclass
@@ -393,8 +385,8 @@ class StoreServer:
 class GuardedStore(Store):
     """A client of a :class:`StoreServer`, with the methods of torch's ``TCPStore``.
 
-    Its queues, ``append`` and ``compare_set`` are left out. Unlike there, a value is set when
-    ``set`` returns.
+    Its queues, ``append`` and ``compare_set`` are left out; ``multi_get`` and ``multi_set`` take
+    one key after the other. Unlike there, a value is set when ``set`` returns.
 
     It makes one attempt to connect, and does not connect again: when the connection has ended, all
     methods raise. Several threads may use it at once; one that waits for a key does not hold up the
@@ -407,7 +399,7 @@ class GuardedStore(Store):
         name: of this client. A later connection with the same name replaces this one.
         seconds: limit for connecting, and for the server's answer to each request; the time for
             which this process is suspended does not count. It is also the first value of
-            ``timeout``, how long ``get``, ``wait`` and ``multi_get`` wait for keys.
+            ``timeout``, how long ``get`` and ``wait`` wait for keys.
 
     Attributes:
         peer: the address at which this client has reached the server.
@@ -475,11 +467,12 @@ class GuardedStore(Store):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a key."""
-        self.multi_set([key], [value])
+        self._ask(b"set", key, value)
 
     def get(self, key: str) -> bytes:
         """Return the value of a key; wait until there is one."""
-        return self.multi_get([key])[0]
+        (value,) = self._wait(b"get", [key], self.timeout)
+        return value
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, 0 if there is none yet, and return the sum."""
@@ -500,20 +493,6 @@ class GuardedStore(Store):
     def num_keys(self) -> int:
         """Return the number of keys."""
         return int(self._ask(b"num_keys")[1])
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Return the values of several keys; wait until all have one."""
-        values: list[bytes] = []
-        while len(values) < len(keys):  # one message may not hold them all
-            found = self._wait(b"get", keys[len(values) :], self.timeout)
-            if not found:
-                raise ValueError(f"{self._at}: found no values in an answer, expected some")
-            values += found
-        return values
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set several keys."""
-        self._ask(b"set", *itertools.chain(*zip(keys, values, strict=True)))
 
     # How torch's C++ code, such as PrefixStore, calls these two.
     deleteKey = delete_key  # noqa: N815

@@ -6,9 +6,10 @@ LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,6 +124,21 @@ def find_replica(environ: Mapping[str, str] | None = None) -> ReplicaWorld | Non
     return ReplicaWorld(
         int(number), int(count), env[QUORUM], env.get(QUORUM_TOKEN, ""), int(env[RESTARTS])
     )
+
+
+@contextlib.contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set environment variables during the context, and put back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def usable_cores() -> int:

@@ -27,24 +27,22 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
-from shardwise.frontends.settings import UnitSettings
 from shardwise.frontends.state_dict import (
-    SavingModule,
-    as_shard,
-    cut,
+    WrapperModule,
     exported,
+    shard_of,
     sharded_params,
     state_dict_settings,
     wrappers_in,
 )
 from shardwise.frontends.summon import is_first
+from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 
 StateDict = dict[str, Any]
-Receive = Callable[[Any], Any]
 
 
-class OptimSavingModule(SavingModule):
+class OptimSavingModule(WrapperModule):
     """A wrapper that converts optimizer state between parameter ids and names."""
 
     @staticmethod
@@ -68,7 +66,7 @@ class OptimSavingModule(SavingModule):
             A dict with ``"state"``, by parameter names, and ``"param_groups"``. Its tensors are
             ``DTensor`` shards, or full, depending on the state dict type.
         """
-        settings = SavingModule.get_state_dict_type(model)
+        settings = WrapperModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
         return save_by_name(model, optim, state, settings)
 
@@ -100,7 +98,7 @@ class OptimSavingModule(SavingModule):
         Raises:
             ValueError: the model has no parameter of a name, or a tensor has another shape.
         """
-        settings = SavingModule.get_state_dict_type(model)
+        settings = WrapperModule.get_state_dict_type(model)
         keys = OptimStateKeyType.PARAM_ID
         if is_named_optimizer:
             keys = OptimStateKeyType.PARAM_NAME
@@ -264,33 +262,6 @@ class OptimSavingModule(SavingModule):
         return {"state": state, "param_groups": groups}
 
 
-def _load_from_first_rank(
-    model: nn.Module,
-    optim: torch.optim.Optimizer | None,
-    state: StateDict | None,
-    settings: StateDictSettings,
-    group: dist.ProcessGroup | None,
-    keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
-) -> StateDict:
-    unit = wrappers_in(model)[0].settings
-    ranks = group if group is not None else _group_of(unit)
-    state, receive = broadcast_state(state, ranks, unit.device)
-    return load_by_name(model, optim, state, settings, keys, receive)
-
-
-def _group_of(unit: UnitSettings) -> dist.ProcessGroup:
-    """A process group of all ranks of a mesh."""
-    if unit.mesh.ndim == 1:
-        return unit.mesh.get_group()
-    if unit.mesh.size() != dist.get_world_size():
-        raise ValueError(
-            f"group: found none for a 2-D mesh over {unit.mesh.size()} of {dist.get_world_size()} "
-            "ranks; pass the process group of the ranks that load the state"
-        )
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def save_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -335,7 +306,7 @@ def load_by_name(
     state_dict: StateDict,
     settings: StateDictSettings,
     key_type: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
-    receive: Receive = lambda value: value,
+    receive: Callable[[Any], Any] = lambda value: value,
 ) -> StateDict:
     """Convert a state by parameter name for ``optimizer.load_state_dict``, without communication.
 
@@ -345,7 +316,7 @@ def load_by_name(
         state_dict: full tensors, ``DTensor``s, or this rank's rows under ``LOCAL_STATE_DICT``.
         settings: the type of state dict.
         key_type: the type of keys that the optimizer expects.
-        receive: applied to every value first; see :func:`broadcast_state`.
+        receive: applied to every value first.
 
     Raises:
         ValueError: the model has no parameter of a name, or a tensor does not have the shape of its
@@ -369,20 +340,21 @@ def load_by_name(
     return {"state": states, "param_groups": groups}
 
 
-def broadcast_state(
-    state_dict: StateDict | None, group: dist.ProcessGroup, device: torch.device
-) -> tuple[StateDict, Receive]:
-    """Broadcast a full state from the first rank of ``group``, one tensor at a time.
+def _load_from_first_rank(
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None,
+    state: StateDict | None,
+    settings: StateDictSettings,
+    group: dist.ProcessGroup | None,
+    keys: OptimStateKeyType = OptimStateKeyType.PARAM_ID,
+) -> StateDict:
+    """Load a full state by name that only the first rank has, one tensor at a time.
 
-    Args:
-        state_dict: the state by name; used on the first rank only.
-        group: the ranks. All of them have to call this.
-        device: the device that collectives run on.
-
-    Returns:
-        The state with a tensor on the meta device for each tensor, and a function that broadcasts
-        the values of one. All ranks have to call it in the same order.
+    All ranks of ``group`` call this; by default those of the mesh. They learn first what there is,
+    with tensors on the meta device, and then get the values in the same order.
     """
+    unit = wrappers_in(model)[0].settings
+    group, device = group_over(unit.mesh) if group is None else group, unit.device
     source = dist.get_process_group_ranks(group)[0]
     tensors: deque[torch.Tensor] = deque()
 
@@ -394,14 +366,14 @@ def broadcast_state(
 
     sent: list[Any] = [None]
     if dist.get_rank() == source:
-        if state_dict is None:
+        if state is None:
             raise ValueError(f"rank {source}: found None, expected the full optimizer state")
         sent[0] = {
             "state": {
-                name: {kind: placeholder(value) for kind, value in state.items()}
-                for name, state in state_dict["state"].items()
+                name: {kind: placeholder(value) for kind, value in values.items()}
+                for name, values in state["state"].items()
             },
-            "param_groups": state_dict["param_groups"],
+            "param_groups": state["param_groups"],
         }
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
@@ -413,7 +385,7 @@ def broadcast_state(
         dist.broadcast(tensor, source, group=group)
         return tensor.cpu()
 
-    return sent[0], receive
+    return load_by_name(model, optim, sent[0], settings, keys, receive)
 
 
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
@@ -436,14 +408,7 @@ def _place(what: str, value: Any, param: GroupParam | None, settings: StateDictS
     is_step = value.ndim == 0 and param is not None and param.sharded.ndim > 0
     if isinstance(value, DTensor) or param is None or is_step:
         return value.clone()
-    is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-    expected = param.local.shape if is_local else param.sharded.shape
-    if value.shape != expected:
-        raise ValueError(
-            f"optimizer state {what} on rank {dist.get_rank()}: found shape {tuple(value.shape)}, "
-            f"expected {tuple(expected)} under {settings.state_dict_type.name}"
-        )
-    return as_shard(param, value) if is_local else cut(param, value)
+    return shard_of(f"optimizer state {what}", value, param, settings)
 
 
 def _check_names(state_dict: StateDict, keys: Mapping[str, int], model: nn.Module) -> None:

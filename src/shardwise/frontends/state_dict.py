@@ -48,12 +48,23 @@ from shardwise.sharding.state import groups_of
 WRAPPED = "_fsdp_wrapped_module"
 
 
-class TransparentModule(nn.Module):
-    """A wrapper that forwards attributes, items and names of the wrapped module."""
+class WrapperModule(nn.Module, HasStateDictKinds):
+    """A wrapper that forwards attributes, items and names of the wrapped module.
+
+    Its state dicts have the type that is set on it.
+
+    Attributes:
+        settings: how this unit is sharded.
+    """
+
+    _settings_of_state_dicts: StateDictSettings
+    _buffer_dtypes: dict[str, torch.dtype] | None = None  # to save buffers in that were cast
+    settings: UnitSettings
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.add_module(WRAPPED, module)
+        self._settings_of_state_dicts = state_dict_settings(StateDictType.FULL_STATE_DICT)
         self.register_load_state_dict_pre_hook(_enter_names)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_leave_names)  # type: ignore[no-untyped-call]
 
@@ -107,20 +118,6 @@ class TransparentModule(nn.Module):
         for name, module in self.get_wrapped().named_modules(memo, prefix, remove_duplicate):
             yield fsdp.without_checkpoint_prefix(name), module
 
-    def state_dict(  # type: ignore[override]
-        self,
-        *,
-        destination: dict[str, Any] | None = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-    ) -> dict[str, Any]:
-        """The state dict of the wrapped module."""
-        wrapped: Any = self.get_wrapped()
-        state: dict[str, Any] = wrapped.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
-        return state
-
     def own_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules inside and their names, except those inside another wrapper.
 
@@ -129,30 +126,9 @@ class TransparentModule(nn.Module):
         """
         yield from _outside_wrappers(self.get_wrapped(), "", set())
 
-    def _before_load(self, state_dict: dict[str, Any], prefix: str, errors: list[str]) -> None:
-        """Prepare values that are about to be loaded into the wrapped module, in place.
-
-        Args:
-            state_dict: the values; it may contain those of other modules.
-            prefix: the prefix of this module's keys.
-            errors: messages that ``load_state_dict`` raises in the end.
-        """
-
     def _fqn_modifiers(self) -> Mapping[str, str]:
         """Tell ``torch.distributed.checkpoint`` that names skip the wrapper."""
         return {"": WRAPPED}
-
-
-class SavingModule(TransparentModule, HasStateDictKinds):
-    """A wrapper whose state dicts have the type that is set on it.
-
-    Attributes:
-        settings: how this unit is sharded.
-    """
-
-    _settings_of_state_dicts: StateDictSettings
-    _buffer_dtypes: dict[str, torch.dtype] | None = None  # to save buffers in that were cast
-    settings: UnitSettings
 
     # -- the type of state dicts ---------------------------------------------------------------
 
@@ -224,7 +200,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
             optim_state_dict_config: options for state dicts of the optimizer.
         """
         with _restored(wrappers_in(module)):
-            SavingModule.set_state_dict_type(
+            WrapperModule.set_state_dict_type(
                 module, state_dict_type, state_dict_config, optim_state_dict_config
             )
             yield
@@ -262,7 +238,10 @@ class SavingModule(TransparentModule, HasStateDictKinds):
         names[: len(args)] = args  # old code passes them by position
         destination, prefix, keep_vars = names  # type: ignore[assignment]
         known = set() if destination is None else set(destination)
-        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        wrapped: Any = self.get_wrapped()
+        state: dict[str, Any] = wrapped.state_dict(
+            destination=destination, prefix=prefix, keep_vars=keep_vars
+        )
         own = self._own_state_names()
         keys = [key for key in state if key not in known and key[len(prefix) :] in own]
         dtypes = self._buffer_dtypes or {}
@@ -319,7 +298,7 @@ class SavingModule(TransparentModule, HasStateDictKinds):
 
 
 @contextmanager
-def _restored(units: list[SavingModule]) -> Iterator[None]:
+def _restored(units: list[WrapperModule]) -> Iterator[None]:
     """Restore the settings of all units at the end."""
     before = [unit._settings_of_state_dicts for unit in units]
     try:
@@ -329,13 +308,13 @@ def _restored(units: list[SavingModule]) -> Iterator[None]:
             unit._settings_of_state_dicts = settings
 
 
-def wrappers_in(module: nn.Module) -> list[SavingModule]:
+def wrappers_in(module: nn.Module) -> list[WrapperModule]:
     """The wrappers in ``module``, including itself.
 
     Raises:
         ValueError: there is none.
     """
-    found = [each for each in module.modules() if isinstance(each, SavingModule)]
+    found = [each for each in module.modules() if isinstance(each, WrapperModule)]
     if not found:
         raise ValueError(
             f"found none in {type(module).__name__}, expected a model with "
@@ -398,10 +377,21 @@ def convert_loaded(
         if value.placements == sharded.placements and value.device_mesh == sharded.device_mesh:
             return value
         return value.redistribute(sharded.device_mesh, sharded.placements)
+    return shard_of(fqn, value, param, settings)
+
+
+def shard_of(
+    what: str, value: torch.Tensor, param: GroupParam, settings: StateDictSettings
+) -> DTensor:
+    """A plain value of a state dict as a ``DTensor`` that is sharded as a parameter is.
+
+    Raises:
+        ValueError: it does not have the shape that this type of state dict implies.
+    """
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        _check_shape(fqn, value.shape, param.local.shape, "this rank's rows", settings)
+        _check_shape(what, value.shape, param.local.shape, "this rank's rows", settings)
         return as_shard(param, value)
-    _check_shape(fqn, value.shape, sharded.shape, "the full tensor", settings)
+    _check_shape(what, value.shape, param.sharded.shape, "the full tensor", settings)
     return cut(param, value)
 
 
@@ -486,7 +476,7 @@ def state_dict_settings(
 def _outside_wrappers(
     module: nn.Module, prefix: str, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    if module in seen or isinstance(module, TransparentModule):
+    if module in seen or isinstance(module, WrapperModule):
         return
     seen.add(module)
     yield fsdp.without_checkpoint_prefix(prefix), module
@@ -495,7 +485,7 @@ def _outside_wrappers(
 
 
 def _enter_names(
-    module: TransparentModule,
+    module: WrapperModule,
     state_dict: dict[str, Any],
     prefix: str,
     local_metadata: object,

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import c10d, fsdp
 from shardwise.frontends.fsdp2 import form_of, managed_modules
-from shardwise.frontends.state_dict import TransparentModule
+from shardwise.frontends.state_dict import WrapperModule
 from shardwise.frontends.wrap import Policy, apply_to, chosen_modules
 from shardwise.sharding.policy import cast_floating
 from shardwise.sharding.state import state_of
@@ -70,7 +70,7 @@ class Ignored:
                 f"ignored_modules: found the {type(module).__name__} that is to be wrapped, "
                 "expected modules inside it"
             )
-        wrapped = [each for each in inside if isinstance(each, TransparentModule)]
+        wrapped = [each for each in inside if isinstance(each, WrapperModule)]
         if wrapped:
             raise ValueError(
                 "ignored_modules: expected modules that are not wrapped yet, found a "
@@ -109,7 +109,7 @@ class AutoWrap:
         unwrapped = {
             each: self._arguments_with(own)
             for each, own in chosen.items()
-            if state_of(each) is None and not isinstance(each, TransparentModule)
+            if state_of(each) is None and not isinstance(each, WrapperModule)
         }
         apply_to(module, unwrapped, self.wrapper)
 

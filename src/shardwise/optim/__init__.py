@@ -8,12 +8,11 @@ if TYPE_CHECKING:
     from shardwise.base.errors import OffloadError, StepInterruptedError
     from shardwise.optim.adafactor import Adafactor
     from shardwise.optim.adamw8bit import AdamW8bit
-    from shardwise.optim.clipping import ClipBy, NonFinite
+    from shardwise.optim.groups import muon_groups, param_groups
     from shardwise.optim.lion import Lion
     from shardwise.optim.muon import Muon
+    from shardwise.optim.norms import ClipBy, NonFinite
     from shardwise.optim.offloaded.optimizer import OffloadedOptimizer, offload
-    from shardwise.optim.patterns import param_groups
-    from shardwise.optim.split import muon_groups
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
 __all__ = [

@@ -1,10 +1,18 @@
-"""An optimizer that does something around the steps of another one."""
+"""An optimizer around another one, and a step of that one in parts: some parameters, then others.
+
+One ordinary optimizer has all parameters. To step with some, it is shown those alone, so everything
+else about it (states, hyperparameters, state dicts) is as ever.
+"""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+from shardwise._torch import autograd
 
 
 class AroundOptimizer(torch.optim.Optimizer):
@@ -65,3 +73,88 @@ class AroundOptimizer(torch.optim.Optimizer):
             set_to_none: drop the gradients (``True``) or fill them with zeros (``False``).
         """
         self.inner.zero_grad(set_to_none)
+
+
+_PARAMS = "params"
+_PARAM_NAMES = "param_names"  # torch keeps them beside named parameters
+
+
+class PartialSteps:
+    """One step of an optimizer, made in parts.
+
+    Every part starts with the hyperparameters of before the step, so that an optimizer that counts
+    steps in its parameter groups counts each step once.
+
+    Args:
+        optimizer: the optimizer.
+        step: what makes it step with the parameters that it is shown.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, step: Callable[[], Any]) -> None:
+        self._optimizer = optimizer
+        self._step = step
+        groups = optimizer.param_groups
+        self._number_of: dict[torch.Tensor, int] = {
+            param: number for number, group in enumerate(groups) for param in group[_PARAMS]
+        }
+        self._name_of: dict[torch.Tensor, str] = {
+            param: name
+            for group in groups
+            for param, name in zip(group[_PARAMS], group.get(_PARAM_NAMES) or (), strict=False)
+        }
+        # The hyperparameters of parameter groups before the step, and after it.
+        self._before = [_hyperparameters(group) for group in groups]
+        self._after: dict[int, dict[str, Any]] = {}
+
+    def __contains__(self, param: torch.Tensor) -> bool:
+        """Whether the optimizer has a parameter."""
+        return param in self._number_of
+
+    def run(
+        self,
+        params: Sequence[torch.Tensor],
+        stand_ins: Mapping[torch.Tensor, torch.Tensor] | None = None,
+    ) -> None:
+        """Step with some parameters as if the optimizer had no others.
+
+        Args:
+            params: parameters of the optimizer, at least one.
+            stand_ins: what the optimizer is shown in place of some of them.
+        """
+        others = stand_ins or {}
+        parts: dict[int, list[torch.Tensor]] = {}
+        for param in params:
+            parts.setdefault(self._number_of[param], []).append(param)
+        shown = {}
+        for number, part in parts.items():
+            seen = [others.get(param, param) for param in part]
+            shown[number] = {_PARAMS: seen, **self._before[number]}
+            if all(param in self._name_of for param in part):
+                shown[number][_PARAM_NAMES] = [self._name_of[param] for param in part]
+        every = self._optimizer.param_groups
+        self._optimizer.param_groups = list(shown.values())
+        try:
+            with autograd.outside_autocast(params[0].device):
+                self._step()
+        finally:
+            self._optimizer.param_groups = every
+        for number, group in shown.items():
+            self._after[number] = _hyperparameters(group)
+
+    def finish(self) -> None:
+        """Keep the hyperparameters that the step has changed."""
+        for number, values in self._after.items():
+            before = self._before[number]
+            self._optimizer.param_groups[number].update(
+                {key: value for key, value in values.items() if before.get(key) is not value}
+            )
+
+
+def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer computes the loss in its step, maybe several times, as LBFGS does."""
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in (_PARAMS, _PARAM_NAMES)}

@@ -27,6 +27,7 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shardwise._torch import dtensor
+from shardwise.optim.part import runs_of
 
 #: Elements of a block, but for the last one of a row.
 BLOCK = 256
@@ -187,7 +188,7 @@ def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> l
     """The blocks of a part of a row."""
     found: list[BlockRun] = []
     column = 0
-    for start, length in _stretches(row, offsets, sizes):
+    for start, length in runs_of(row, offsets, sizes):
         end = start + length
         while start < end:
             block, into = divmod(start, BLOCK)
@@ -200,20 +201,3 @@ def _runs(row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> l
                 found.append(BlockRun(column, block, full or 1, BLOCK if full else taken))
             column, start = column + taken, start + taken
     return found
-
-
-def _stretches(
-    row: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]
-) -> Iterator[tuple[int, int]]:
-    """Where the elements of a part lie in the row: starts and lengths, ascending."""
-    if not math.prod(sizes):
-        return
-    deepest = max((dim for dim in range(len(row)) if sizes[dim] < row[dim]), default=0)
-    below = math.prod(row[deepest + 1 :])
-    for outer in itertools.product(
-        *(range(at, at + size) for at, size in zip(offsets[:deepest], sizes[:deepest], strict=True))
-    ):
-        start = 0
-        for index, size in zip((*outer, offsets[deepest]), row[: deepest + 1], strict=True):
-            start = start * size + index
-        yield start * below, sizes[deepest] * below

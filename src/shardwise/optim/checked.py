@@ -100,14 +100,16 @@ def gradient(name: str, param: torch.Tensor) -> torch.Tensor:
     return grad
 
 
-def shard_of_state(name: str, param: torch.Tensor, key: str, state: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a state.
+def shard_of_state(name: str, param: torch.Tensor, key: str, state: dict[str, Any]) -> torch.Tensor:
+    """Return this rank's part of a tensor in a parameter's state, which begins with zeros.
 
     Raises:
         ValueError: it does not lie as its parameter does.
     """
-    shard, mine = dtensor.plain(state), dtensor.plain(param)
-    if shard.shape != mine.shape or isinstance(state, DTensor) != isinstance(param, DTensor):
+    if key not in state:
+        state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+    shard, mine = dtensor.plain(state[key]), dtensor.plain(param)
+    if shard.shape != mine.shape or isinstance(state[key], DTensor) != isinstance(param, DTensor):
         raise ValueError(
             f"{name}: found a {key} of shape {tuple(shard.shape)} on this rank, expected "
             f"{tuple(mine.shape)}, as the parameter's; load it with shardwise.checkpoint or "

@@ -23,6 +23,7 @@ from shardwise._torch.dtensor import DTensorSpec
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
 from shardwise.base.scratch import file
 from shardwise.optim.checked import CheckedOptimizer
+from shardwise.optim.part import row_major
 
 #: The number of steps of a parameter, in its state: a 0-dim tensor of fp32 on the host.
 STEP = "step"
@@ -67,8 +68,8 @@ class Form:
         spec = None
         if isinstance(param, DTensor):
             placements = placements or param.placements
-            spec = dtensor.make_spec(param.device_mesh, placements, shape, _strides(shape), dtype)
-        return cls(local, _strides(local), dtype, spec)
+            spec = dtensor.make_spec(param.device_mesh, placements, shape, row_major(shape), dtype)
+        return cls(local, row_major(local), dtype, spec)
 
     @property
     def nbytes(self) -> int:
@@ -109,11 +110,6 @@ class Form:
                 f"{list(self.shape)}; load onto another mesh with shardwise.checkpoint or "
                 "torch.distributed.checkpoint"
             )
-
-
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 @contextlib.contextmanager

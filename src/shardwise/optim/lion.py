@@ -64,11 +64,8 @@ class Lion(CheckedOptimizer):
         for name, param in named_in_group(group, number):
             if param.grad is None:
                 continue
-            grad, state = gradient(name, param), self.state[param]
-            if not state:
-                state[_AVERAGE] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            average = shard_of_state(name, param, _AVERAGE, state[_AVERAGE])
-            shard = dtensor.plain(param)
+            grad, shard = gradient(name, param), dtensor.plain(param)
+            average = shard_of_state(name, param, _AVERAGE, self.state[param])
             found.append((shard, dtensor.plain(grad).to(shard.dtype), average))
         return found
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -142,12 +142,12 @@ class Muon(CheckedOptimizer):
 
     def _step(self) -> None:
         matrices: list[MatrixParam] = []
-        rest: list[AdamWStep] = []
+        rest: list[Callable[[], None]] = []
         error: Exception | None = None
         try:
             for group, named in self._with_gradients():
                 if Algorithm(group["algorithm"]) is Algorithm.ADAMW:
-                    rest.append(AdamWStep.of(named, self.state, group))
+                    rest.append(_adamw_step(named, self.state, group))
                     continue
                 for name, param in named:
                     matrices.append(MatrixParam.of(name, param, self.state[param], group))
@@ -156,8 +156,8 @@ class Muon(CheckedOptimizer):
         pools = self._agree(matrices, error)
         for pool, own in pools:
             Orthogonalization(self._plan(own, pool), own).run()
-        for each in rest:
-            each.run()
+        for step in rest:
+            step()
 
     def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
         """Yield every group, and those of its parameters that have a gradient, with their names."""
@@ -217,71 +217,37 @@ def _check_matrix(param: torch.Tensor, where: str) -> None:
         )
 
 
-@dataclass(frozen=True)
-class AdamWStep:
-    """A step of AdamW on this rank's part of parameters, with the states of ``torch.optim.AdamW``.
+def _adamw_step(
+    named: Sequence[tuple[str, torch.Tensor]],
+    states: Mapping[torch.Tensor, dict[str, Any]],
+    settings: Mapping[str, Any],
+) -> Callable[[], None]:
+    """Take what a step of AdamW needs of this rank's part of parameters, and return the step.
 
-    Attributes:
-        params: the parameters.
-        grads: their gradients.
-        averages: their ``exp_avg``.
-        squares: their ``exp_avg_sq``.
-        steps: the number of steps of each, 0-dim.
-        settings: of the group.
+    States are those of ``torch.optim.AdamW``, and are made before the first step.
+
+    Raises:
+        RuntimeError: a parameter is complex, or its gradient is sparse.
+        ValueError: a state that was loaded does not lie as its parameter does.
     """
-
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    averages: list[torch.Tensor]
-    squares: list[torch.Tensor]
-    steps: list[torch.Tensor]
-    settings: Mapping[str, Any]
-
-    @classmethod
-    def of(
-        cls,
-        named: Sequence[tuple[str, torch.Tensor]],
-        states: Mapping[torch.Tensor, dict[str, Any]],
-        settings: Mapping[str, Any],
-    ) -> AdamWStep:
-        """Take what a step needs of parameters, and make their states before the first step.
-
-        Raises:
-            RuntimeError: a parameter is complex, or its gradient is sparse.
-            ValueError: a state that was loaded does not lie as its parameter does.
-        """
-        found = cls([], [], [], [], [], settings)
-        for name, param in named:
-            grad, state = gradient(name, param), states[param]
-            shard = dtensor.plain(param)
-            if not state:
-                device = shard.device if settings["fused"] else torch.device("cpu")
-                state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
-            found.params.append(shard)
-            found.grads.append(dtensor.plain(grad))
-            found.averages.append(shard_of_state(name, param, "exp_avg", state["exp_avg"]))
-            found.squares.append(shard_of_state(name, param, "exp_avg_sq", state["exp_avg_sq"]))
-            found.steps.append(state["step"])
-        return found
-
-    def run(self) -> None:
-        """Update the parameters."""
-        beta1, beta2 = self.settings["betas"]
-        adamw(
-            self.params,
-            self.grads,
-            self.averages,
-            self.squares,
-            [],
-            self.steps,
-            fused=self.settings["fused"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=self.settings["lr"],
-            weight_decay=self.settings["weight_decay"],
-            eps=self.settings["eps"],
-            maximize=False,
-        )
+    params, grads, averages, squares, steps = (list[torch.Tensor]() for _ in range(5))
+    for name, param in named:
+        grads.append(dtensor.plain(gradient(name, param)))
+        params.append(shard := dtensor.plain(param))
+        state = states[param]
+        if not state:
+            device = shard.device if settings["fused"] else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        averages.append(shard_of_state(name, param, "exp_avg", state))
+        squares.append(shard_of_state(name, param, "exp_avg_sq", state))
+        steps.append(state["step"])
+    beta1, beta2 = settings["betas"]
+    return functools.partial(
+        adamw,
+        *(params, grads, averages, squares, [], steps),
+        **{name: settings[name] for name in ("fused", "lr", "weight_decay", "eps")},
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        maximize=False,
+    )

@@ -49,7 +49,7 @@ class RankPool:
         Raises:
             PeerLostError: a rank is lost while a process group is made.
         """
-        group = _group_over(mesh)
+        group = group_over(mesh)
         return cls(tuple(Peers(group).members), all_to_all(group, device))
 
     @property
@@ -174,7 +174,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
 
 
-def _group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
+def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a process group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
@@ -100,6 +101,10 @@ def _scalings(
 
 
 _usual_scalings = functools.lru_cache(_scalings)
+
+
+#: The dtype of the shard that a :class:`Grad` is for.
+_STORED = operator.attrgetter("param.form.parameter.dtype")
 
 
 @dataclass(slots=True)
@@ -196,46 +201,41 @@ class Delivery:
         way: what the gradients go through. It yields what has to be waited for.
         step: updates the shards, and drops the gradients, when that is over; ``None``: nothing
             does.
+
+    Attributes:
+        when: when to :meth:`advance`, at the latest.
+        has_landed: whether this is over: the sharded gradients are complete, or held.
     """
+
+    when: When
+    has_landed: bool
 
     def __init__(self, way: Iterator[Flight], step: Callable[[], None] | None) -> None:
         self._way = way
         self._step = step
         self._flight = _LANDED
-        self._go_on()
-
-    @property
-    def when(self) -> When:
-        """When to :meth:`advance`, at the latest."""
-        return self._flight.when
+        self.advance()
 
     @property
     def steps(self) -> bool:
         """Whether the shards are updated, and the gradients dropped, when this is over."""
         return self._step is not None
 
-    @property
-    def has_landed(self) -> bool:
-        """Whether this is over: the sharded gradients are complete, or held."""
-        return self._flight is _LANDED
-
     def advance(self) -> None:
         """Wait for what is under way, and start what follows."""
         for work in self._flight.works:
             work.wait()
         self._flight = _LANDED  # frees what was read
-        self._go_on()
+        with autograd.no_grad():
+            self._flight = next(self._way, _LANDED)
+            self.when, self.has_landed = self._flight.when, self._flight is _LANDED
+            if self.has_landed and self._step is not None:
+                self._step()
 
     def finish(self) -> None:
         """Wait until this is over."""
         while not self.has_landed:
             self.advance()
-
-    def _go_on(self) -> None:
-        with autograd.no_grad():
-            self._flight = next(self._way, _LANDED)
-            if self.has_landed and self._step is not None:
-                self._step()
 
 
 class GroupGrads:
@@ -248,7 +248,7 @@ class GroupGrads:
 
     def __init__(self, params: Sequence[GroupParam], precision: Precision) -> None:
         self._params = params
-        self._precision = precision
+        self._reduce_dtype = functools.cache(precision.reduce_dtype)
         # What takes part in the next delivery, on all ranks, and whether it had no gradient when
         # the backward of the group began.
         self._due: dict[GroupParam, bool] = {}
@@ -262,7 +262,7 @@ class GroupGrads:
         Which of them get one may differ between ranks, so that cannot decide.
         """
         for param in self._params:
-            if param.sharded.requires_grad:
+            if param.form.parameter.requires_grad:
                 self._due[param] = param.full is not None and param.full.grad is None
 
     def expect_all(self) -> None:
@@ -281,7 +281,7 @@ class GroupGrads:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
         self._drop_unwanted()
         for param in self._params:
-            kept = param.accumulate_grad(self._precision.reduce_dtype(param.dtype))
+            kept = param.accumulate_grad(self._reduce_dtype(param.dtype))
             if kept is not None:
                 observe.memory_of(Memory.GRADIENTS, name, kept)
         self._due = dict.fromkeys(self._due, False)
@@ -310,9 +310,10 @@ class GroupGrads:
             if grad is None and takes_part and (unused or not mesh.is_alone):
                 grad = param.zeros_for_grad()
             if grad is not None:
-                is_owned = is_returned(grad) and is_only_reference(grad)
+                is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
-        observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
+        if observe.is_observed():
+            observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
         due.clear()
         return taken
 
@@ -328,15 +329,9 @@ class GroupGrads:
 
         If it froze the full parameter, autograd saw that: a gradient from before then stays.
         """
-        trained = [
-            param.full
-            for param, is_new in self._due.items()
-            if is_new and param.full is not None and param.full.requires_grad
-        ]
-        GroupParam.freeze_or_unfreeze_all(self._params)
-        for full in trained:
-            if not full.requires_grad:
-                full.grad = None
+        for param in GroupParam.freeze_or_unfreeze_all(self._params):
+            if param.full is not None and self._due.get(param):
+                param.full.grad = None
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label
@@ -352,7 +347,7 @@ class GroupGrads:
         hook, stream = options.all_reduce_hook, options.all_reduce_hook_stream
         keeps_dtype, replicate = options.keep_low_precision_grads, mesh.replicate
         is_held = replicate is not None and not options.requires_all_reduce
-        dtypes = tuple([self._precision.reduce_dtype(grad.param.dtype) for grad in grads])
+        dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
         scalings = _scalings_for(dtypes, mesh.world_size, options)
         absent: Set[GroupParam] = frozenset()
         if mesh.is_alone and hook is None:
@@ -562,10 +557,10 @@ def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.
 
 def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     """Add a reduced gradient to the sharded one, and run hooks unless other groups add to it."""
-    param, shard = grad.param, grad.value
+    form, shard = grad.param.form, grad.value
     if scaling.after != 1.0:
         shard /= scaling.after
-    form = param.form
-    form.add_grad(shard if keeps_dtype or shard.dtype == param.dtype else shard.to(param.dtype))
-    if not form.is_tied:
+    dtype = form.parameter.dtype
+    form.add_grad(shard if keeps_dtype or shard.dtype == dtype else shard.to(dtype))
+    if not form.is_tied and autograd.has_post_accumulate_hooks(form.parameter):
         form.run_hooks()

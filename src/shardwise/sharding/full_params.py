@@ -42,7 +42,7 @@ from shardwise.sharding.extension import Extension, has_extension
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam, Version, versions_of
+from shardwise.sharding.param import PARAMETER, ShardedParam, Version, versions_of
 from shardwise.sharding.policy import Precision
 from shardwise.transport.base import FullBuffers, Label, Transport, Work
 from shardwise.transport.memory import HeapBuffers
@@ -69,18 +69,22 @@ class AliasedParams:
     @property
     def has_moved(self) -> bool:
         """Whether a shard is in other memory now."""
-        return self._addresses != dtensor.addresses_of([form.parameter for form in self._forms])
+        forms = self._forms
+        return bool(forms) and self._addresses != dtensor.addresses_of(map(PARAMETER, forms))
 
     def follow(self) -> None:
         """Let autograd see writes to the shards as writes to the full parameters.
 
         A backward that needs the value of before then raises, as without sharding.
         """
+        if not self._forms:
+            return
         before, self._versions = self._versions, versions_of(self._forms)
         if before != self._versions:
             for full, old, new in zip(self._fulls, before, self._versions, strict=True):
+                (_, local), (_, local_now) = old[0], new[0]
                 # What `to()` or `swap_tensors` put in the place of a shard wrote nothing.
-                if old != new and old.local == new.local:
+                if old != new and local == local_now:
                     autograd.set_versions([full], [autograd.version_of(full) + 1])
 
     def take_back(self) -> None:

@@ -51,6 +51,7 @@ class ParamGroup:
         modules: the modules that were sharded together.
         mesh: the ranks to shard over, and the transports between them.
         fqn: fully qualified names of the modules, from the root; for messages and profiles.
+        state: the state of the group.
         phase: where the group is in a backward.
         passes: forwards whose backward may still come.
         options: what the user can set with the methods of ``FSDPModule``.
@@ -76,6 +77,7 @@ class ParamGroup:
         self.mesh = mesh
         self.post_forward = post_forward
         self.fqn = ""
+        self.state = GroupState.SHARDED
         self.phase = Phase.IDLE
         self.passes = Passes()
         self.options = GroupOptions(reshard_after_forward=reshard_after_forward)
@@ -83,7 +85,8 @@ class ParamGroup:
         self._offload = offload
         self.fulls: FullParams | None = None
         self.stepper: Stepper | None = None
-        self.pages = Pages.of([param.form for param in params])
+        paged = [param.form for param in params if param.form.offload.disk is not None]
+        self.pages = Pages(paged) if paged else None
         self._lease: Lease | None = None
         self._left = Freshness.STALE  # of full parameters that stay in memory without a lease
         self._labels: dict[tuple[GroupParam, ...], Label] = {}
@@ -91,6 +94,9 @@ class ParamGroup:
         # The modules' places for parameters, and the parameter of each.
         self._owners = [owner for param in self.params for owner in param.owners]
         self._owned = [param for param in self.params for _ in param.owners]
+        # A parameter tied to another group has that group's offload.
+        offloads = [param.form.offload for param in self.params]
+        self._offloads = [each for each in offloads if each.enabled]
         # What the group has reported as begun: its forward, its backward.
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
@@ -130,6 +136,8 @@ class ParamGroup:
         for param in self.params:
             param.install()
             param.form.groups.append(self)
+            for group in param.form.groups:
+                group.__dict__.pop("_tied", None)
 
     def reshard_for_user(self) -> None:
         """Reshard because the user asks for it.
@@ -151,7 +159,7 @@ class ParamGroup:
         Raises:
             MisuseError: a module replaced a full parameter, or wrote to it and to its shard.
         """
-        is_whole = self._lease is None or self.state is GroupState.UNSHARDED
+        is_whole = self.state in (GroupState.SHARDED, GroupState.UNSHARDED)
         stays = self._is_in_use or (is_whole and self.is_in_forward())
         self._put_shards_back(self._deliver_all if stays else self._free)
 
@@ -191,11 +199,6 @@ class ParamGroup:
         if self.fulls is not None:
             self.fulls.aliased.follow()
 
-    @property
-    def state(self) -> GroupState:
-        """The state of the group."""
-        return GroupState.SHARDED if self._lease is None else self._lease.state
-
     def begin(self, activity: Activity) -> None:
         """Report that the group begins its forward or its backward."""
         if self._observed:  # a forward that is recomputed may run inside itself
@@ -225,24 +228,25 @@ class ParamGroup:
 
     def _unshard(self) -> None:
         """Start the all-gather, as all ranks do now."""
-        lease, source = self._lease, None
-        if lease is None:
+        source = None
+        if self.state is GroupState.SHARDED:
             if self.is_left:
                 self._free()
-            self._take_over_replaced()
-        elif lease.state is GroupState.SHARDED_POST_FORWARD:
+            self._adopt_shards()
+        elif self.state is GroupState.SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
                 self.reshard()  # this raises
-        elif lease.state is GroupState.SUMMONED:
+        elif self.state is GroupState.SUMMONED:
             raise RuntimeError(
                 f"rank {dist.get_rank()}: the parameters of group {self.fqn!r} are inside "
                 "summon_full_params; run forward and backward outside of it"
             )
         else:
             return
-        self._deliver_ties()
-        fulls = self._made_fulls()
+        if self._tied:
+            self._deliver_ties()
+        fulls = self.fulls or self._make_fulls()
         if source is None and self.pages is not None:
             self.pages.load(self.label.name)
         if fulls.moves:
@@ -250,8 +254,15 @@ class ParamGroup:
                 fulls.start(self.label, source)
         self._move(GroupState.UNSHARDING)  # unless start() raised
 
-    def _made_fulls(self) -> FullParams:
-        """Return the full parameters, made if there are none.
+    def _adopt_shards(self) -> None:
+        """Adopt the parameters that the modules hold, if they are others than before."""
+        if not ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
+            self._take_over_replaced()
+        elif self.fulls is not None and self.fulls.aliased.has_moved:
+            self.refresh()  # after swap_tensors, say
+
+    def _make_fulls(self) -> FullParams:
+        """Make the full parameters, without memory, if there are none.
 
         Raises:
             RuntimeError: the parameters are on the meta device.
@@ -269,11 +280,11 @@ class ParamGroup:
             PeerLostError: a peer died or stalled.
         """
         if self._lease is None:
-            self._take_over_replaced()
+            self._adopt_shards()
         self.deliver_writes()
         self._deliver_ties()
         with observe.during(Activity.SUPPLY, self.label.name):
-            self._made_fulls().supply(self.label)
+            self._make_fulls().supply(self.label)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -281,7 +292,7 @@ class ParamGroup:
         Raises:
             PeerLostError: a peer died or stalled; the message names the group.
         """
-        if self._lease is None or self._lease.state is not GroupState.UNSHARDING:
+        if self.state is not GroupState.UNSHARDING:
             return
         assert self.fulls is not None
         if self.fulls.moves:
@@ -343,18 +354,17 @@ class ParamGroup:
         self._put_shards_back(self._free)
 
     def _put_shards_back(self, then: Callable[[], None]) -> None:
-        lease = self._lease
-        if lease is None:
+        if self.state is GroupState.SHARDED:
             if self.is_left:
                 then()
             return
-        if lease.state is GroupState.SUMMONED:
+        if self.state is GroupState.SUMMONED:
             return
-        if lease.state is GroupState.UNSHARDING:
+        if self.state is GroupState.UNSHARDING:
             self.wait_for_unshard()
         replaced = []
         written = [] if self.post_forward is None else self.post_forward.written
-        if lease.state is GroupState.UNSHARDED and not (
+        if self.state is GroupState.UNSHARDED and not (
             ParamOwner.all_hold(self._owners, map(_FULL, self._owned))
         ):
             replaced = [param for param in self.params if param.is_replaced]
@@ -572,9 +582,6 @@ class ParamGroup:
 
     def _label_of(self, params: Sequence[GroupParam]) -> Label:
         """The label of a reduction in which only some of the parameters take part."""
-        whole = self.label
-        if len(params) == len(self.params):
-            return whole
         found = self._labels.get(tuple(params))
         if found is None:
             found = self._labels[tuple(params)] = self._make_label(params)
@@ -623,8 +630,9 @@ class ParamGroup:
             self.leave_backward()
         if not grads:
             return None
-        label = self._label_of([grad.param for grad in grads])
-        steps = completes and self.completes_grads and self.stepper is not None
+        all_take_part = len(grads) == len(self.params)
+        label = self.label if all_take_part else self._label_of([grad.param for grad in grads])
+        steps = self.stepper is not None and completes and self.completes_grads
         way = waiting.deliver(grads, self.mesh, options, label)
         return Delivery(way, self._step_own if steps else None)
 
@@ -644,14 +652,13 @@ class ParamGroup:
     def expect_all(self) -> None:
         """Have every parameter that requires gradients take part in the next delivery."""
         with autograd.no_grad():
-            self._made_fulls()
+            self._make_fulls()
         self._unreduced.expect_all()
 
     def complete_ties(self) -> None:
         """Complete gradients to which other groups have added, too."""
-        for param in self.params:
-            if param.form.is_tied:
-                param.form.end_backward()
+        for param in self._tied:
+            param.form.end_backward()
 
     @property
     def completes_grads(self) -> bool:
@@ -681,14 +688,13 @@ class ParamGroup:
 
     def _step_own(self) -> None:
         """Have the stepper update the parameters that no other group has."""
-        self.step_in_backward([param.form for param in self.params if param.form.is_tied])
+        self.step_in_backward([param.form for param in self._tied])
 
     def wait_for_offload(self) -> None:
         """Block until reduced gradients have been copied to the host, where they are offloaded."""
-        for param in self.params:  # a parameter tied to another group has that group's offload
-            if param.form.offload.enabled:
-                with observe.during(Activity.COPY, self.label.name):
-                    param.form.offload.wait()
+        for offload in self._offloads:
+            with observe.during(Activity.COPY, self.label.name):
+                offload.wait()
 
     def forget(self) -> None:
         """Drop unreduced gradients and go back to the shards, without waiting for peers."""
@@ -708,6 +714,11 @@ class ParamGroup:
 
     # -- inside --------------------------------------------------------------------------------
 
+    @functools.cached_property
+    def _tied(self) -> list[GroupParam]:
+        """The parameters that other groups have, too."""
+        return [param for param in self.params if param.form.is_tied]
+
     @property
     def _left_behind(self) -> Freshness:
         """What full parameters are that stay in memory now; the next forward has other options."""
@@ -720,11 +731,10 @@ class ParamGroup:
         Raises:
             MisuseError: this or another group holds values of before.
         """
-        for param in self.params:
-            if param.form.is_tied:
-                for group in param.form.groups:
-                    if group is not self:
-                        group.deliver_writes()
+        for param in self._tied:
+            for group in param.form.groups:
+                if group is not self:
+                    group.deliver_writes()
 
     def deliver_writes(self) -> None:
         """Give the shards what modules wrote to full parameters (a clamped weight, say).
@@ -733,7 +743,7 @@ class ParamGroup:
             MisuseError: a shard was written to as well, or a full parameter got data of another
                 shape, or another group that the parameter is tied to has values of before.
         """
-        if self.fulls is None:
+        if self.fulls is None or not self.fulls.moves:
             return
         for param in self.fulls.filled.deliver():
             for group in param.form.groups:
@@ -776,10 +786,6 @@ class ParamGroup:
             ValueError: the new one is not a ``DTensor`` like the old one, or a tied parameter was
                 replaced in only some of its modules.
         """
-        if ParamOwner.all_hold(self._owners, map(_SHARD, self._owned)):
-            if self.fulls is not None and self.fulls.aliased.has_moved:  # after swap_tensors, say
-                self.refresh()
-            return
         for param, owner in zip(self._owned, self._owners, strict=True):
             if owner.holds(None):
                 raise MisuseError(
@@ -798,7 +804,7 @@ class ParamGroup:
         if lease is None:
             has_values, use = self.fulls is not None and self.fulls.filled.holds_values, self._left
         else:
-            has_values, use = lease.state is GroupState.UNSHARDED, lease.freshness
+            has_values, use = self.state is GroupState.UNSHARDED, lease.freshness
         if is_in_backward:  # unless an exception has ended it
             return has_values and autograd.in_backward()
         return has_values and use is Freshness.CURRENT
@@ -828,8 +834,7 @@ class ParamGroup:
             self.pages.let_go()
         if self.fulls is not None:
             try:
-                if self.fulls.moves:
-                    self.deliver_writes()
+                self.deliver_writes()
             finally:
                 if self.options.keep_unsharded_storage:
                     self.fulls.retain()
@@ -837,21 +842,18 @@ class ParamGroup:
                     self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
-        lease = self._lease
-        found = GroupState.SHARDED if lease is None else lease.state
-        if (found, to) not in MOVES:
+        if (self.state, to) not in MOVES:
             raise AssertionError(
                 f"group {self.fqn!r} on rank {dist.get_rank()} cannot go from "
-                f"{found.value} to {to.value}"
+                f"{self.state.value} to {to.value}"
             )
+        self.state = to
         if to is GroupState.SHARDED:
-            if lease is not None:
-                self._left = lease.freshness
+            if self._lease is not None:
+                self._left = self._lease.freshness
             self._lease = None
-        elif lease is None:
-            self._lease = Lease(to, self.steps_in_backward)
-        else:
-            lease.state = to
+        elif self._lease is None:
+            self._lease = Lease(self.steps_in_backward)
 
     def __repr__(self) -> str:
         return f"ParamGroup({self.fqn!r}, {len(self.params)} parameters, {self.state.value})"

@@ -215,8 +215,13 @@ class GroupParam:
     # -- gradients -----------------------------------------------------------------------------
 
     @staticmethod
-    def freeze_or_unfreeze_all(params: Sequence[GroupParam]) -> None:
-        """Make shards and full parameters agree on ``requires_grad``."""
+    def freeze_or_unfreeze_all(params: Sequence[GroupParam]) -> list[GroupParam]:
+        """Make shards and full parameters agree on ``requires_grad``.
+
+        Returns:
+            The parameters whose shards have frozen the full ones.
+        """
+        frozen = []
         for param in params:
             full, shard = param.full, param.form.parameter
             if full is None or full.requires_grad == param._requires_grad == shard.requires_grad:
@@ -225,10 +230,13 @@ class GroupParam:
                 param.follow_requires_grad(full)  # users see this one
             if full.requires_grad != shard.requires_grad:
                 full.requires_grad_(shard.requires_grad)
+                if not shard.requires_grad:
+                    frozen.append(param)
             param._requires_grad = full.requires_grad
+        return frozen
 
-    def accumulate_grad(self, dtype: torch.dtype | None) -> torch.Tensor | None:
-        """Keep the gradient of this backward for a later reduction, in ``dtype`` if given.
+    def accumulate_grad(self, dtype: torch.dtype) -> torch.Tensor | None:
+        """Keep the gradient of this backward for a later reduction, in ``dtype``.
 
         Gradients are added in the reduction dtype, so that accumulation does not round.
 
@@ -240,7 +248,7 @@ class GroupParam:
             return self.accumulated_grad
         if self.accumulated_grad is not None:
             self.accumulated_grad += self._plain(full.grad)
-        elif dtype is not None and full.grad.dtype != dtype:
+        elif full.grad.dtype != dtype:
             self.accumulated_grad = self._plain(full.grad).to(dtype)
         else:
             return full.grad
@@ -249,11 +257,13 @@ class GroupParam:
 
     def take_grad(self) -> torch.Tensor | None:
         """Take the unreduced gradient of the full parameter. The caller owns it from now on."""
-        grad = self.accumulate_grad(None)
-        if grad is None:
-            return None
-        self.drop_grad()
-        return self._plain(grad)
+        full, grad = self.full, self.accumulated_grad
+        self.accumulated_grad = None
+        if full is not None and full.grad is not None:
+            new = self._plain(full.grad)
+            full.grad = None
+            grad = new if grad is None else grad.add_(new)
+        return grad
 
     def drop_grad(self) -> None:
         """Drop the unreduced gradient."""

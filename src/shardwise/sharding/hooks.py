@@ -57,7 +57,7 @@ def pre_forward(
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not Phase.FORWARD
     state.phase = Phase.FORWARD
-    if first:
+    if first and state.root.forward_root is None:
         args, kwargs = _enter_root(state, args, kwargs)
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
@@ -65,7 +65,8 @@ def pre_forward(
             group.begin(Activity.FORWARD)
         group.enter_forward(state.root.forward_number)
     if first:
-        _prefetch_in_forward(state)
+        if state.forward_prefetch:
+            _prefetch_in_forward(state)
         for group in state.groups:
             if group.phase is Phase.REDUCED and not autograd.in_backward():
                 group.phase = Phase.IDLE  # it was reduced by a backward inside this forward
@@ -119,7 +120,7 @@ def hand_on(state: FSDPState, output: Any) -> Any:
         begun = tuple(group.passes.current for group in state.groups)
         for tensor in every_tensor_in(output):
             if tensor.requires_grad and _precede(begun, tensor.grad_fn):
-                tensor.register_hook(functools.partial(_pre_partial, state, begun))  # type: ignore[no-untyped-call]
+                autograd.add_grad_hook(tensor, functools.partial(_pre_partial, state, begun))
     return state.precision.cast_outputs(output)
 
 
@@ -130,18 +131,19 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
         MisuseError: a view is inside an object of a user's class, where it cannot be replaced.
     """
     ends = state is state.root.forward_root
-    groups = [group for each in (state.root.states if ends else [state]) for group in each.groups]
+    groups = state.root.groups if ends else state.groups
     freeing = [
         group.fulls.storages
         for group in groups
         if group.fulls is not None
+        and group.fulls.storages
         and (
             (group in state.groups and group.frees_after_forward)
             # What groups that ran inside have left goes with the outermost forward.
             or (ends and group.ends_with_forward)
         )
     ]
-    if not any(freeing):
+    if not freeing:
         return output
     freed = frozenset[int]().union(*freeing)
     # An object may hold a parameter itself, whose memory comes back. A view's would not.
@@ -152,9 +154,7 @@ def outlive_parameters(state: FSDPState, output: Any) -> Any:
 
     def loses() -> bool:
         found, inside = tensors_and_those_in_objects(output)
-        return any(map(is_lost, found)) or any(
-            is_lost(tensor) for tensor in inside if id(tensor) not in fulls
-        )
+        return any(map(is_lost, found + [each for each in inside if id(each) not in fulls]))
 
     if not loses():
         return output
@@ -175,16 +175,15 @@ def _stays_unsharded(state: FSDPState, group: ParamGroup) -> bool:
     Those of a pipeline do. A pipeline also computes gradients of parameters apart from those of
     inputs, in a backward that triggers none of the hooks here, and so could not gather.
     """
-    accumulates = not (state.root.ledger.ends_step or group.options.requires_gradient_sync)
-    return accumulates and not group.options.reshard_after_backward
+    options = group.options
+    reduces = options.requires_gradient_sync or options.reshard_after_backward
+    return not (reduces or state.root.ledger.ends_step)
 
 
 def _enter_root(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     state.lazy_init()
-    if state.root.forward_root is not None:
-        return args, kwargs
     if autograd.copies_saved_tensors() and torch.is_grad_enabled():
         # It finds tensors by address and version, and would copy one whose memory is freed.
         raise NotImplementedError(
@@ -255,11 +254,10 @@ def _prefetch_in_forward(state: FSDPState) -> None:
 
     A write to a group between its gather and its forward would be missed.
     """
-    if not state.forward_prefetch or autograd.in_backward():
-        return  # activation checkpointing does not follow the order of forward
-    for other in state.forward_prefetch:
-        for group in other.groups:
-            group.prefetch()
+    if not autograd.in_backward():  # activation checkpointing does not follow the order of forward
+        for other in state.forward_prefetch:
+            for group in other.groups:
+                group.prefetch()
 
 
 def mark_inputs(
@@ -304,13 +302,12 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
     graph. The base of the view stays in the graph, so it gets a hook, too. An input that the module
     wrote to is also an output, even if it is not returned.
     """
-    ended = [group.passes.end() for group in state.groups]
+    passes = tuple([group.passes.current for group in state.groups])
+    written = [tensor for group in state.groups for tensor in group.passes.end()]
     if not torch.is_grad_enabled():
         return
-    passes = tuple(begun for begun, _ in ended)
-    for _, written in ended:
-        for tensor in written:
-            _mark_base(state, passes, tensor)
+    for tensor in written:
+        _mark_base(state, passes, tensor)
     for tensor in every_tensor_in(output):
         if not tensor.requires_grad and autograd.in_transform():
             found = autograd.that_needs_grad(tensor)
@@ -321,7 +318,7 @@ def mark_outputs(state: FSDPState, output: Any) -> None:
         # The node of an input that is returned must not keep the passes, which keep the node.
         keeps = _precede(passes, tensor.grad_fn) or autograd.in_transform()
         kept = passes if keeps else (None,) * len(passes)
-        tensor.register_hook(functools.partial(_pre_backward, state, kept))  # type: ignore[no-untyped-call]
+        autograd.add_grad_hook(tensor, functools.partial(_pre_backward, state, kept))
 
 
 def _mark_base(state: FSDPState, passes: tuple[Pass | None, ...], tensor: torch.Tensor) -> None:
@@ -364,7 +361,8 @@ def _end_partial(state: FSDPState) -> None:
 @autograd.disable_compile
 def _pre_backward(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch.Tensor) -> None:
     """Begin the backward of the groups. This hook keeps ``passes`` alive as long as the graph."""
-    _refuse_graph_of_backward(passes)
+    if torch.is_grad_enabled():
+        _refuse_graph_of_backward(passes)
     state.root.queue_end_of_backward()
     state.phase = Phase.BACKWARD
     for group, begun in zip(state.groups, passes, strict=True):
@@ -473,7 +471,7 @@ def _refuse_graph_of_backward(passes: tuple[Pass | None, ...]) -> None:
 
     If a transform ran the forward, it always does; :class:`_Once` raises if the record is used.
     """
-    if torch.is_grad_enabled() and any(p is None or not p.is_in_transform for p in passes):
+    if any(begun is None or not begun.is_in_transform for begun in passes):
         raise NotImplementedError(_NO_GRAPH_OF_BACKWARD)
 
 

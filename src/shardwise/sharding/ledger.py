@@ -8,7 +8,7 @@ groups keep what they could not reduce, and deliveries that have started go on.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -65,7 +65,7 @@ class Ledger:
     """The gradients under a root that are not complete.
 
     Args:
-        groups: returns the groups under the root.
+        groups: the groups under the root.
         complete: completes all gradients, and ends the step.
 
     Attributes:
@@ -73,9 +73,7 @@ class Ledger:
         is_manual: whether the user does.
     """
 
-    def __init__(
-        self, groups: Callable[[], Iterator[ParamGroup]], complete: Callable[[], None]
-    ) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], complete: Callable[[], None]) -> None:
         self.is_last_backward = True
         self.is_manual = False
         self._groups = groups
@@ -142,7 +140,7 @@ class Ledger:
             # At most one gradient per group, however many backwards add theirs. What steps in
             # backward does so to have few of them.
             left = self.left_alone
-            if len(left) > (1 if delivery.steps else sum(1 for _ in self._groups())):
+            if len(left) > (1 if delivery.steps else len(self._groups)):
                 left[0].finish()
         self._forget_landed()
 

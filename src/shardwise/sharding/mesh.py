@@ -6,6 +6,7 @@ The front door has checked a user's mesh.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -143,7 +144,7 @@ class DataMesh:
         """The number of ranks that gradients are averaged over."""
         return self.shard.world_size * (self.replicate.world_size if self.replicate else 1)
 
-    @property
+    @functools.cached_property
     def is_alone(self) -> bool:
         """Whether this rank has no other to reduce gradients with."""
         return self.replicate is None and self.scatter.world_size == 1

@@ -32,12 +32,6 @@ class Pages:
         self._forms = forms
         self.order = ReadOrder()
 
-    @classmethod
-    def of(cls, forms: Sequence[ShardedParam]) -> Pages | None:
-        """Return those of a group's parameters that are kept on a disk; ``None`` without any."""
-        paged = [form for form in forms if form.offload.disk is not None]
-        return cls(paged) if paged else None
-
     def load(self, name: str) -> None:
         """Bring the shards into memory, and start to read those of the group that comes next.
 

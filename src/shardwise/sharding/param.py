@@ -10,7 +10,7 @@ import enum
 import operator
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from shardwise.sharding.placement import Place
 COPIED = "shardwise: the modules being copied"
 
 # What is asked of all parameters of a group several times a step.
-_PARAMETER, _STEPS = operator.attrgetter("parameter"), operator.attrgetter("steps")
+PARAMETER, _STEPS = operator.attrgetter("parameter"), operator.attrgetter("steps")
 
 
 class _Steps:
@@ -303,8 +303,9 @@ class ShardedParam:
                 with observe.during(Activity.COPY, self.fqn):
                     local = self.offload.grad_to_host(local, parameter)
             observe.memory_of(Memory.GRADIENTS, self.fqn, local)
-            spec = dtensor.with_dtype(self.spec, local.dtype)
-            if spec is not self.spec:
+            spec = self.spec
+            if local.dtype != parameter.dtype:
+                spec = dtensor.with_dtype(spec, local.dtype)
                 parameter.grad_dtype = local.dtype
             parameter.grad = dtensor.wrap_local(local, spec)
         else:
@@ -430,25 +431,16 @@ def check_origin(what: str, value: Any, like: torch.Tensor) -> None:
         )
 
 
-class Version(NamedTuple):
-    """What changes when a shard is written to, or exchanged for another (by ``swap_tensors``).
-
-    Attributes:
-        counted: writes that autograd has counted, to the ``DTensor`` or its local tensor.
-        steps: of optimizers, some of which write what autograd does not count.
-        local: the identity of the local tensor.
-    """
-
-    counted: int
-    steps: int
-    local: int
+#: What changes when a shard is written to, or exchanged for another (by ``swap_tensors``): writes
+#: that autograd has counted, to the ``DTensor`` or its local tensor, and the identity of that; and
+#: steps of optimizers, some of which write what autograd does not count.
+Version = tuple[tuple[int, int], int]
 
 
 def versions_of(forms: Sequence[ShardedParam]) -> list[Version]:
     """Return the versions of some shards."""
-    found = list(map(_PARAMETER, forms))
-    counted = autograd.versions_of_sharded(found)
-    return list(map(Version, counted, map(_STEPS, forms), dtensor.identities_of(found)))
+    counted = autograd.versions_of_sharded(map(PARAMETER, forms))
+    return list(zip(counted, map(_STEPS, forms), strict=True))
 
 
 def copy_owners(owners: Sequence[ParamOwner], memo: dict[Any, Any]) -> list[ParamOwner]:

@@ -27,7 +27,6 @@ from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.own_order import OwnOrder, check_own_order
-from shardwise.sharding.paging import ReadOrder
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.states import GroupOrder, GroupState, Phase
@@ -102,10 +101,10 @@ class Root:
 
     Attributes:
         states: all states of the tree, in ``named_modules()`` order.
+        groups: their groups.
         forward_root: the state whose forward is the outermost one that is running.
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
-        read_order: the order in which they are gathered, for reading shards that are on a disk.
         own_order: what agrees with ranks that may run other groups; ``None``: all run the same.
         ledger: the gradients that are not complete.
         knows_what_is_averaged: whether the user was warned of dimensions without an average.
@@ -115,13 +114,13 @@ class Root:
 
     def __init__(self) -> None:
         self.states: list[FSDPState] = []
+        self.groups: list[ParamGroup] = []
         self.forward_root: FSDPState | None = None
         self.forward_number = 0
         self.order = RunOrder()
-        self.read_order = ReadOrder()
         self.post_optim_event: torch.Event | None = None
-        self.ledger = Ledger(self._groups, self._complete_or_reset)
         self.own_order: OwnOrder | None = None
+        self.ledger = Ledger(self.groups, self._complete_or_reset)
         self.knows_what_is_averaged = False
         # The callback that ends the running backward. Autograd holds it, until backward raises.
         self._end: weakref.ref[_End] | None = None
@@ -157,7 +156,7 @@ class Root:
         for stepper in self._steppers():
             stepper.check()
         if self.own_order is not None:
-            check_own_order(self._groups())
+            check_own_order(self.groups)
         if not self.knows_what_is_averaged and torch.is_grad_enabled():
             self.knows_what_is_averaged = True
             self._warn_of_what_is_not_averaged()
@@ -167,9 +166,9 @@ class Root:
 
     def _warn_of_what_is_not_averaged(self) -> None:
         """Warn on rank 0 of mesh dimensions over which the first step will average nothing."""
-        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self._groups()):
+        if dist.get_rank() != 0 or any(group.options.all_reduce_hook for group in self.groups):
             return
-        meshes = (param.form.spec.mesh for group in self._groups() for param in group.params)
+        meshes = (param.form.spec.mesh for group in self.groups for param in group.params)
         for name, size in unaveraged_dims(meshes).items():
             warnings.warn(
                 f"nothing is averaged over the {size} ranks along {name!r}: the mesh to shard over "
@@ -193,7 +192,7 @@ class Root:
         self._reshard_unused()
         if not torch.is_grad_enabled():
             # No backward needs them, and users expect shards: to step, freeze or clear.
-            for group in self._groups():
+            for group in self.groups:
                 group.reshard_if_stale()
 
     def queue_end_of_backward(self) -> None:
@@ -347,15 +346,12 @@ class Root:
         """Whether the backward that ends now ran inside the forward of ``state``."""
         return self.forward_root is not None and state.phase is Phase.FORWARD
 
-    def _groups(self) -> Iterator[ParamGroup]:
-        return (group for state in self.states for group in state.groups)
-
     def _deliver_or_reset(self) -> None:
         if self.own_order is not None:
             with self._or_reset():
                 self.own_order.end_backward()
         if self.ledger.is_manual:
-            for group in self._groups():
+            for group in self.groups:
                 if group.phase is Phase.REDUCED and not group.options.requires_gradient_sync:
                     group.phase = Phase.DEFERRED
         if self.ledger.ends_step:
@@ -364,36 +360,36 @@ class Root:
 
     def _deliver(self) -> None:
         self.ledger.settle()
-        for group in self._groups():
+        for group in self.groups:
             group.complete_ties()
-        for group in self._groups():
+        for group in self.groups:
             group.wait_for_offload()
         self._end_step()
 
     def _end_step(self) -> None:
         """Have groups step in backward that could not before its end, and end that step."""
-        steppers = list(self._steppers())
+        steppers = self._steppers()
         if not steppers:
             return
         incomplete = {
             param.form: None
-            for group in self._groups()
+            for group in self.groups
             if not group.completes_grads
             for param in group.params
         }
-        for group in self._groups():
+        for group in self.groups:
             group.step_in_backward(incomplete)
         for stepper in steppers:
             stepper.finish()
         # A program that steps in backward needs memory more than the time to get it anew.
-        meshes = {id(each.mesh): each.mesh for each in self._groups() if each.stepper is not None}
+        meshes = {id(each.mesh): each.mesh for each in self.groups if each.stepper is not None}
         for mesh in meshes.values():
             mesh.trim()
 
-    def _steppers(self) -> Iterator[Stepper]:
+    def _steppers(self) -> list[Stepper]:
         """What updates shards during backward; each once."""
-        found = (group.stepper for group in self._groups())
-        return iter(dict.fromkeys(each for each in found if each is not None))
+        found = [group.stepper for group in self.groups if group.stepper is not None]
+        return list(dict.fromkeys(found))
 
     def _complete_or_reset(self) -> None:
         with self._or_reset():
@@ -404,9 +400,9 @@ class Root:
         self.ledger.end(StepProgress.COMPLETE)
         for state in self.states:
             for group in state.groups:
-                asked = group.options.reshard_after_backward and not group.options.keep_unsharded
-                is_left = group.state is not GroupState.SHARDED
-                if asked and is_left and not self._is_in_forward(state):
+                if group.state is GroupState.SHARDED or self._is_in_forward(state):
+                    continue
+                if group.options.reshard_after_backward and not group.options.keep_unsharded:
                     # Frees parameters for a backward that did not come, and those that a forward
                     # in a hook of this backward left.
                     group.reshard()
@@ -416,11 +412,10 @@ class Root:
     def _reshard_unused(self) -> None:
         """Free groups that were prefetched and then did not run, or that a user has resharded."""
         is_over = not self.is_in_forward()
-        for group in self._groups():
-            found = group.state
-            if found is GroupState.UNSHARDING or (is_over and group.is_left):
+        for group in self.groups:
+            if group.state is GroupState.UNSHARDING or (is_over and group.is_left):
                 group.reshard()
-            elif found is not GroupState.SHARDED:
+            elif group.state is not GroupState.SHARDED:
                 group.mark_stale()
 
 
@@ -436,6 +431,7 @@ class FSDPState:
         device: the device on which they compute.
         precision: the dtypes in which they compute.
         phase: where they are in a training step.
+        is_root: whether this is the outermost state; ``None`` before the first forward.
         root: what they share with the other states of the model.
         modules_to_run: the modules whose forward has yet to run in this pass, if there are several.
         forward_prefetch: the states to unshard when the forward of this one begins.
@@ -471,7 +467,7 @@ class FSDPState:
         self.precision = Precision(mp_policy)
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
         self._keep_if_root = reshard_after_forward is None
-        self._is_root: bool | None = None
+        self.is_root: bool | None = None
         self.order = order
         for module in modules:
             module.__dict__[_STATE] = self
@@ -492,13 +488,8 @@ class FSDPState:
         made.handled = []
         made.before_forward = copy.deepcopy(self.before_forward, memo)
         made.after_forward = copy.deepcopy(self.after_forward, memo)
-        made._is_root = None
+        made.is_root = None
         return made
-
-    @property
-    def is_root(self) -> bool | None:
-        """Whether this is the outermost state. ``None`` before the first forward."""
-        return self._is_root
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Set ``reshard_after_forward`` for all groups, also if this is or becomes the root."""
@@ -513,7 +504,7 @@ class FSDPState:
             RuntimeError: a nested state has already run forward as a root, or several modules that
                 were sharded together would be the root.
         """
-        if self._is_root is not None:
+        if self.is_root is not None:
             return
         if len(self.modules) > 1:
             names = ", ".join(type(module).__name__ for module in self.modules)
@@ -526,7 +517,7 @@ class FSDPState:
             state = state_of(module)
             if state is None or state in self.root.states:
                 continue
-            if state is not self and state._is_root is not None:
+            if state is not self and state.is_root is not None:
                 raise RuntimeError(
                     f"{name} has already run forward as a root of its own, before the module that "
                     "contains it. Run the forward of the outermost fully_shard module first"
@@ -537,8 +528,9 @@ class FSDPState:
                     "root, the outermost module that fully_shard was applied to"
                 )
             self.root.states.append(state)
+            self.root.groups += state.groups
         self._name_everything(top)
-        groups = [group for state in self.root.states for group in state.groups]
+        groups = self.root.groups
         if self.order is GroupOrder.OWN and groups and not groups[0].mesh.is_alone:
             check_own_order(groups)
             self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
@@ -549,17 +541,18 @@ class FSDPState:
                     f'order="own" inside of a {type(top).__name__} with order="same"; expected it '
                     "on the outermost module that fully_shard is applied to"
                 )
-            state._is_root = state is self
+            state.is_root = state is self
             state.root = self.root
             for group in state.groups:
                 group.refresh()
-                if group.pages is not None:
-                    group.pages.order = self.root.read_order
                 group.post_backward = functools.partial(state.root.post_backward, group)
                 group.is_in_forward = state.root.is_in_forward
                 if state.root.own_order is not None:
                     group.agree = functools.partial(state.root.own_order.gather, group)
                     group.agree_ahead = functools.partial(state.root.own_order.offer, group)
+        paged = [group.pages for group in self.root.groups if group.pages is not None]
+        for pages in paged:
+            pages.order = paged[0].order
         if self._keep_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False

@@ -74,13 +74,11 @@ class Lease:
     A group without a lease is ``SHARDED``.
 
     Attributes:
-        state: the state of the group.
         steps: how many steps in backward its shards had made when they were gathered.
         freshness: whether the next forward may use it.
         forward: the outermost forward that has used it last, by its number; 0: none.
     """
 
-    state: GroupState
     steps: int
     freshness: Freshness = Freshness.CURRENT
     forward: int = 0
@@ -238,14 +236,14 @@ class Passes:
         self._passes.append(weakref.ref(self.current))
         return self.current
 
-    def end(self) -> tuple[Pass | None, list[torch.Tensor]]:
-        """End the forward of the current pass, if there is one.
+    def end(self) -> list[torch.Tensor]:
+        """End the forward of the current pass, if there is one, and release it.
 
         Returns:
-            The pass, which is released, and the inputs that its forward wrote to.
+            The inputs that its forward wrote to.
         """
         ended, self.current = self.current, None
-        return ended, ([] if ended is None else ended.end_forward())
+        return [] if ended is None else ended.end_forward()
 
     def end_backward(self) -> None:
         """Note that the running backward is over for all passes."""
@@ -257,7 +255,9 @@ class Passes:
     def has_backward_to_come(self) -> bool:
         """Whether the gradient of the group still grows in the running backward."""
         running = autograd.backward_id()
-        if running is None:
-            return False
-        passes = (ref() for ref in self._passes)
-        return any(each is not None and each.may_come_in(running) for each in passes)
+        if running is not None:
+            for ref in self._passes:
+                each = ref()
+                if each is not None and each.may_come_in(running):
+                    return True
+        return False

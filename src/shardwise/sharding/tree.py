@@ -33,6 +33,8 @@ def every_tensor_in(tree: Any) -> list[torch.Tensor]:
 
 def tensors_and_those_in_objects(tree: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors in nested containers, and those in the attributes of other objects."""
+    if isinstance(tree, torch.Tensor):
+        return [tree], []
     found: list[torch.Tensor] = []
     inside: list[torch.Tensor] = []
     objects: list[object] = []

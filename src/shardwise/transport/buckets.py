@@ -161,12 +161,11 @@ def add_in_order(
             there are at least two parts. ``None``: all parts are scaled already.
         factor: as described for ``unscaled``.
     """
-    factors = [factor if i == unscaled else 1.0 for i in range(len(parts))]
     order = list(range(len(parts)))
-    if len(parts) > 1 and (parts[1] is out or factors[0] != 1.0):
+    if len(parts) > 1 and (parts[1] is out or unscaled == 0):
         order[:2] = 1, 0  # a + b == b + a, bit for bit
     block = max(1, BLOCK_BYTES // out.itemsize)
-    first, *rest = [(torch.split(parts[i], block), factors[i]) for i in order]
+    first, *rest = [(torch.split(parts[i], block), factor if i == unscaled else 1.0) for i in order]
     for i, total in enumerate(torch.split(out, block)):
         sum_ = first[0][i].to(out.dtype)
         for column, alpha in rest:

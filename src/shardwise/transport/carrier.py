@@ -122,6 +122,13 @@ class Carrier:
         """Return where messages between the ranks of a group leave and arrive."""
         return group
 
+    def check_threads(self) -> None:
+        """Check that other threads of a rank may call collectives.
+
+        Raises:
+            RuntimeError: they may not.
+        """
+
     def watches(self, backend: Backend) -> bool:
         """Whether peers are watched while collectives on the host are waited for."""
         return backend.sends_messages

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import time
 import zlib
 from collections import deque
@@ -27,6 +28,7 @@ from shardwise.transport.peers import Peers
 
 #: Entries to keep: those that may be under way when ranks wait for each other. Older ones are over.
 _CAPACITY = 16
+_NUMEL, _DTYPE = operator.methodcaller("numel"), operator.attrgetter("dtype")
 
 
 class CollectiveLog:
@@ -54,7 +56,7 @@ class CollectiveLog:
             tensors: the tensors whose sizes and dtypes are equal on all ranks.
             label: the caller's name for it.
         """
-        key = (collective, label, *((tensor.numel(), tensor.dtype) for tensor in tensors))
+        key = (collective, label, *map(_NUMEL, tensors), *map(_DTYPE, tensors))
         call = self._kinds.get(key)
         if call is None:
             call = self._kinds[key] = LoggedCall(collective, tensors, label)
@@ -156,7 +158,8 @@ class Issued:
 
     def __exit__(self, *_: object) -> None:
         observe.count_wait(time.perf_counter() - self._began)
-        observe.end(self._waiting)
+        if self is not UNWATCHED:
+            observe.end(self._waiting)
 
     def end(self) -> None:
         """Report that it has been waited for."""
@@ -176,7 +179,7 @@ class LoggedCall:
         text: for messages, such as ``"the all-gather of model.layers.3"``.
         size: for messages: how many tensors and elements, and of which dtypes.
         detail: one line per tensor, from the caller.
-        digest: a number that differs if anything differs; the same in every process.
+        digest: 32 bits that differ if anything differs; the same in every process.
     """
 
     def __init__(self, collective: str, tensors: Sequence[torch.Tensor], label: Label) -> None:

@@ -67,7 +67,6 @@ class CollectivesTransport(Transport):
         log: the log of the transport that this one is a part of, if it is.
 
     Attributes:
-        group: the process group.
         log: the collectives that were called through it.
     """
 
@@ -82,7 +81,6 @@ class CollectivesTransport(Transport):
     ) -> None:
         self.rank = group.rank()
         self.world_size = group.size()
-        self.group = group
         self.overlaps_compute = backend.progresses
         self._backend = backend
         self._alone_bytes = alone_bytes
@@ -94,6 +92,11 @@ class CollectivesTransport(Transport):
         self._under_way = UnderWay()
         #: The group, if its backend launches several collectives at once.
         self._coalescing: dist.ProcessGroup | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, which the transport does not keep alive."""
+        return self._peers.group
 
     def _all_gather(self, call: Call) -> Work:
         """Gather with one collective per bucket."""

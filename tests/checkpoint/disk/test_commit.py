@@ -46,7 +46,7 @@ def verify(folder: Path) -> None:
     with PieceReader(folder, manifest) as reader:
         for entry in manifest.tensors:
             for piece in entry.pieces:
-                reader.read(entry, piece)
+                assert all(chunk.nbytes for chunk in reader.stream(entry, piece))
 
 
 # ---- what is there ----

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 from shardwise import checkpoint
 from shardwise.checkpoint import CheckpointError
+from shardwise.checkpoint.disk.boxes import full_box
+from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.manifest import MAX_BYTES, NAME, read_manifest
-from shardwise.checkpoint.disk.pieces import PieceReader, read_tensor
+from shardwise.checkpoint.disk.pieces import PieceReader, read_box
 from shardwise.checkpoint.disk.strict import FREE
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source
 from tests.checkpoint.small import SHARD, make, read_json, save_small, write_json
@@ -69,8 +71,9 @@ def load_all(folder: Path) -> None:
     with PieceReader(folder, manifest, buffer=4096) as reader:
         for entry in manifest.tensors:
             for piece in entry.pieces:
-                reader.read(entry, piece)
-            read_tensor(reader, entry)
+                assert all(chunk.nbytes for chunk in reader.stream(entry, piece))
+            whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            read_box(reader, entry, full_box(entry.shape), whole)
     checkpoint.load(folder, *make(seed=1))
 
 

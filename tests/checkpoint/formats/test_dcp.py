@@ -29,7 +29,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.formats.dcp import DcpSource
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
-from shardwise.checkpoint.ranks.weights import load_weights
+from shardwise.checkpoint.ranks.loading import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
 from tests.corpus.models import MODELS, make_model

@@ -22,7 +22,7 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.hf import INDEX, SINGLE, HfSource, plan_files
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.hf import save_hf
-from shardwise.checkpoint.ranks.weights import load_weights
+from shardwise.checkpoint.ranks.loading import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
 from tests.corpus.models import make_model
@@ -82,8 +82,12 @@ def test_a_file_is_filled_before_the_next_is_begun() -> None:
         name: TensorInfo("F32", (size,)) for name, size in zip("abcd", (1, 2, 9, 1), strict=True)
     }
 
-    assert [list(file.tensors) for file in plan_files(infos, 12)] == [["a", "b"], ["c"], ["d"]]
-    assert [file.name for file in plan_files(infos, 1000)] == ["model.safetensors"]
+    assert [list(tensors) for tensors in plan_files(infos, 12).values()] == [
+        ["a", "b"],
+        ["c"],
+        ["d"],
+    ]
+    assert list(plan_files(infos, 1000)) == ["model.safetensors"]
 
 
 def _save_twice(rank: int, world_size: int, folder: Path) -> None:

@@ -321,7 +321,7 @@ def _ends(box: Box) -> tuple[int, ...]:
 def test_a_cut_across_rows_longer_than_the_scratch_buffer_is_read(tmp_path: Path) -> None:
     whole = torch.arange(3 * 3_000_000, dtype=torch.int16).view(3, 3_000_000)
     (tmp_path / "data").write_bytes(whole.numpy().tobytes())
-    extent = Extent(Box((0, 0), (3, 3_000_000)), tmp_path / "data", 0)
+    extent = Extent(Box((0, 0), (3, 3_000_000)), tmp_path / "data", 0, (3_000_000, 1))
 
     out = torch.empty(3, 2, dtype=torch.int16)
     reader = ExtentReader()

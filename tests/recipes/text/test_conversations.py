@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from shardwise.app.recipes.core.batches import Shuffled
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatError, ChatLines, load_chats
 from shardwise.app.recipes.text.config import Packing
 from shardwise.app.recipes.text.conversations import (
-    ChatBatches,
     ChatRows,
     Survey,
     check_apart,
@@ -118,10 +118,10 @@ def test_an_epoch_takes_each_row_once_and_the_seed_decides_the_order(
     rows, _ = rows_of(tmp_path, Packing.PADDED)
     count = len(rows)
     whole = rows.batch(range(count)).targets
-    one, other = (ChatBatches(rows, seed).batch(0, count).targets for seed in (0, 1))
+    one, other = (Shuffled(count, seed, rows.drawn).batch(0, count).targets for seed in (0, 1))
     assert sorted(one.tolist()) == sorted(whole.tolist())
     assert one.tolist() != other.tolist()
-    part = ChatBatches(rows, 0).batch(3, 2).targets
+    part = Shuffled(count, 0, rows.drawn).batch(3, 2).targets
     assert part.tolist() == one[3:5, : part.shape[1]].tolist(), "from the position alone"
 
 

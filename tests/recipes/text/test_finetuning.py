@@ -13,10 +13,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from shardwise.app.recipes.core.batches import Shuffled
 from shardwise.app.recipes.text.chat import ChatData, ChatEncoder
 from shardwise.app.recipes.text.config import LmConfig, Packing
 from shardwise.app.recipes.text.conversations import (
-    ChatBatches,
     ChatRows,
     Survey,
     TargetBatch,
@@ -67,7 +67,8 @@ def chat_rows(config: LmConfig) -> ChatRows:
 
 def chat_batches(config: LmConfig, world_size: int) -> BatchOf:
     """The batches of chats of any rank."""
-    batches = ChatBatches(chat_rows(config), config.train.seed)
+    rows = chat_rows(config)
+    batches = Shuffled(len(rows), config.train.seed, rows.drawn)
     size = config.train.batch_size
 
     def batch_of(step: int, micro: int, rank: int) -> TargetBatch:

@@ -8,7 +8,7 @@ import json as json_module
 import math
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,14 +25,14 @@ from rich.progress import (
 )
 from rich.table import Table
 from rich.text import Text
-from typer import Argument, Option
+from typer import Option
 
 from shardwise.app.cli.options import (
     Json,
     Layers,
+    PathArgument,
     help_if_alone,
     read_name,
-    read_path,
     read_size,
 )
 from shardwise.app.recipes.core.installed import check_extras
@@ -56,20 +56,14 @@ commands = typer.Typer(
 
 Checkpoint = Annotated[
     Path,
-    Argument(
-        parser=read_path,
-        metavar="SRC",
-        help="A checkpoint of any format, or a run (its newest complete checkpoint).",
-        show_default=False,
+    PathArgument(
+        metavar="SRC", help="A checkpoint of any format, or a run (its newest complete checkpoint)."
     ),
 ]
 Buffer = Annotated[
     int, Option(parser=read_size, metavar="SIZE", help="Memory for buffers: 8MiB, 1GB.")
 ]
-Target = Annotated[
-    Path,
-    Argument(parser=read_path, metavar="DST", help="The folder to write.", show_default=False),
-]
+Target = Annotated[Path, PathArgument(metavar="DST", help="The folder to write.")]
 Force = Annotated[bool, Option("--force", help="Replace the checkpoint that is at DST.")]
 DEFAULT_BUFFER: Any = "32MiB"
 ShardSize = partial(Option, parser=read_size, metavar="SIZE", show_default="50GB")
@@ -124,13 +118,7 @@ def existing(path: Path) -> Path:
 @commands.command(epilog=_example("ls runs/lm"))
 def ls(
     directory: Annotated[
-        Path,
-        Argument(
-            parser=read_path,
-            metavar="DIR",
-            help="A run, or a folder of checkpoints.",
-            show_default=False,
-        ),
+        Path, PathArgument(metavar="DIR", help="A run, or a folder of checkpoints.")
     ],
     json: Json = False,
 ) -> None:
@@ -187,8 +175,8 @@ def show_(
 
 @commands.command(epilog=_example("diff runs/lm/checkpoints/step-00000200 runs/lm"))
 def diff(
-    first: Annotated[Path, Argument(parser=read_path, metavar="A", show_default=False)],
-    second: Annotated[Path, Argument(parser=read_path, metavar="B", show_default=False)],
+    first: Annotated[Path, PathArgument(metavar="A")],
+    second: Annotated[Path, PathArgument(metavar="B")],
     layers: Layers = False,
     buffer: Buffer = DEFAULT_BUFFER,
     json: Json = False,
@@ -214,12 +202,10 @@ def consolidate(
     src: Checkpoint,
     dst: Annotated[
         Path,
-        Argument(
-            parser=read_path,
+        PathArgument(
             metavar="DST",
             help="file.safetensors; file.pt, .pth or .bin; or a name without an extension, for a "
             "folder of safetensors files.",
-            show_default=False,
         ),
     ],
     max_shard_size: Annotated[
@@ -237,17 +223,8 @@ def consolidate(
     """
     from shardwise.checkpoint.tools.convert import consolidate as run
 
-    with reporting_errors(), _progress("consolidating") as watch:
-        run(
-            existing(src),
-            dst,
-            everything=everything,
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("consolidating", run, existing(src), dst, everything=everything, force=force, **sizes)
 
 
 @commands.command(epilog=_example("convert runs/lm lm-hf --to hf --max-shard-size 5GB"))
@@ -267,27 +244,15 @@ def convert(
     from shardwise.checkpoint.formats.detect import Format
     from shardwise.checkpoint.tools.convert import convert as run
 
-    with reporting_errors(), _progress("converting") as watch:
-        run(
-            existing(src),
-            dst,
-            Format(to),
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("converting", run, existing(src), dst, Format(to), force=force, **sizes)
 
 
 def merge_lora(
     src: Annotated[
         Path,
-        Argument(
-            parser=read_path,
-            metavar="SRC",
-            help="A folder of adapters, as peft writes it, or a run with --lora.",
-            show_default=False,
+        PathArgument(
+            metavar="SRC", help="A folder of adapters, as peft writes it, or a run with --lora."
         ),
     ],
     dst: Target,
@@ -316,17 +281,8 @@ def merge_lora(
     adapters = existing(src) / "adapters"
     if not adapters.is_dir():
         adapters = src
-    with reporting_errors(), _progress("merging") as watch:
-        run(
-            adapters,
-            dst,
-            base,
-            force=force,
-            buffer=buffer,
-            max_shard_size=max_shard_size,
-            watch=watch,
-        )
-    _show_written(dst)
+    sizes = {"buffer": buffer, "max_shard_size": max_shard_size}
+    _write("merging", run, adapters, dst, base, force=force, **sizes)
 
 
 def add_to(cli: typer.Typer, *_: str) -> None:
@@ -363,6 +319,15 @@ def _progress(doing: str) -> Iterator[Watch]:
             return lambda moved: bar.update(task, advance=moved)
 
         yield watch
+
+
+def _write(
+    doing: str, run: Callable[..., object], src: Path, dst: Path, *more: Any, **options: Any
+) -> None:
+    """Write a checkpoint in another form, and show what was written."""
+    with reporting_errors(), _progress(doing) as watch:
+        run(src, dst, *more, watch=watch, **options)
+    _show_written(dst)
 
 
 def _show_list(where: Path, found: Sequence[Listed], *, json: bool) -> None:

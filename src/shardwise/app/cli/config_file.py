@@ -21,7 +21,7 @@ import enum
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -68,13 +68,13 @@ def read_options(
         UserError: it cannot be read, or has an option that does not exist, twice, or with a value
             that cannot be; the message names line and column.
     """
-    readers = {s.key: _reader_of(s) for each in options for s in each.settings()}
+    known = {setting.key: setting for each in options for setting in each.settings()}
     found: dict[str, FileOption] = {}
     for key, node in _pairs(path):
         place = _place(path, key)
         name = "--" + str(key.value).replace("_", "-")
-        if name not in readers:
-            near = difflib.get_close_matches(name, readers, n=1)
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0][2:]}?" if near else ""
             raise UserError(
                 f"{place}: found {brief(key.value)}, expected an option of {command} without "
@@ -83,7 +83,7 @@ def read_options(
         if name in found:
             first = found[name].place
             raise UserError(f"{place}: found {key.value} again, expected it once ({first})")
-        value = readers[name](node, _place(path, node), str(key.value))
+        value = _value(known[name], path, node, str(key.value))
         if value is not None:
             found[name] = FileOption(value, place)
     return found
@@ -173,65 +173,51 @@ def _place(path: Path, node: Any) -> str:
 
 _NULL = "tag:yaml.org,2002:null"
 
-#: Reads the value of a node; gets its place and the name of its key, for messages.
-_Reader = Callable[[Any, str, str], Any]
 
-
-def _reader_of(setting: Setting) -> _Reader:
-    """Return what reads the values of an option."""
+def _value(setting: Setting, path: Path, node: Any, key: str) -> Any:
+    """Return what a file says about an option; None: nothing."""
     kind = setting.kind
     if get_origin(kind) is not tuple:
-        return _scalar_reader(kind, setting)
-    inner = _scalar_reader(get_args(kind)[0], setting)
-
-    def read_all(node: Any, place: str, key: str) -> Any:
-        if node.id != "sequence":
-            value = inner(node, place, key)
-            return None if value is None else (value,)
-        path = Path(place.rpartition(", line ")[0])
-        for each in node.value:
-            if each.tag == _NULL:
-                raise UserError(
-                    f"{_place(path, each)}: found nothing in the list for {key}, expected text"
-                )
-        return tuple(inner(each, _place(path, each), key) for each in node.value)
-
-    return read_all
+        return _scalar(setting, kind, path, node, key)
+    inner = get_args(kind)[0]
+    if node.id != "sequence":
+        value = _scalar(setting, inner, path, node, key)
+        return None if value is None else (value,)
+    for each in node.value:
+        if each.tag == _NULL:
+            place = _place(path, each)
+            raise UserError(f"{place}: found nothing in the list for {key}, expected text")
+    return tuple(_scalar(setting, inner, path, each, key) for each in node.value)
 
 
-def _scalar_reader(kind: Any, setting: Setting) -> _Reader:
+def _scalar(setting: Setting, kind: Any, path: Path, node: Any, key: str) -> Any:
     by_name = {each.value: each for each in setting.choices}
-
-    def read(node: Any, place: str, key: str) -> Any:
-        if node.id != "scalar":
-            raise UserError(f"{place}: found a {node.id} for {key}, expected {expected}")
-        if node.tag == _NULL:
-            return None
-        try:
-            return convert(node.value)
-        except (KeyError, ValueError):
-            found = brief(node.value)
-            raise UserError(f"{place}: found {found} for {key}, expected {expected}") from None
-        except typer.BadParameter as error:
-            raise UserError(f"{place}: {error.message} for {key}") from None
-
-    convert: Callable[[str], Any]
+    convert, expected = _READERS.get(kind, (str, "a text"))
     if by_name and not callable(setting.option.reads):
         convert, expected = by_name.__getitem__, f"one of {', '.join(by_name)}"
-    elif kind is bool:
-        convert, expected = _BOOLEANS.__getitem__, "true or false"
-    elif kind is int:
-        convert, expected = read_integer, "an integer"
-    elif kind is float:
-        convert, expected = float, "a number"
-    elif kind is Path:
-        convert, expected = read_path, "a path"
-    else:
-        convert, expected = read_name if setting.option.reads is Reads.NAME else str, "a text"
-    return read
+    elif setting.option.reads is Reads.NAME:
+        convert = read_name
+    place = _place(path, node)
+    if node.id != "scalar":
+        raise UserError(f"{place}: found a {node.id} for {key}, expected {expected}")
+    if node.tag == _NULL:
+        return None
+    try:
+        return convert(node.value)
+    except (KeyError, ValueError):
+        found = brief(node.value)
+        raise UserError(f"{place}: found {found} for {key}, expected {expected}") from None
+    except typer.BadParameter as error:
+        raise UserError(f"{place}: {error.message} for {key}") from None
 
 
-_BOOLEANS = {"true": True, "false": False}
+#: What reads a text of a type, and what it expects.
+_READERS: Mapping[Any, tuple[Callable[[str], Any], str]] = {
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    int: (read_integer, "an integer"),
+    float: (float, "a number"),
+    Path: (read_path, "a path"),
+}
 
 # -- from values to a file -------------------------------------------------------------------------
 

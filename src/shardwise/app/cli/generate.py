@@ -7,9 +7,9 @@ import sys
 from typing import Annotated
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from shardwise.app.cli.options import Integer, read_name
+from shardwise.app.cli.options import Integer, NameArgument
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.option import SEEDS, Bounds, check_number, require
@@ -32,12 +32,10 @@ A model too large for one process, over four, with the prompt of a file:
 def generate(
     src: Annotated[
         str,
-        Argument(
-            parser=read_name,
+        NameArgument(
             metavar="SRC",
             help="A run (its newest checkpoint), a checkpoint, a folder of transformers, or a name "
             "on the Hugging Face Hub.",
-            show_default=False,
         ),
     ],
     prompt: Annotated[

@@ -7,7 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -24,8 +24,8 @@ from shardwise.insight.schema.option import (
     NotNegative,
     OptionError,
     Seconds,
-    option,
     require,
+    setting,
 )
 
 _DOCTOR = """
@@ -77,11 +77,10 @@ def add_to(cli: typer.Typer, *_: str) -> None:
 class DoctorConfig(HostsConfig):
     """What ``shardwise doctor`` is asked for."""
 
-    nproc: Count = field(default=1, metadata=option("Processes of the job on every host."))
-    timeout: Seconds = field(default=60.0, metadata=option("Seconds to wait for all hosts."))
-    least_gbit: NotNegative = field(
-        default=1.0,
-        metadata=option("Warn of links between hosts that are slower than this, in Gbit/s."),
+    nproc: Count = setting(1, "Processes of the job on every host.")
+    timeout: Seconds = setting(60.0, "Seconds to wait for all hosts.")
+    least_gbit: NotNegative = setting(
+        1.0, "Warn of links between hosts that are slower than this, in Gbit/s."
     )
 
     def run(self) -> None:
@@ -119,21 +118,18 @@ _OVER_HOSTS = ("train", "run", "doctor")  # commands that take the options for s
 class LaunchLines(Config):
     """What ``shardwise launch-lines`` is asked for."""
 
-    hosts: str | None = field(
-        default=None,
-        metadata=option("Names of the hosts, separated by commas; they meet at the first one."),
+    hosts: str | None = setting(
+        None, "Names of the hosts, separated by commas; they meet at the first one."
     )
-    slurm: Annotated[int, Bounds(most=1 << 20)] | None = field(
-        default=None,
-        metadata=option("Print a script for sbatch, for this many nodes.", metavar="NODES"),
+    slurm: Annotated[int, Bounds(most=1 << 20)] | None = setting(
+        None, "Print a script for sbatch, for this many nodes.", metavar="NODES"
     )
-    nproc: Count = field(default=1, metadata=option("Processes on each host."))
-    rdzv_port: int = field(default=29400, metadata=option("Port where the hosts meet."))
-    nnodes: str | None = field(
-        default=None,
-        metadata=option("Start with MIN hosts or more; others may join later.", metavar="MIN:MAX"),
+    nproc: Count = setting(1, "Processes on each host.")
+    rdzv_port: int = setting(29400, "Port where the hosts meet.")
+    nnodes: str | None = setting(
+        None, "Start with MIN hosts or more; others may join later.", metavar="MIN:MAX"
     )
-    torchrun: bool = field(default=False, metadata=option("Print lines for torchrun."))
+    torchrun: bool = setting(False, "Print lines for torchrun.")
     #: Of ``shardwise``: ``train lm --model llama-150m``, ``run my_script.py``.
     arguments: tuple[str, ...] = ()
 

@@ -6,17 +6,23 @@ import dataclasses
 import difflib
 import json as json_module
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
-from typer import Argument, Option
+from typer import Option
 
-from shardwise.app.cli.options import Html, Integer, Json, Layers, read_name, read_path
+from shardwise.app.cli.options import (
+    Html,
+    Integer,
+    Json,
+    Layers,
+    PathArgument,
+    PathOption,
+    read_name,
+)
 from shardwise.app.recipes.core.rundir import RunDir
-from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.base.units import brief_size, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.strategies import REPLICATE, MeshError, Strategy, WantedMesh
@@ -52,11 +58,9 @@ A page for the browser, for a transformers model on 512 ranks:
 
 Run = Annotated[
     Path | None,
-    Argument(
-        parser=read_path,
+    PathArgument(
         metavar="RUN",
         help="The folder of a run of shardwise train: its model, on the mesh of its last session.",
-        show_default=False,
     ),
 ]
 Model = Annotated[
@@ -93,12 +97,7 @@ Values = Annotated[
 ]
 Svg = Annotated[
     Path | None,
-    Option(
-        parser=read_path,
-        metavar="FILE",
-        help="Write a picture of the --param, which has to be one.",
-        show_default=False,
-    ),
+    PathOption(help="Write a picture of the --param, which has to be one.", show_default=False),
 ]
 
 
@@ -122,23 +121,29 @@ def inspect(
     device and sharded over a mesh that need not exist. In a running job,
     shardwise.inspect(model) makes the same report.
     """
+    own: WantedMesh | None = None
     if run is None:
-        subject = Subject.of_model(_MODEL if model is None else model)
+        name = _MODEL if model is None else model
+        if ":" not in name:  # else a function in code, which is called later
+            naming("--model")(find_settings)(name)
+        build: Build = partial(_find, name)
     else:
         require(model is None, "--model", f"{model} with a RUN", "none: a run has its model")
-        subject = Subject.of_run(RunDir(run))
+        build, own = _of_run(RunDir(run))
     with naming("--mesh"):
-        own = subject.mesh if mesh is None else None
-        wanted = own or WantedMesh.parse(_MESH if mesh is None else mesh)
+        wanted = own if own and mesh is None else WantedMesh.parse(_MESH if mesh is None else mesh)
     if rank is not None:
         last = wanted.size - 1
         require(0 <= rank <= last, "--rank", rank, f"a rank from 0 to {last}")
     require(svg is None or param is not None, "--svg", "no --param", "one, to draw it")
     from shardwise.insight.inspect.page import page
-    from shardwise.insight.inspect.read import with_counted_values
+    from shardwise.insight.inspect.read import plan, with_counted_values
     from shardwise.insight.inspect.text import View, as_text
 
-    report = make_plan(subject, wanted)
+    blueprint = build()
+    with naming("--mesh"):
+        blueprint.check_mesh(wanted)
+    report = plan(blueprint, wanted)
     found = _matching(report, param)
     if svg is not None:
         _write(svg, _drawing(report, found, rank))
@@ -180,50 +185,31 @@ def _write(path: Path, text: str) -> None:
 # -- what is inspected -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model to plan for.
+#: Builds a model on the meta device. Imports torch and transformers.
+Build: TypeAlias = "Callable[[], Blueprint]"
 
-    Attributes:
-        build: builds the model on the meta device. Imports torch and transformers.
-        mesh: the mesh that it was trained on; ``None`` if it was not.
+
+def _of_run(files: RunDir) -> tuple[Build, WantedMesh]:
+    """Return the model of a run of ``shardwise train``, and the mesh of its last session.
+
+    Raises:
+        UserError: the folder contains no run, or the run did not record its model or mesh.
     """
-
-    build: Callable[[], Blueprint]
-    mesh: WantedMesh | None = None
-
-    @classmethod
-    def of_model(cls, model: str) -> Subject:
-        """A preset, the model of a ``config.json``, or a function ``package.module:name``.
-
-        Raises:
-            OptionError: there is neither.
-        """
-        if ":" not in model:  # else a function, which is called later
-            naming("--model")(find_settings)(model)
-        return cls(partial(_find, model))
-
-    @classmethod
-    def of_run(cls, files: RunDir) -> Subject:
-        """The model of a run of ``shardwise train``, and the mesh of its last session.
-
-        Raises:
-            UserError: the folder contains no run, or the run did not record its model or mesh.
-        """
-        if not files.run_json.is_file():
-            raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
-        record = files.read("RUN")
-        name = f"{record.get('model', {}).get('name', 'model')} of {files.root}"
-        if record.get("recipe") == "mnist":
-            build: Callable[[], Blueprint] = partial(_convnet, name)
-        elif files.model_config.is_file():
-            build = partial(_build, name, naming("RUN")(find_settings)(str(files.model_config), {}))
-        else:
-            raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
-        settings = flatten(record.get("config", {}))
-        if not settings.get("nested", True):
-            build = partial(_as_one_group, build)
-        return cls(build, _mesh_of(files, record, settings))
+    if not files.run_json.is_file():
+        raise UserError(f"RUN: found no run in {files.root}, expected a folder with run.json")
+    record = files.read("RUN")
+    name = f"{record.get('model', {}).get('name', 'model')} of {files.root}"
+    if record.get("recipe") == "mnist":
+        build: Build = partial(_convnet, name)
+    elif files.model_config.is_file():
+        build = partial(_build, name, naming("RUN")(find_settings)(str(files.model_config), {}))
+    else:
+        raise UserError(f"RUN: found no {files.model_config}, expected the model's settings")
+    settings = flatten(record.get("config", {}))
+    mesh = _mesh_of(files, record, settings)
+    if settings.get("nested", True):
+        return build, mesh
+    return lambda: dataclasses.replace(build(), blocks=()), mesh
 
 
 def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, Any]) -> WantedMesh:
@@ -238,24 +224,6 @@ def _mesh_of(files: RunDir, record: Mapping[str, Any], settings: Mapping[str, An
         return WantedMesh.parse(",".join(f"{name}={size}" for name, size in sizes.items()))
     except MeshError as error:
         raise UserError(f"RUN: {files.run_json}, 'mesh': {error}") from None
-
-
-def make_plan(subject: Subject, wanted: WantedMesh) -> Report:
-    """Report which rank of a mesh would hold what of a model.
-
-    Raises:
-        OptionError: the model cannot be built, or the mesh does not fit it.
-    """
-    from shardwise.insight.inspect.read import plan
-
-    blueprint = subject.build()
-    with naming("--mesh"):
-        blueprint.check_mesh(wanted)
-    return plan(blueprint, wanted)
-
-
-def _as_one_group(build: Callable[[], Blueprint]) -> Blueprint:
-    return dataclasses.replace(build(), blocks=())
 
 
 def _find(name: str) -> Blueprint:
@@ -274,6 +242,7 @@ def _build(name: str, settings: dict[str, Any]) -> Blueprint:
 
 def _convnet(name: str) -> Blueprint:
     from shardwise.app.recipes.mnist import blueprint
+    from shardwise.app.recipes.vision.config import MnistConfig
 
     return dataclasses.replace(blueprint(MnistConfig(nested=True)), name=name)
 

@@ -44,6 +44,7 @@ def commands(words: Sequence[str]) -> typer.Typer:
 
     Options take time to make: a command does not wait for those of others.
     """
+    named = [_FILES[word] for word in words[:1] if word in _FILES]
     cli = typer.Typer(
         name="shardwise",
         help="Fully sharded data parallel training that you can see into.",
@@ -51,9 +52,10 @@ def commands(words: Sequence[str]) -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         rich_markup_mode="rich",
         pretty_exceptions_enable=False,
+        # Its options stand in front of a command, and bring pydantic along, which takes a moment.
+        add_completion=not named,
     )
     cli.callback()(_root)
-    named = [_FILES[word] for word in words[:1] if word in _FILES]
     for file in dict.fromkeys(named or _FILES.values()):
         import_module(f"shardwise.app.cli.{file}").add_to(cli, *words[1:])
     return cli

@@ -36,6 +36,7 @@ from shardwise.insight.schema.option import (
     Option,
     OptionError,
     Reads,
+    configurations,
     kinds_of,
     option_name,
 )
@@ -100,18 +101,16 @@ def read_integer(text: str | int) -> int:
     return int(number)
 
 
-#: An integer, among the parameters of a command.
+# Kinds of parameters of a command.
+PathArgument = partial(typer.Argument, parser=read_path, show_default=False)
+NameArgument = partial(typer.Argument, parser=read_name, show_default=False)
+PathOption = partial(typer.Option, parser=read_path, metavar="FILE")
 Integer = partial(typer.Option, parser=read_integer, metavar="INTEGER")
 
 # Options that several commands have.
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 Layers = Annotated[bool, typer.Option("--layers", help="Show repeated layers one by one.")]
-Html = Annotated[
-    Path | None,
-    typer.Option(
-        parser=read_path, metavar="FILE", help="Write a page for browsers.", show_default=False
-    ),
-]
+Html = Annotated[Path | None, PathOption(help="Write a page for browsers.", show_default=False)]
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -365,7 +364,7 @@ class Options(Generic[C]):
             return ()
         needed = {
             field.metadata[GROUP].value
-            for config in _configurations(self.default)
+            for config in configurations(self.default)
             for field in dataclasses.fields(config)
             if GROUP in field.metadata and field.name in self.without
         }
@@ -402,15 +401,6 @@ def with_options(
     command.__signature__ = Signature([own, *parameters])  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in (own, *parameters)}
     return command
-
-
-def _configurations(config: Any) -> Iterator[Any]:
-    """Return a configuration and all that it holds."""
-    yield config
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if isinstance(value, Config):
-            yield from _configurations(value)
 
 
 # -- from settings to parameters -------------------------------------------------------------------
@@ -503,4 +493,4 @@ def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
 
 def _find(config: Any, name: str) -> Any:
     """Return the value of a field of a configuration, or of one that it holds."""
-    return next(getattr(each, name) for each in _configurations(config) if hasattr(each, name))
+    return next(getattr(each, name) for each in configurations(config) if hasattr(each, name))

@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
-from typer import Option
 
 from shardwise.app.cli.options import (
+    NameArgument,
     Options,
+    PathOption,
     keyword_only,
-    read_name,
-    read_path,
     read_size,
     with_options,
 )
@@ -50,8 +49,8 @@ from shardwise.insight.schema.option import (
     SHARDING,
     Config,
     OptionError,
-    option,
     option_name,
+    setting,
 )
 from shardwise.insight.schema.sharding import Stepping, StrategyConfig
 
@@ -96,12 +95,10 @@ _MODEL = keyword_only(
     "model",
     Annotated[
         str,
-        typer.Argument(
-            parser=read_name,
+        NameArgument(
             metavar="MODEL",
             help=f"{', '.join(MODELS)}; the path of a config.json of transformers; or "
             "package.module:name of a function in code that makes a module.",
-            show_default=False,
         ),
     ],
 )
@@ -125,29 +122,24 @@ _SHOWS: dict[str, dict[str, Any]] = {
 class PlanConfig(Config):
     """What ``shardwise plan`` is asked for."""
 
-    mesh: str = field(
-        default="dp=8",
-        metadata=option(
-            "Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.",
-            SHARDING,
-            metavar="MESH",
-        ),
+    mesh: str = setting(
+        "dp=8",
+        "Ranks by dimension: dp=N, or dp_replicate=R,dp_shard=S; then tp=T.",
+        SHARDING,
+        metavar="MESH",
     )
     sharding: StrategyConfig = field(default=StrategyConfig())
     step: PlannedStep = field(default=PlannedStep())
     machine: MachineConfig = field(default=MachineConfig())
-    fit: str | None = field(
-        default=None,
-        metadata=option(
-            "Find the fastest strategy, batch size, checkpointing and mesh that fits into this "
-            f"memory of a rank: a size, or '{DEVICE}' for all of it.",
-            metavar="SIZE",
-        ),
+    fit: str | None = setting(
+        None,
+        "Find the fastest strategy, batch size, checkpointing and mesh that fits into this "
+        f"memory of a rank: a size, or '{DEVICE}' for all of it.",
+        metavar="SIZE",
     )
-    json: bool = field(default=False, metadata=option("Print JSON, for programs.", OUTPUT))
-    html: Path | None = field(
-        default=None,
-        metadata=option("Write a page for browsers, with who holds what.", OUTPUT, metavar="FILE"),
+    json: bool = setting(False, "Print JSON, for programs.", OUTPUT)
+    html: Path | None = setting(
+        None, "Write a page for browsers, with who holds what.", OUTPUT, metavar="FILE"
     )
 
     def run(self, model: str) -> None:
@@ -245,9 +237,7 @@ _RATES = {
 
 Out = Annotated[
     Path | None,
-    Option(
-        parser=read_path,
-        metavar="FILE",
+    PathOption(
         help="Write the measurements to this file.",
         show_default="in the user's cache folder, where plans look for them",
     ),

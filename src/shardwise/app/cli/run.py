@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +26,12 @@ from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
-from shardwise.elastic.restarts import run_here, run_over_hosts
+from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
     LOCKED,
     ReplicaWorld,
     World,
+    environment,
     find_world,
     launched_here,
     usable_cores,
@@ -43,8 +44,8 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     Seconds,
-    option,
     require,
+    setting,
 )
 from shardwise.insight.schema.training import check_nproc
 
@@ -53,53 +54,42 @@ from shardwise.insight.schema.training import check_nproc
 class HostsConfig(Config):
     """The hosts of a job, as each of them is given them."""
 
-    nnodes: str | None = field(
-        default=None,
-        metadata=option(
-            "Hosts of the job. Run the same command on each, with its own --node-rank. MIN:MAX: "
-            "start with MIN or more; others may join later.",
-            HOSTS,
-            metavar="N|MIN:MAX",
-            shown="1",
-        ),
+    nnodes: str | None = setting(
+        None,
+        "Hosts of the job. Run the same command on each, with its own --node-rank. MIN:MAX: "
+        "start with MIN or more; others may join later.",
+        HOSTS,
+        metavar="N|MIN:MAX",
+        shown="1",
     )
-    node_rank: Natural | None = field(
-        default=None,
-        metadata=option("Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS),
+    node_rank: Natural | None = setting(
+        None, "Number of this host, from 0; with MIN:MAX only host 0 needs it.", HOSTS
     )
-    rdzv: str | None = field(
-        default=None,
-        metadata=option(
-            "Address of host 0, where the hosts meet; [ADDRESS]:PORT for IPv6.",
-            HOSTS,
-            metavar="HOST:PORT",
-        ),
+    rdzv: str | None = setting(
+        None,
+        "Address of host 0, where the hosts meet; [ADDRESS]:PORT for IPv6.",
+        HOSTS,
+        metavar="HOST:PORT",
     )
-    rdzv_token_file: Path | None = field(
-        default=None,
-        metadata=option(
-            "File with the token that lets a host take part, the same on all of them; or set "
-            "SHARDWISE_RDZV_TOKEN.",
-            HOSTS,
-            metavar="FILE",
-        ),
+    rdzv_token_file: Path | None = setting(
+        None,
+        "File with the token that lets a host take part, the same on all of them; or set "
+        "SHARDWISE_RDZV_TOKEN.",
+        HOSTS,
+        metavar="FILE",
     )
-    rdzv_backend: JobBackend = field(
-        default=JobBackend.OURS,
-        metadata=option(
-            "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
-            "of --rdzv, which may outlive host 0.",
-            HOSTS,
-        ),
+    rdzv_backend: JobBackend = setting(
+        JobBackend.OURS,
+        "What holds what the hosts share: host 0 itself, or a store of torch's at the address "
+        "of --rdzv, which may outlive host 0.",
+        HOSTS,
     )
-    rdzv_id: str | None = field(
-        default=None,
-        metadata=option(
-            "Name of the job, which tells it from others in the same store of --rdzv-backend.",
-            HOSTS,
-            metavar="NAME",
-            shown="shardwise",
-        ),
+    rdzv_id: str | None = setting(
+        None,
+        "Name of the job, which tells it from others in the same store of --rdzv-backend.",
+        HOSTS,
+        metavar="NAME",
+        shown="shardwise",
     )
 
     def nodes_within(self, timeout: float) -> Nodes | None:
@@ -119,34 +109,22 @@ class HostsConfig(Config):
 class LaunchConfig(HostsConfig):
     """How many processes on how many hosts, and what happens when some are lost."""
 
-    nproc: Count | None = field(
-        default=None,
-        metadata=option(
-            "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
-        ),
+    nproc: Count | None = setting(
+        None, "Processes to start on this host. Not with torchrun, which starts them.", shown="1"
     )
-    dry_run: bool = field(
-        default=False, metadata=option("Show what ranks would hold and a step needs, and exit.")
+    dry_run: bool = setting(False, "Show what ranks would hold and a step needs, and exit.")
+    plan: bool = setting(
+        False, "Say first what the training needs and how fast it will be; stop if it cannot fit."
     )
-    plan: bool = field(
-        default=False,
-        metadata=option(
-            "Say first what the training needs and how fast it will be; stop if it cannot fit."
-        ),
+    world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = setting(
+        None, "Number of ranks of the --dry-run.", shown="--nproc"
     )
-    world_size: Annotated[int, Bounds(least=1, most=MOST_RANKS)] | None = field(
-        default=None, metadata=option("Number of ranks of the --dry-run.", shown="--nproc")
-    )
-    rdzv_timeout: Seconds = field(
-        default=300.0, metadata=option("Seconds to wait for all hosts.", HOSTS)
-    )
-    max_restarts: Natural = field(
-        default=0,
-        metadata=option(
-            "How often to restart from the last checkpoint when a process or a host is lost, with "
-            "the hosts that are left.",
-            HOSTS,
-        ),
+    rdzv_timeout: Seconds = setting(300.0, "Seconds to wait for all hosts.", HOSTS)
+    max_restarts: Natural = setting(
+        0,
+        "How often to restart from the last checkpoint when a process or a host is lost, with "
+        "the hosts that are left.",
+        HOSTS,
     )
 
     def nodes(self) -> Nodes | None:
@@ -234,8 +212,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         if nodes is None:
             # Over several hosts rank 0 locks it, which may be on another host after a restart.
             held.enter_context(locked(job.config.files))
-            os.environ[LOCKED] = "1"
-            held.callback(os.environ.pop, LOCKED)
+            held.enter_context(environment(**{LOCKED: "1"}))
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="shardwise-job-"))
         # The same in every attempt: whether one before it has begun the run, its folder says.
         command = command_of(job, _words(job, chosen), Path(folder))
@@ -286,9 +263,9 @@ def _start(
 ) -> int:
     """Start this host's ranks, and wait for them; return their exit code."""
     if nodes is None:
-        return run_here(lambda attempt: command, processes, max_restarts)
+        return run_job(lambda attempt: command, processes, max_restarts)
     tell(_meeting(nodes))
-    return run_over_hosts(lambda attempt: command, processes, nodes, max_restarts, terms)
+    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms)
 
 
 def _launch_replicas(

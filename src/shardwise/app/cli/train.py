@@ -12,31 +12,18 @@ import typer
 from shardwise.app.cli.config_file import FileOption, read_options, save, written
 from shardwise.app.cli.options import (
     Options,
+    PathOption,
     help_if_alone,
     keyword_only,
     parameter_name,
-    read_path,
     with_options,
 )
 from shardwise.app.cli.run import LaunchConfig, run
 from shardwise.app.recipes.core.job import Folder, TrainingJob
 from shardwise.app.recipes.core.recipe import RecipeConfig
-from shardwise.app.recipes.text.config import DEFAULT_MODEL, LmConfig
-from shardwise.app.recipes.vision.config import ImagenetConfig, MnistConfig, VitConfig
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.insight.schema.training import OptimizerConfig
-
-#: Each kind of training by its name, with all its defaults.
-RECIPES: dict[str, RecipeConfig] = {
-    config.recipe: config
-    for config in (
-        LmConfig.for_model(DEFAULT_MODEL),
-        MnistConfig(),
-        ImagenetConfig(),
-        VitConfig.for_model("vit-tiny"),
-    )
-}
 
 _LM = """
 [bold]Examples[/bold]
@@ -117,7 +104,7 @@ Speed without reading images, on two CPUs:
 
 
 def _file_option(name: str, help_text: str) -> Parameter:
-    info = typer.Option(name, metavar="FILE", parser=read_path, help=help_text)
+    info = PathOption(name, help=help_text)
     return keyword_only(parameter_name(name), Annotated[Path | None, info], None)
 
 
@@ -133,13 +120,26 @@ _BY_EPOCHS = {
 }
 
 
-def _of_images(recipe: str, *by_model: str) -> Options[RecipeConfig]:
-    """Return the options of a training on images, which is counted in epochs."""
+def _options_of(recipe: str) -> Options[RecipeConfig]:
+    """Return the options of a training. Its configuration is imported now: each takes a moment."""
+    if recipe == "lm":
+        from shardwise.app.recipes.text.config import DEFAULTS
+
+        return Options(
+            default=DEFAULTS[recipe],
+            shows={
+                "batch_size": {"help": "Sequences per rank and microbatch."},
+                "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
+            },
+            by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
+        )
+    from shardwise.app.recipes.vision.config import DEFAULTS as IMAGES
+
     return Options(
-        default=RECIPES[recipe],
+        default=IMAGES[recipe],
         without=frozenset({"diloco"}),
         shows=_BY_EPOCHS,
-        by_model=frozenset(by_model),
+        by_model=frozenset({"batch_size", "image_size"} if recipe == "vit" else ()),
     )
 
 
@@ -151,8 +151,8 @@ def add_to(cli: typer.Typer, *words: str) -> None:
     commands.callback()(help_if_alone)
     named = [word for word in words[:1] if word in _TRAININGS]
     for recipe in named or _TRAININGS:
-        options, help_text, examples = _TRAININGS[recipe]
-        commands.command(recipe, epilog=examples)(_command(options, help_text))
+        help_text, examples = _TRAININGS[recipe]
+        commands.command(recipe, epilog=examples)(_command(_options_of(recipe), help_text))
     cli.add_typer(commands)
 
 
@@ -212,17 +212,9 @@ def _command(options: Options[RecipeConfig], help_text: str) -> Callable[..., No
     return with_options(act, [launch, options], help_text, _FILES)
 
 
-#: Of each training: its options, its help, and the end of that.
-_TRAININGS: dict[str, tuple[Options[RecipeConfig], str, str]] = {
+#: Of each training: its help, and the end of that.
+_TRAININGS: dict[str, tuple[str, str]] = {
     "lm": (
-        Options(
-            default=RECIPES["lm"],
-            shows={
-                "batch_size": {"help": "Sequences per rank and microbatch."},
-                "epochs": {"help": "Epochs of the whole run, with --chat; in place of --steps."},
-            },
-            by_model=frozenset({"steps", "batch_size", "seq_length", "lr"}),
-        ),
         """Train a language model on text, sharded over processes.
 
         A Llama learns to continue text, byte by byte. Every process keeps its part of
@@ -231,7 +223,6 @@ _TRAININGS: dict[str, tuple[Options[RecipeConfig], str, str]] = {
         _LM,
     ),
     "mnist": (
-        _of_images("mnist"),
         """Train a convolutional network on MNIST, sharded over processes.
 
         At the end the model is written as one safetensors file, loaded into a plain
@@ -240,7 +231,6 @@ _TRAININGS: dict[str, tuple[Options[RecipeConfig], str, str]] = {
         _MNIST,
     ),
     "imagenet": (
-        _of_images("imagenet"),
         """Train a residual network on images in folders, sharded over processes.
 
         The defaults are ImageNet's published schedule for 1,024 images per step. At
@@ -250,7 +240,6 @@ _TRAININGS: dict[str, tuple[Options[RecipeConfig], str, str]] = {
         _IMAGENET,
     ),
     "vit": (
-        _of_images("vit", "batch_size", "image_size"),
         """Train a Vision Transformer on images in folders, built block by block.
 
         Neither a host nor a device ever holds the full model. The defaults are those

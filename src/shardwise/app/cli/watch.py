@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument
 
-from shardwise.app.cli.options import Html, Integer, Json, read_path
+from shardwise.app.cli.options import Html, Integer, Json, PathArgument
 from shardwise.app.runs.files import RunFiles
 from shardwise.base.units import brief_size, printable, show
 from shardwise.elastic.errors import UserError
@@ -47,13 +46,7 @@ The same with their curves, as a page:
 _PORT = 8265
 
 Runs = Annotated[
-    list[Path],
-    Argument(
-        parser=read_path,
-        metavar="RUN...",
-        help="Folders of runs of shardwise train.",
-        show_default=False,
-    ),
+    list[Path], PathArgument(metavar="RUN...", help="Folders of runs of shardwise train.")
 ]
 Port = Annotated[
     int | None,
@@ -85,7 +78,6 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
 
     Of runs that are under way, it is what they have done so far.
     """
-    from shardwise.app.cli.watch import compared
     from shardwise.app.runs.page import Updates, page
     from shardwise.app.runs.snapshot import RunReader
 
@@ -97,7 +89,7 @@ def compare(runs: Runs, html: Html = None, json: Json = False) -> None:
         size = html.write_bytes(page(_names(runs), found, Updates.NEVER).encode())
         typer.echo(printable(f"wrote {html}: {brief_size(size)}"), err=True)
     if json:
-        print(json_module.dumps(compared(found).to_json()))  # ASCII: some text has no encoding
+        print(json_module.dumps(vars(compared(found))))  # ASCII: some text has no encoding
     elif html is None:
         show(compared(found))
 
@@ -152,10 +144,6 @@ class Comparison:
     results: Mapping[str, Mapping[str, Any]]
     differing: Mapping[str, Sequence[Any]]
     same: int
-
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain values."""
-        return {"results": self.results, "differing": self.differing, "same": self.same}
 
     def __str__(self) -> str:
         names = list(self.results)

@@ -11,8 +11,8 @@ from shardwise.app.cli.main import commands
 from shardwise.app.cli.options import UsageError, describe
 from shardwise.app.cli.run import in_workers
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.worker import run_worker, working_for
-from shardwise.elastic.world import find_world
+from shardwise.elastic.rank import run_worker
+from shardwise.elastic.world import WORKER_JOB, environment, find_world
 
 
 def train(arguments: Sequence[str], job: str) -> None:
@@ -32,7 +32,7 @@ def train(arguments: Sequence[str], job: str) -> None:
     """
     if find_world() is None:
         raise UserError("environment: found no RANK and WORLD_SIZE, expected those of a worker")
-    with in_workers(run_worker), working_for(job):
+    with in_workers(run_worker), environment(**{WORKER_JOB: job}):
         try:
             words = ["train", *arguments]
             commands(words)(words, standalone_mode=False)

@@ -168,17 +168,17 @@ def check_devices(hosts: Sequence[Facts]) -> list[Finding]:
     found = [
         warn(
             DEVICES,
-            f"{host.label}: torch finds no accelerator: {host.probe.accelerators.problem}",
+            f"{host.label}: torch finds no accelerator: {host.probe.problem}",
             "install a torch that is built for the driver, or the driver that this torch needs",
         )
         for host in hosts
-        if host.probe.accelerators.problem
+        if host.probe.problem
     ]
     if hosts:
         found += _check_models(hosts)
-    names = dict.fromkeys(name for host in hosts for name in host.probe.accelerators.versions)
+    names = dict.fromkeys(name for host in hosts for name in host.probe.versions)
     for name in names:
-        values = [host.probe.accelerators.versions.get(name, "missing") for host in hosts]
+        values = [host.probe.versions.get(name, "missing") for host in hosts]
         if len(set(values)) > 1:
             text = f"{name} is {_on_hosts(values, hosts)}"
             if name in _SAME:
@@ -201,7 +201,7 @@ def _check_models(hosts: Sequence[Facts]) -> list[Finding]:
     if len(set(models)) > 1:
         advice = "the slowest sets the pace of all, and the smallest memory the size of the model"
         return [warn(DEVICES, text, advice)]
-    found = hosts[0].probe.accelerators
+    found = hosts[0].probe
     text = models[0] + (" on every host" if len(hosts) > 1 else "")
     if found.models and takes == [_CPUS] * len(hosts):
         advice = f"pass --nproc {len(found.models)}, or leave accelerators unused"
@@ -209,20 +209,20 @@ def _check_models(hosts: Sequence[Facts]) -> list[Finding]:
     same = [
         f"{name} {version}"
         for name, version in found.versions.items()
-        if all(host.probe.accelerators.versions.get(name) == version for host in hosts)
+        if all(host.probe.versions.get(name) == version for host in hosts)
     ]
     return [ok(DEVICES, "; ".join([text, *([", ".join(same)] if same else [])]))]
 
 
 def _default_device(host: Facts) -> str:
     """Return what the ranks of a host compute on, unless they are given ``--device``."""
-    found = host.probe.accelerators
+    found = host.probe
     return found.kind if found.kind and len(found.models) >= host.nproc else _CPUS
 
 
 def _models(host: Facts) -> str:
     """Describe the accelerators of a host: ``8 x NVIDIA A100 (39.4 GiB)``."""
-    counts = Counter(host.probe.accelerators.models)
+    counts = Counter(host.probe.models)
     named = [
         f"{count} x {name}" + (f" ({memory / 2**30:.1f} GiB)" if memory else "")
         for (name, memory), count in counts.items()

@@ -61,13 +61,17 @@ _GRACE = 1.0  # seconds to wait for surplus hosts, once as many came as were exp
 class RendezvousError(Exception):
     """The hosts did not come together.
 
+    Args:
+        text: why.
+        advice: what to do.
+
     Attributes:
-        finding: why.
+        finding: why, as a finding.
     """
 
-    def __init__(self, finding: Finding) -> None:
-        super().__init__(str(finding))
-        self.finding = finding
+    def __init__(self, text: str, advice: str) -> None:
+        self.finding = fail(RENDEZVOUS, text, advice)
+        super().__init__(str(self.finding))
 
 
 class HostGroup:
@@ -174,7 +178,7 @@ class HostGroup:
         except (OSError, ValueError, LookupError) as error:  # the last two if it is no store
             where = f"host 0 at {self._nodes.where}"
             text = f"{where} left or went silent ({printable(str(error))})"
-            raise RendezvousError(fail(RENDEZVOUS, text, "look at its output")) from None
+            raise RendezvousError(text, "look at its output") from None
 
     # -- on every host but host 0 ------------------------------------------------------------------
 
@@ -193,7 +197,7 @@ class HostGroup:
             if found is not None and not store.check([own]):
                 text = f"host 0 at {nodes.where} has begun without this host"
                 advice = "run the command on all hosts within --timeout, as many as --nnodes"
-                raise RendezvousError(fail(RENDEZVOUS, text, advice))
+                raise RendezvousError(text, advice)
             if found is not None:
                 index = _read(store.get(own))
         if (
@@ -204,7 +208,7 @@ class HostGroup:
         ):
             text = f"what answers at {nodes.where} is not the doctor"
             advice = "run the command on host 0, of the same version and with this port"
-            raise RendezvousError(fail(RENDEZVOUS, text, advice))
+            raise RendezvousError(text, advice)
         self.index, self.addresses = index, found
 
     def _ask_host_0(self, step: str, value: Any, seconds: float) -> list[Any]:
@@ -333,7 +337,7 @@ def _listen(nodes: Nodes) -> socket.socket:
     except OSError as error:
         text = f"host 0 cannot listen at {nodes.where} ({error.strerror or error})"
         advice = f"--rdzv must be an address of the host with --node-rank 0 ({own})"
-        raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
+        raise RendezvousError(text, advice) from None
 
 
 def _check_torch() -> None:
@@ -346,9 +350,8 @@ def _check_torch() -> None:
         importlib.import_module("shardwise.elastic.store")
     except (ImportError, OSError) as error:
         text = f"torch cannot be imported here ({printable(str(error))})"
-        raise RendezvousError(
-            fail(RENDEZVOUS, text, "repair it; hosts meet at a store of torch's kind")
-        ) from None
+        advice = "repair it; hosts meet at a store of torch's kind"
+        raise RendezvousError(text, advice) from None
 
 
 def _connect(nodes: Nodes, name: str) -> GuardedStore:
@@ -360,9 +363,9 @@ def _connect(nodes: Nodes, name: str) -> GuardedStore:
         return connect(*where, patience=nodes.timeout, pause=_RETRY)
     except StoreRefusedError as error:
         text, _, advice = printable(str(error)).partition("; ")
-        raise RendezvousError(fail(RENDEZVOUS, text, advice)) from None
+        raise RendezvousError(text, advice) from None
     except OSError as error:
-        raise RendezvousError(_unreachable(nodes, error)) from None
+        raise RendezvousError(*_unreachable(nodes, error)) from None
 
 
 def check_backend(nodes: Nodes) -> Finding:
@@ -374,22 +377,21 @@ def check_backend(nodes: Nodes) -> Finding:
         socket.create_connection((nodes.address, nodes.port), timeout=_ANSWER).close()
     except ConnectionRefusedError as error:
         if nodes.backend is not JobBackend.C10D:
-            return _unreachable(nodes, error)
-        return ok(
-            RENDEZVOUS, f"the host of {nodes.where} can be reached; nothing listens there yet"
-        )
+            return fail(RENDEZVOUS, *_unreachable(nodes, error))
+        text = f"the host of {nodes.where} can be reached; nothing listens there yet"
+        return ok(RENDEZVOUS, text)
     except OSError as error:
-        return _unreachable(nodes, error)
+        return fail(RENDEZVOUS, *_unreachable(nodes, error))
     return ok(RENDEZVOUS, f"{nodes.where} can be reached; the other hosts are not asked")
 
 
-def _unreachable(nodes: Nodes, error: OSError) -> Finding:
-    text = f"{nodes.where} cannot be reached from here ({printable(error.strerror or str(error))})"
-    return fail(RENDEZVOUS, text, _advice(nodes, error))
+def _unreachable(nodes: Nodes, error: OSError) -> tuple[str, str]:
+    """Return that an address cannot be reached, and what to do."""
+    reason = printable(error.strerror or str(error))
+    return f"{nodes.where} cannot be reached from here ({reason})", _advice(nodes, error)
 
 
 def _advice(nodes: Nodes, error: OSError) -> str:
-    """Return what to do about an address that cannot be reached."""
     if isinstance(error, socket.gaierror):
         return "the name does not resolve here; pass the address of host 0"
     if nodes.backend is JobBackend.ETCD:

@@ -23,33 +23,21 @@ from shardwise.elastic.network import address_towards, addresses, interface_of, 
 _VERSIONS = ("python", "torch", "shardwise")
 _SETTINGS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _MOST = 10**6  # of hosts, and of ranks of one
-_LONGEST = 4096  # of a list that another host sends
 _REPORT = 2**16  # bytes that a report may have
 _CGROUPS = Path("/sys/fs/cgroup")
 T = TypeVar("T")
 
 
 def received(kind: type[T], values: Any) -> T | None:
-    """Read what another host has sent; None if it is something else, or cannot be shown.
+    """Read what another host has sent; None if it is something else.
 
     A host with another version of Shardwise may send other facts, and anyone who can reach the port
     may send anything.
     """
     try:
-        return plain.converted(kind, values) if _is_showable(values) else None
+        return plain.converted(kind, values)
     except ValueError:
         return None
-
-
-def _is_showable(value: Any) -> bool:
-    match value:
-        case str():
-            return value.isprintable()
-        case dict():
-            return len(value) <= _LONGEST and all(map(_is_showable, [*value, *value.values()]))
-        case list() | tuple():
-            return len(value) <= _LONGEST and all(map(_is_showable, value))
-    return True
 
 
 @dataclass(frozen=True)

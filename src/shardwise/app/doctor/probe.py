@@ -15,6 +15,7 @@ import os
 import resource
 import signal
 import socket
+import socketserver
 import statistics
 import struct
 import subprocess
@@ -26,7 +27,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.base import plain
 from shardwise.base.units import printable
@@ -129,49 +130,50 @@ def _stream(address: str, port: int) -> float:
         return 8e-9 * sent / (time.perf_counter() - began)
 
 
-class EchoServer:
+class EchoServer(socketserver.ThreadingTCPServer):
     """Answers :func:`measure_connection` of other hosts, at a port that the kernel chose."""
 
+    daemon_threads = True
+    block_on_close = False  # nor wait for clients that send nothing
+
     def __init__(self) -> None:
-        self._listener = listening_everywhere()
-        self._listener.settimeout(0.2)
-        self.port: int = self._listener.getsockname()[1]
-        self._closed = threading.Event()
+        super().__init__(("", 0), _Answers, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listening_everywhere()
+        self.port: int = self.socket.getsockname()[1]
         self._free = threading.BoundedSemaphore(_MOST_CLIENTS)
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(0.2,), daemon=True).start()
 
     def close(self) -> None:
         """Stop answering."""
-        self._closed.set()
-        self._thread.join()
-        self._listener.close()
+        self.shutdown()
+        self.server_close()
 
-    def _serve(self) -> None:
-        while not self._closed.is_set():
-            with contextlib.suppress(OSError):  # no client, or one that is gone already
-                connection, _ = self._listener.accept()
-                if self._free.acquire(blocking=False):
-                    threading.Thread(
-                        target=self._answer_client, args=(connection,), daemon=True
-                    ).start()
-                else:
-                    connection.close()
+    def verify_request(self, request: object, client_address: object) -> bool:
+        """Turn away more clients than can be served."""
+        return self._free.acquire(blocking=False)
 
-    def _answer_client(self, connection: socket.socket) -> None:
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a client; one that is gone already is no error."""
         try:
-            with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
-                connection.settimeout(STREAM + DRAIN)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                kind = received.read(1)
-                while kind == _CLOCK and len(received.read(_TIME.size)) == _TIME.size:
-                    connection.sendall(_TIME.pack(time.time()))
-                while kind == _SINK and received.read1(2**18):
-                    pass
-                if kind == _SINK:
-                    connection.sendall(b"!")
+            with request, contextlib.suppress(OSError):
+                self.finish_request(request, client_address)
         finally:
             self._free.release()
+
+
+class _Answers(socketserver.StreamRequestHandler):
+    timeout = STREAM + DRAIN
+    disable_nagle_algorithm = True
+
+    def handle(self) -> None:
+        kind = self.rfile.read(1)
+        while kind == _CLOCK and len(self.rfile.read(_TIME.size)) == _TIME.size:
+            self.wfile.write(_TIME.pack(time.time()))
+        while kind == _SINK and self.rfile.read1(2**18):
+            pass
+        if kind == _SINK:
+            self.wfile.write(b"!")
 
 
 START = 60.0  # seconds; torch may have to come from storage far away
@@ -184,16 +186,21 @@ _MOST_BYTES = 2**20  # of a report
 
 
 @dataclass(frozen=True)
-class Accelerators:
-    """The accelerators that a rank sees.
+class Probe:
+    """What two processes that were started as ranks have found.
 
     Attributes:
-        kind: their type as torch names it; empty if there are none.
+        error: why the first did not start; empty if it did.
+        memory: how they exchange data through shared memory.
+        kind: the type of the accelerators that the first sees, as torch names it; empty if there
+            are none.
         models: name and bytes of memory of each, by index; 0 bytes if torch cannot tell.
         versions: of the driver and of libraries, by name.
         problem: why torch finds none although there is a driver; empty otherwise.
     """
 
+    error: str = ""
+    memory: PairLink = field(default_factory=PairLink)
     kind: str = ""
     models: list[tuple[str, int]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
@@ -204,21 +211,6 @@ class Accelerators:
             raise ValueError("found more accelerators or libraries than a host has")
         if any(memory < 0 for _, memory in self.models):
             raise ValueError("found accelerators with less than no memory")
-
-
-@dataclass(frozen=True)
-class Probe:
-    """What two processes that were started as ranks have found.
-
-    Attributes:
-        error: why the first did not start; empty if it did.
-        accelerators: what it sees.
-        memory: how they exchange data through shared memory.
-    """
-
-    error: str = ""
-    accelerators: Accelerators = field(default_factory=Accelerators)
-    memory: PairLink = field(default_factory=PairLink)
 
 
 def probe_ranks() -> Probe:
@@ -234,7 +226,7 @@ def probe_ranks() -> Probe:
 
 
 def _failed(error: str) -> Probe:
-    return Probe(printable(error), memory=PairLink("no rank starts"))
+    return Probe(printable(error), PairLink("no rank starts"))
 
 
 def _run(folder: Path) -> Probe:
@@ -280,12 +272,13 @@ def _started(
 # -- in these processes ----------------------------------------------------------------------------
 
 
-def _find() -> Accelerators:
+def _find(memory: PairLink) -> Probe:
     """Ask torch, in this process, for its accelerators."""
     from shardwise.base import devices
 
     found = devices.accelerator()
-    return Accelerators(
+    return Probe(
+        memory=memory,
         kind="" if found is None else found.type,
         models=[(model.name, model.memory) for model in devices.models()],
         versions=devices.versions(),
@@ -338,6 +331,6 @@ def _seconds(transport: Transport, numel: int) -> float:
 
 if __name__ == "__main__":
     _folder, _rank, _seconds_to_meet = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
-    _found = Probe("", _find(), _share(_folder / "store", int(_rank), _seconds_to_meet))
+    _found = _find(_share(_folder / "store", int(_rank), _seconds_to_meet))
     if _rank == "0":
         (_folder / "report").write_bytes(plain.written(_found))

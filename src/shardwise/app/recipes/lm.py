@@ -54,8 +54,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
     vocabulary = load_vocabulary(config.tokenizer_name, config.tokenizer_option)
     model = _build(inputs.settings, config, vocabulary)
     introduction = _notes(config, vocabulary, model)
-    world, readers = place.world, place.readers
-    data = open_data(inputs.text, vocabulary, config, world, place.device, readers)
+    data = open_data(inputs.text, vocabulary, config, place)
     introduction += [("data", data.summary), *([("warning", data.notes)] if data.notes else [])]
     adapters = None if config.lora is None else _adapters(model, config)
     blocks = decoder_layers(model)
@@ -84,13 +83,7 @@ def assemble(inputs: LmInputs, place: TrainContext) -> Task:
         from shardwise.app.recipes.core.replicas import replicas_of  # which imports DiLoCo
 
         optimizer, replicas = replicas_of(
-            model,
-            optimizer,
-            place.mesh,
-            train.diloco,
-            config.seq_length,
-            place.replica,
-            train.peer_timeout,
+            model, optimizer, place.mesh, place.replica, train, config.seq_length
         )
         introduction.append(("replicas", str(train.diloco)))
     use = Utilization.of(model, config.seq_length, place.device, config.peak_flops)

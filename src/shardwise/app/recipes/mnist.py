@@ -22,7 +22,7 @@ from shardwise.app.recipes.core.build import (
     shard,
 )
 from shardwise.app.recipes.core.recipe import Example, Task, TrainContext
-from shardwise.app.recipes.vision.config import MnistConfig, MnistInputs
+from shardwise.app.recipes.vision.config import MnistConfig, VisionInputs
 from shardwise.app.recipes.vision.files import CLASSES, SIDE, IdxSet
 from shardwise.app.recipes.vision.task import (
     Batch,
@@ -40,7 +40,7 @@ WIDTHS = (16, 32)
 HIDDEN = 64
 
 
-def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
+def assemble(inputs: VisionInputs[MnistConfig], place: TrainContext) -> Task:
     """Build model, optimizer and data on one rank."""
     train = inputs.train
     assert isinstance(train.optimizer, OptimizerConfig)
@@ -51,17 +51,15 @@ def assemble(inputs: MnistInputs, place: TrainContext) -> Task:
     sharded = shard(model, units, train.sharding, place, blocks=blocks)
     if train.sharding.compile:
         compile_blocks(blocks)
-    data = ImageData(
-        name="MNIST",
-        training=Digits(inputs.training),
-        validation=Digits(inputs.test),
-        classes=[str(digit) for digit in range(CLASSES)],
-    )
+    assert inputs.images is not None
+    training, validation = inputs.images
+    assert isinstance(training, IdxSet)
+    assert isinstance(validation, IdxSet)
+    data = ImageData("MNIST", Digits(training), Digits(validation), inputs.classes)
     return vision_task(
         inputs,
         place,
         data,
-        name="convnet",
         model=sharded,
         optimizer=make_optimizer(model, train.optimizer),
         schedule=curve_of(inputs, place.world),
@@ -104,7 +102,7 @@ class Digits:
         """Read some of them; nothing about them is random."""
         del keys
         chosen = torch.tensor(indices)
-        return (self._images[chosen].float() / 255 - MEAN) / STD, self._labels[chosen]
+        return Batch((self._images[chosen].float() / 255 - MEAN) / STD, self._labels[chosen])
 
 
 def build_convnet() -> nn.Sequential:

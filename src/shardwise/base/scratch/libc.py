@@ -42,6 +42,12 @@ def libc() -> Any:
     return found
 
 
+def core() -> int:
+    """Return the number of the core that this thread runs on; -1 if it is not known."""
+    library = libc()
+    return -1 if library is None else int(library.sched_getcpu())
+
+
 # -- sleeping on a number in memory that processes share ------------------------------------------
 
 

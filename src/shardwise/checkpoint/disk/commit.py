@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import errno
 import fcntl
 import os
 import re
@@ -149,14 +148,23 @@ def check_files(folder: Path, manifest: Manifest) -> None:
     Raises:
         CheckpointError: one does not; the message names it.
     """
+    for reason in lost_files(folder, manifest).values():
+        raise CheckpointError(reason)
+
+
+def lost_files(folder: Path, manifest: Manifest) -> dict[str, str]:
+    """The files of a manifest that are missing or have other sizes, with the reason."""
+    lost = {}
     for name, size in manifest.files.items():
         path = Path(folder) / name
         try:
-            status = os.lstat(path)
+            found = os.lstat(path).st_size
         except OSError as error:
-            raise CheckpointError(f"{path}: is missing ({error.strerror})") from None
-        if status.st_size != size:
-            raise CheckpointError(f"{path}: found {status.st_size:,} bytes, expected {size:,}")
+            lost[name] = f"{path}: is missing ({error.strerror})"
+        else:
+            if found != size:
+                lost[name] = f"{path}: found {found:,} bytes, expected {size:,}"
+    return lost
 
 
 def keep_last(
@@ -303,23 +311,7 @@ def clean(root: Path) -> None:
     That is every partial folder that is not locked, and that contains only files of
     checkpoints. Where the file system has no locks, nothing counts as a leftover.
     """
-    doomed = []
-    with contextlib.ExitStack() as held:
-        with _names_locked(root):
-            for path in root.iterdir():
-                if not is_partial(path) or path.is_symlink() or not path.is_dir():
-                    continue
-                try:
-                    lock = held.enter_context(_locked(path))
-                except OSError:  # not ours to open, or just deleted
-                    continue
-                # A process that deletes a checkpoint just published cannot lock it: its publisher
-                # may still hold the lock. So the folder can disappear here at any time.
-                with contextlib.suppress(FileNotFoundError):
-                    if lock is _Lock.HELD and _is_ours(path):
-                        doomed.append(_rename_away(path))
-        for path in doomed:
-            remove(path)
+    _delete_leftovers(root, None, {_Lock.HELD})
 
 
 def delete_partial(folder: Path) -> None:
@@ -334,19 +326,29 @@ def delete_partial(folder: Path) -> None:
     Raises:
         OSError: it cannot be deleted.
     """
-    partial = partial_of(folder)
-    try:
-        with _names_locked(folder.parent), _locked(partial) as lock:
-            if lock is _Lock.TAKEN or not _is_ours(partial):
-                return
-            doomed = _rename_away(partial)
-    except (FileNotFoundError, NotADirectoryError):
-        return
-    except OSError as error:
-        if error.errno == errno.ELOOP:  # a symbolic link, which is not ours
-            return
-        raise
-    remove(doomed)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        _delete_leftovers(folder.parent, partial_of(folder), {_Lock.HELD, _Lock.UNSUPPORTED})
+
+
+def _delete_leftovers(root: Path, only: Path | None, free: Collection[_Lock]) -> None:
+    """Delete partial folders, all of ``root`` or one, whose locks are in one of these states."""
+    doomed = []
+    with contextlib.ExitStack() as held:
+        with _names_locked(root):
+            for path in root.iterdir() if only is None else [only]:
+                if not is_partial(path) or path.is_symlink() or not path.is_dir():
+                    continue
+                try:
+                    lock = held.enter_context(_locked(path))
+                except OSError:  # not ours to open, or just deleted
+                    continue
+                # A process that deletes a checkpoint just published cannot lock it: its publisher
+                # may still hold the lock. So the folder can disappear here at any time.
+                with contextlib.suppress(FileNotFoundError):
+                    if lock in free and _is_ours(path):
+                        doomed.append(_rename_away(path))
+        for path in doomed:
+            remove(path)
 
 
 class DestinationError(ValueError):

@@ -12,7 +12,6 @@ import stat
 import threading
 from enum import Enum
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from shardwise.base.errors import CheckpointError
@@ -37,12 +36,7 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -120,7 +114,7 @@ def size_of(folder: Path) -> int:
     with contextlib.suppress(OSError), os.scandir(folder) as files:
         for file in files:
             with contextlib.suppress(OSError):
-                size += file.stat().st_size
+                size += file.stat().st_size if file.is_file() else 0
     return size
 
 

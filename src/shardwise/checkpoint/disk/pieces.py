@@ -17,7 +17,7 @@ import xxhash
 from torch import Tensor
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, full_box
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span
 from shardwise.checkpoint.disk.entries import Manifest, StoredPiece, TensorEntry, torch_dtype
 from shardwise.checkpoint.disk.files import Closing, open_file, read_exactly
 from shardwise.checkpoint.disk.safetensors import as_bytes, read_fields
@@ -71,20 +71,6 @@ class PieceReader(Closing):
             file = self._files[piece.file] = _ShardFile(path, self._manifest.files[piece.file])
         file.check(entry, piece)
         return file
-
-    def read(self, entry: TensorEntry, piece: StoredPiece) -> Tensor:
-        """Read a full piece.
-
-        Returns:
-            A tensor on the CPU, with the sizes of the piece's box.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
-        self.open(entry, piece)  # before memory of the size that it asks for is taken
-        tensor = torch.empty(piece.box.sizes, dtype=torch_dtype(entry.dtype))
-        self.read_into(entry, piece, piece.box, tensor)
-        return tensor
 
     def read_into(
         self, entry: TensorEntry, piece: StoredPiece, box: Box, destination: Tensor
@@ -255,19 +241,6 @@ def narrow(tensor: Tensor, box: Box) -> Tensor:
     """
     for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
-    return tensor
-
-
-def read_tensor(reader: PieceReader, entry: TensorEntry) -> Tensor:
-    """Read a full tensor to the CPU. This takes the memory of the tensor, and no more.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    for piece in entry.pieces:
-        reader.open(entry, piece)
-    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    read_box(reader, entry, full_box(entry.shape), tensor)
     return tensor
 
 

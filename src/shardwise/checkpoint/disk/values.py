@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from shardwise.base.errors import CheckpointError
@@ -161,13 +161,6 @@ def _decode_items(pairs: list[Any], where: str, depth: int) -> dict[Any, Any]:
     return found
 
 
-def _is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor. Torch is imported only for this, not to read a manifest."""
-    from torch import Tensor
-
-    return isinstance(value, Tensor)
-
-
 def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
     """Yield the tensors of a nested state, and the largest parts without tensors, with their paths.
 
@@ -193,11 +186,27 @@ def leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
 
 
 def _holds_tensor(tree: Any) -> bool:
-    if isinstance(tree, Mapping):
-        return any(_holds_tensor(item) for item in tree.values())
+    from torch import Tensor  # only for this, and not to read a manifest
+
+    return any(isinstance(each, Tensor) for each in held_in(tree))
+
+
+def held_in(tree: Any) -> Iterator[Any]:
+    """Yield what nested dicts, lists and tuples hold, in their order."""
+    if isinstance(tree, Mapping | list | tuple):
+        for item in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from held_in(item)
+    else:
+        yield tree
+
+
+def replaced_in(tree: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return nested dicts, lists and tuples with other values in place of what they hold."""
+    if isinstance(tree, dict):
+        return {key: replaced_in(item, replace) for key, item in tree.items()}
     if isinstance(tree, list | tuple):
-        return any(_holds_tensor(item) for item in tree)
-    return _is_tensor(tree)
+        return type(tree)(replaced_in(item, replace) for item in tree)
+    return replace(tree)
 
 
 def unflatten(found: Iterable[tuple[StatePath, Any]], where: str) -> dict[str, Any]:

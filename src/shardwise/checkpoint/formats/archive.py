@@ -54,21 +54,8 @@ class Record:
     crc: int
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """What the directory says about a record.
-
-    Attributes:
-        name: its name.
-        size: its size in bytes.
-        crc: its CRC-32.
-        header: first byte of its header, counted from the beginning of the archive.
-    """
-
-    name: bytes
-    size: int
-    crc: int
-    header: int
+#: What the directory says about a record: first byte of its header, name, size and CRC-32.
+_Entry = tuple[int, bytes, int, int]
 
 
 @dataclass(frozen=True)
@@ -153,15 +140,15 @@ class Archive:
         directory, count, first = self._bytes(end.first, end.size), end.count, end.first
         records: dict[str, Record] = {}
         folder, free = b"", 0
-        for entry in sorted(self._entries(directory, count), key=lambda entry: entry.header):
-            folder = folder or entry.name.partition(b"/")[0] + b"/"
-            inner = entry.name.removeprefix(folder)
-            if inner == entry.name or not inner.isascii():
+        for header, path, size, crc in sorted(self._entries(directory, count)):
+            folder = folder or path.partition(b"/")[0] + b"/"
+            inner = path.removeprefix(folder)
+            if inner == path or not inner.isascii():
                 raise self._refused(f"its records are in more than one folder: {inner[:80]!r}")
             name = inner.decode("ascii")
-            if entry.header < free:
+            if header < free:
                 raise self._refused(f"{name[:80]!r} overlaps another record")
-            record = self._record(entry)
+            record = self._record(header, path, size, crc)
             free = record.first + record.length
             if free > first:
                 raise self._refused(f"{name[:80]!r} ends at byte {free} of {first}")
@@ -227,7 +214,7 @@ class Archive:
             if method or size != packed:
                 raise self._refused(f"{name[:80]!r} is compressed, expected plain records")
             found += 1
-            yield _Entry(name, size, crc, header)
+            yield header, name, size, crc
         if found != count:
             raise self._refused(f"its directory lists {found} records, expected {count}")
 
@@ -245,22 +232,21 @@ class Archive:
             at += length
         raise self._refused("its directory is damaged")
 
-    def _record(self, entry: _Entry) -> Record:
+    def _record(self, at: int, name: bytes, size: int, crc: int) -> Record:
         """The record that an entry of the directory describes, if its own header agrees."""
-        size = _LOCAL.size + len(entry.name)
-        header = self._bytes(entry.header, size)
-        magic, _, flags, method, _, _, _, packed, length, named, extra = _LOCAL.unpack_from(header)
-        sizes = {packed, length} - {_FULL}
+        length = _LOCAL.size + len(name)
+        header = self._bytes(at, length)
+        magic, _, flags, method, _, _, _, packed, plain, named, extra = _LOCAL.unpack_from(header)
         if (
             magic != b"PK\3\4"
             or method
             or flags & _ENCRYPTED
-            or not (flags & _LATER or sizes <= {entry.size})
-            or named != len(entry.name)
-            or header[_LOCAL.size :] != entry.name
+            or not (flags & _LATER or {packed, plain} - {_FULL} <= {size})
+            or named != len(name)
+            or header[_LOCAL.size :] != name
         ):
-            raise self._refused(f"{entry.name[:80]!r}: its header differs from the directory")
-        return Record(entry.header + size + extra, entry.size, entry.crc)
+            raise self._refused(f"{name[:80]!r}: its header differs from the directory")
+        return Record(at + length + extra, size, crc)
 
 
 def write_checksums(file: BinaryIO, checksums: Mapping[int, int]) -> None:

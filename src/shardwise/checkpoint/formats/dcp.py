@@ -44,6 +44,7 @@ from shardwise.checkpoint.disk.strict import (
     check_text,
     refuse,
 )
+from shardwise.checkpoint.disk.values import held_in
 from shardwise.checkpoint.formats.pickles import (
     Constructor,
     PickledObject,
@@ -58,8 +59,7 @@ from shardwise.checkpoint.formats.source import (
     Source,
     check_boxes,
 )
-from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, size_of_tensor
-from shardwise.checkpoint.formats.torchwrite import save
+from shardwise.checkpoint.formats.torchfile import StoredTensor, read_tree, save, size_of_tensor
 
 METADATA = ".metadata"
 _VERSION = "1.0.0"
@@ -69,6 +69,7 @@ _FEW = 1 << 16
 _MAX_VALUE = 1 << 24
 _MAX_FILE = 1 << 32  # bytes, after which another file is begun
 _OPTIMIZER = frozenset({"optimizer", "optimizers", "optim"})
+_PLAIN = bool | int | float | complex | str | bytes | torch.dtype | None  # values, not tensors
 
 
 @dataclass(frozen=True)
@@ -167,21 +168,11 @@ class DcpSource(ExtentSource):
                 f"at most {_MAX_VALUE:,}"
             )
         value = read_tree(file, chunk.offset, chunk.length)
-        if _holds_tensor(value):
+        if not all(isinstance(each, _PLAIN) for each in held_in(value)):
             raise CheckpointError(
                 f"{file}, {item.key}: found tensors inside a value, expected plain values"
             )
         return value
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_holds_tensor, value.values()))
-    if isinstance(value, list | tuple):
-        return any(map(_holds_tensor, value))
-    return value is not None and not isinstance(
-        value, bool | int | float | complex | str | bytes | torch.dtype
-    )
 
 
 def _sections(items: Sequence[Item]) -> list[StatePath]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
-from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header, write_safetensors
+from shardwise.checkpoint.disk.safetensors import read_header, write_safetensors
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.checkpoint.formats.source import (
     Extent,
@@ -36,6 +35,7 @@ from shardwise.checkpoint.formats.source import (
     Source,
     model_tensors,
 )
+from shardwise.optim.part import row_major
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -48,17 +48,8 @@ _MAX_CONFIG = 1 << 24
 _FILE = re.compile(r"[^./\\\0][^/\\\0]*\.safetensors")
 
 
-@dataclass(frozen=True)
-class HfFile:
-    """One file of a model.
-
-    Attributes:
-        name: name of the file.
-        tensors: dtype and shape of its tensors, by name.
-    """
-
-    name: str
-    tensors: Mapping[str, TensorInfo]
+#: Dtype and shape of the tensors of a model by name, by the name of their file.
+Files = Mapping[str, Mapping[str, TensorInfo]]
 
 
 class HfSource(ExtentSource):
@@ -73,15 +64,14 @@ class HfSource(ExtentSource):
 
     def __init__(self, where: Path) -> None:
         super().__init__(where)
-        self._places: dict[StatePath, tuple[Path, StoredSpan]] = {}
+        self.tensors: dict[StatePath, TensorInfo] = {}
+        self.values: dict[StatePath, Any] = {}
+        self._extents: dict[StatePath, Extent] = {}
         for file, named in _files(where).items():
             self._add(file, named)
-        self.tensors = {path: place.info for path, (_, place) in self._places.items()}
-        self.values: dict[StatePath, Any] = {}
 
     def _extents_of(self, path: StatePath) -> list[Extent]:
-        file, place = self._places[path]
-        return [Extent(full_box(place.info.shape), file, place.start)]
+        return [self._extents[path]]
 
     def _add(self, file: Path, named: frozenset[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""
@@ -94,9 +84,11 @@ class HfSource(ExtentSource):
             )
         for name, place in places.items():
             path = ("model", name)
-            if path in self._places and name not in named:
+            if path in self.tensors and name not in named:
                 continue  # a second copy, in a file other than the index says
-            self._places[path] = (file.resolve(), place)
+            self.tensors[path], shape = place.info, place.info.shape
+            box, strides = full_box(shape), row_major(shape)
+            self._extents[path] = Extent(box, file.resolve(), place.start, strides)
 
 
 def _files(where: Path) -> dict[Path, frozenset[str]]:
@@ -136,7 +128,7 @@ def _and_others(names: list[str]) -> str:
 
 def plan_files(
     tensors: Mapping[str, TensorInfo], max_shard_size: int, single: str = SINGLE
-) -> list[HfFile]:
+) -> Files:
     """Assign tensors to files: in order, with a new file whenever the next tensor does not fit.
 
     A tensor larger than ``max_shard_size`` gets a file of its own.
@@ -155,21 +147,20 @@ def plan_files(
         groups[-1][name] = info
         filled += info.nbytes
     if len(groups) == 1:
-        return [HfFile(single, groups[0])]
-    return [
-        HfFile(f"model-{i:05}-of-{len(groups):05}.safetensors", group)
-        for i, group in enumerate(groups, 1)
-    ]
+        return {single: groups[0]}
+    return {
+        f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)
+    }
 
 
-def write_index(folder: Path, files: list[HfFile]) -> None:
+def write_index(folder: Path, files: Files) -> None:
     """Write the index of a model in several files, and wait until it is on the disk."""
     if len(files) == 1:
         return
-    sizes = [info.nbytes for file in files for info in file.tensors.values()]
+    sizes = [info.nbytes for tensors in files.values() for info in tensors.values()]
     index = {
         "metadata": {"total_size": sum(sizes)},
-        "weight_map": {name: file.name for file in files for name in file.tensors},
+        "weight_map": {name: file for file, tensors in files.items() for name in tensors},
     }
     text = json.dumps(index, indent=2, ensure_ascii=False) + "\n"
     write_new(folder / INDEX, text.encode("utf-8"))
@@ -200,8 +191,8 @@ def write_hf(
     if text:
         write_new(folder / CONFIG, text)
     files = plan_files({name: source.tensors[path] for name, path in paths.items()}, max_shard_size)
-    for file in files:
-        write_safetensors(folder / file.name, file.tensors, window.by_name(source, paths))
+    for file, tensors in files.items():
+        write_safetensors(folder / file, tensors, window.by_name(source, paths))
     write_index(folder, files)
 
 

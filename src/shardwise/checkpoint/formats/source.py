@@ -10,7 +10,6 @@ files, which an :class:`ExtentReader` reads. Pieces of our own format are read b
 from __future__ import annotations
 
 import abc
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, tor
 from shardwise.checkpoint.disk.files import Closing, Links, open_file, read_exactly
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, narrow
 from shardwise.checkpoint.disk.safetensors import Chunks, as_bytes
+from shardwise.optim.part import row_major
 
 MIB = 1 << 20
 #: Bytes that reading and writing may hold in memory by default.
@@ -218,18 +218,13 @@ class Extent:
         box: which part of the tensor it is.
         file: path of the file.
         start: byte of the file at which the first element of the box begins.
-        strides: strides inside the box, in elements; row-major if ``None``.
+        strides: strides inside the box, in elements.
     """
 
     box: Box
     file: Path
     start: int
-    strides: tuple[int, ...] | None = None
-
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The strides inside the box, in elements."""
-        return _row_major(self.box.sizes) if self.strides is None else self.strides
+    strides: tuple[int, ...]
 
 
 class ExtentReader(Closing):
@@ -263,7 +258,7 @@ class ExtentReader(Closing):
 
     def _fetch(self, extent: Extent, box: Box, into: torch.Tensor) -> None:
         """Read a box whose offsets are relative to the extent."""
-        steps, size = extent.steps, into.itemsize
+        steps, size = extent.strides, into.itemsize
         first = sum(a * step for a, step in zip(box.offsets, steps, strict=True)) * size
         reach = (sum((n - 1) * step for n, step in zip(box.sizes, steps, strict=True)) + 1) * size
         if _is_dense(box.sizes, steps) and into.is_contiguous():
@@ -341,14 +336,9 @@ def check_boxes(where: str, info: TensorInfo, boxes: Sequence[Box]) -> None:
         )
 
 
-def _row_major(sizes: Sequence[int]) -> tuple[int, ...]:
-    """The strides, in elements, of a tensor of these sizes in row-major order."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
-
-
 def _is_dense(sizes: Sequence[int], steps: Sequence[int]) -> bool:
     """Whether a box is stored in row-major order without gaps."""
-    own = _row_major(sizes)
+    own = row_major(sizes)
     return all(n == 1 or a == b for n, a, b in zip(sizes, steps, own, strict=True))
 
 

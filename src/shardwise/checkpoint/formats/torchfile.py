@@ -1,29 +1,37 @@
-"""Files of ``torch.save``, read without trusting them: where their tensors are, and as a source.
+"""Files of ``torch.save``: read without trusting them, and written without holding their tensors.
 
 Such a file is a zip archive. It contains a pickle that describes the saved object, and for each
 storage that tensors are views of one record, never compressed. :mod:`.archive` and :mod:`.pickles`
 read these; this file says what torch's functions named in the pickle would do. No code in the file
-is run. :mod:`.torchwrite` writes such files.
+is run.
+
+To write tensors that do not fit in memory, torch lays out the file with fake tensors, which leaves
+holes where their bytes belong. The holes are then filled a part of a tensor at a time, and the
+checksums of the archive are corrected.
 
 Source: ``torch/serialization.py`` and ``torch/_utils.py``.
 """
 
 from __future__ import annotations
 
-import mmap
+import errno
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, BinaryIO, cast
 
 import torch
 
+from shardwise._torch import fake
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import Links, open_file
+from shardwise.checkpoint.disk.safetensors import Chunks
 from shardwise.checkpoint.disk.strict import (
     MAX_DIMS,
     Collisions,
@@ -31,7 +39,8 @@ from shardwise.checkpoint.disk.strict import (
     check_shape,
     refuse,
 )
-from shardwise.checkpoint.formats.archive import Archive, Record
+from shardwise.checkpoint.disk.values import held_in, replaced_in
+from shardwise.checkpoint.formats.archive import Archive, Record, write_checksums
 from shardwise.checkpoint.formats.pickles import Constructor, PickleError, load, object_constructor
 from shardwise.checkpoint.formats.source import Extent, ExtentSource
 
@@ -51,13 +60,11 @@ class StoredTensor:
     Attributes:
         info: its dtype and shape.
         start: byte of the file at which its first element begins.
-        end: byte after its last element.
         strides: its strides, in elements.
     """
 
     info: TensorInfo
     start: int
-    end: int
     strides: tuple[int, ...]
 
 
@@ -108,61 +115,11 @@ def read_tree(path: Path, start: int = 0, length: int | None = None) -> Any:
             f"{path}: is not a file of torch.save that can be read without running code from it "
             f"({error})"
         ) from None
-    needed = sum(stored.info.nbytes for stored in stored_tensors(tree))
+    stored = (each.local if isinstance(each, StoredShard) else each for each in held_in(tree))
+    needed = sum(each.info.nbytes for each in stored if isinstance(each, StoredTensor))
     if needed > _FREE + _TIMES * length:  # elements stored once, and read a million times
         refuse(f"{path}, tensors", f"{needed:,} bytes in all", f"about the {length:,} of the file")
     return tree
-
-
-def stored_tensors(tree: Any) -> Iterator[StoredTensor]:
-    """Yield the tensors in what :func:`read_tree` returned; a shared one as often as it occurs."""
-    if isinstance(tree, dict):
-        for item in tree.values():
-            yield from stored_tensors(item)
-    elif isinstance(tree, list | tuple):
-        for item in tree:
-            yield from stored_tensors(item)
-    elif isinstance(tree, StoredTensor | StoredShard):
-        yield tree.local if isinstance(tree, StoredShard) else tree
-
-
-def map_tensors(tree: Any, path: Path) -> Any:
-    """Replace every :class:`StoredTensor` in what :func:`read_tree` returned by a tensor.
-
-    The tensors are views of the file, read when they are used. Writing to them does not change it.
-
-    Args:
-        tree: what :func:`read_tree` returned, or a part of it.
-        path: path of the file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
-    handle, size = open_file(path, Links.FOLLOW)
-    try:
-        memory = mmap.mmap(handle, size, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from None
-    finally:
-        os.close(handle)
-    return _mapped(tree, memory)
-
-
-def _mapped(tree: Any, memory: mmap.mmap) -> Any:
-    if isinstance(tree, dict):
-        return {key: _mapped(item, memory) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(item, memory) for item in tree)
-    if isinstance(tree, StoredShard):
-        return _mapped(tree.local, memory)
-    if not isinstance(tree, StoredTensor):
-        return tree
-    info, dtype = tree.info, torch_dtype(tree.info.dtype)
-    if not info.numel:
-        return torch.empty(info.shape, dtype=dtype)
-    count = (tree.end - tree.start) // info.itemsize
-    flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=tree.start)
-    return flat.as_strided(info.shape, tree.strides)
 
 
 def _check_byte_order(archive: Archive, path: Path) -> None:
@@ -297,7 +254,7 @@ class _PickledNames:
                 f"{where}: needs {end} bytes, found {storage.nbytes} in the archive"
             )
         begin = storage.first + (first * info.itemsize if info.numel else 0)
-        return StoredTensor(info, begin, storage.first + end, steps)
+        return StoredTensor(info, begin, steps)
 
 
 class _Shard:
@@ -463,3 +420,83 @@ def _tensors(path: StatePath, tree: Any, where: str) -> Iterator[tuple[StatePath
             f"{where}: {dotted(path[1:])} is a rank's shard of a tensor; "
             "consolidate the files of all ranks with python -m shardwise.checkpoint.consolidate"
         )
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """Stands for a tensor in a tree that :func:`write_tree` writes.
+
+    Placeholders with the same name become one tensor that shares its memory.
+
+    Attributes:
+        name: the name under which its bytes are asked for.
+        info: dtype and shape of the tensor.
+    """
+
+    name: str
+    info: TensorInfo
+
+
+def write_tree(path: Path, tree: Any, chunks: Chunks) -> None:
+    """Write what ``torch.save`` would write, without holding the tensors in memory.
+
+    Args:
+        path: path of the file, which must not exist.
+        tree: plain values, with a :class:`Placeholder` for every tensor.
+        chunks: called with the name of a placeholder, gives the bytes of its tensor in order.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    made: dict[str, torch.Tensor] = {}  # fake ones, which have no memory
+
+    def tensor_for(value: Any) -> Any:
+        if not isinstance(value, Placeholder):
+            return value
+        if value.name not in made:
+            with fake.FakeTensorMode():
+                dtype = torch_dtype(value.info.dtype)
+                made[value.name] = torch.empty(value.info.shape, dtype=dtype)
+        return made[value.name]
+
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        save(replaced_in(tree, tensor_for), path)
+    pairs = zip(held_in(tree), held_in(read_tree(path)), strict=True)
+    places: dict[str, StoredTensor] = {
+        hole.name: stored for hole, stored in pairs if isinstance(hole, Placeholder)
+    }
+    sums: dict[int, int] = {}
+    with path.open("r+b") as file:
+        for name, stored in places.items():
+            file.seek(stored.start)
+            crc = 0
+            for chunk in chunks(name):
+                file.write(chunk)
+                crc = zlib.crc32(chunk, crc)
+            assert file.tell() == stored.start + stored.info.nbytes, (
+                f"{name}: wrote another number of bytes than it has"
+            )
+            sums[stored.start] = crc
+        write_checksums(file, sums)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def save(value: Any, file: Path | BinaryIO) -> None:
+    """Write a value with ``torch.save``, and report a full disk as an ``OSError``.
+
+    Torch reports it as a failed assertion of its own.
+
+    Args:
+        value: what to write.
+        file: path of the file, or an open one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        torch.save(value, file)
+    except RuntimeError as error:
+        name = str(file if isinstance(file, Path) else file.name)
+        message = f"torch.save could not write it; is the disk full? ({one_line(error, 80)})"
+        raise OSError(errno.EIO, message, name) from error

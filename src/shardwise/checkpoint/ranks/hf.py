@@ -11,7 +11,6 @@ import contextlib
 import functools
 import itertools
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import written_beside
 from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
 from shardwise.checkpoint.disk.files import sync, write_new
@@ -35,16 +33,17 @@ from shardwise.checkpoint.formats.hf import (
     DEFAULT_SHARD,
     GENERATION_CONFIG,
     SINGLE,
-    HfFile,
+    Files,
     plan_files,
     write_index,
 )
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.loading import own_part
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_state_dict
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.checkpoint.ranks.weights import parts
+from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
 
 
@@ -131,15 +130,14 @@ def write_model(
     tensors, conversions = ranks.all(doing, contents)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[str, list[HfFile]]:
+        def prepare() -> tuple[str, Files]:
             infos = {name: info_of(tensor) for name, tensor in tensors.items()}
             for conversion in conversions:
                 infos.update(conversion.results)
             files = plan_files(infos, max_shard_size, single)
             partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
-            for file in files:
-                _make_file(partial / file.name, file)
+            _make_files(partial, files)
             write_index(partial, files)
             write_others(partial)
             for written in partial.rglob("*"):
@@ -147,7 +145,11 @@ def write_model(
             return str(partial), files
 
         partial, files = ranks.first(doing, prepare)
-        places = _Places(Path(partial), files)
+        places = {
+            name: (Path(partial) / file, at)
+            for file, infos in files.items()
+            for name, at in lay_out(infos, PT_METADATA)[1].items()
+        }
         ranks.all(doing, lambda: _write_shards(places, tensors, ranks, ReadWindow(buffer)))
         for number, conversion in enumerate(conversions):
             sources = {name: each.detach() for name, each in conversion.sources.items()}
@@ -209,40 +211,31 @@ def info_of(tensor: torch.Tensor) -> TensorInfo:
     return TensorInfo(dtype_name(tensor.dtype), tuple(tensor.shape))
 
 
-def _make_file(path: Path, file: HfFile) -> None:
-    """Make a file with a header, and with room for the tensors."""
-    header, _ = lay_out(file.tensors, PT_METADATA)
-    with path.open("xb") as opened:
-        opened.write(header)
-        opened.truncate(len(header) + sum(info.nbytes for info in file.tensors.values()))
+def _make_files(folder: Path, files: Files) -> None:
+    """Make files with a header, and with room for the tensors."""
+    for name, tensors in files.items():
+        header, _ = lay_out(tensors, PT_METADATA)
+        with (folder / name).open("xb") as opened:
+            opened.write(header)
+            opened.truncate(len(header) + sum(info.nbytes for info in tensors.values()))
 
 
-class _Places:
-    """Where tensors are in the files of a folder.
+#: Where tensors are: the file, and the byte of it at which they begin, by name.
+_Places = Mapping[str, tuple[Path, int]]
 
-    Args:
-        folder: the folder.
-        files: the files and their tensors.
+
+def _opened(places: _Places, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Open the files of tensors, one after the other, and sync each in the end.
+
+    Yields:
+        A name, the descriptor of its file, and where in the file the tensor begins.
     """
-
-    def __init__(self, folder: Path, files: Sequence[HfFile]) -> None:
-        self._starts: dict[str, tuple[Path, int]] = {}
-        for file in files:
-            _, starts = lay_out(file.tensors, PT_METADATA)
-            self._starts |= {name: (folder / file.name, at) for name, at in starts.items()}
-
-    def opened(self, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-        """Open the files of tensors, one after the other, and sync each in the end.
-
-        Yields:
-            A name, the descriptor of its file, and where in the file the tensor begins.
-        """
-        ordered = sorted(names, key=lambda name: self._starts[name])
-        for file, group in itertools.groupby(ordered, key=lambda name: self._starts[name][0]):
-            with file.open("r+b") as opened:
-                for name in group:
-                    yield name, opened.fileno(), self._starts[name][1]
-                os.fsync(opened.fileno())
+    ordered = sorted(names, key=lambda name: places[name])
+    for file, group in itertools.groupby(ordered, key=lambda name: places[name][0]):
+        with file.open("r+b") as opened:
+            for name in group:
+                yield name, opened.fileno(), places[name][1]
+            os.fsync(opened.fileno())
 
 
 def _write_shards(
@@ -250,7 +243,7 @@ def _write_shards(
 ) -> None:
     """Write what this rank has to write to the files, and wait until it is on the disk."""
     own = [name for name, tensor in tensors.items() if _writes(tensor, ranks)]
-    for name, handle, start in places.opened(own):
+    for name, handle, start in _opened(places, own):
         _write_parts(handle, start, tensors[name], window)
 
 
@@ -267,30 +260,13 @@ def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
 
 def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: ReadWindow) -> None:
     info = info_of(tensor)
-    for box, local in parts(tensor):
-        for part in window.boxes(info, box):
-            here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
-            data = as_bytes(here).numpy().data
-            for first, count in _runs(part, info.shape):
-                run, data = data[: count * info.itemsize], data[count * info.itemsize :]
-                _write_all(handle, run, start + first * info.itemsize)
-
-
-def _runs(box: Box, shape: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Where the elements of a box are in the full tensor, as runs of consecutive elements.
-
-    Yields:
-        Index of the first element of a run, and its length.
-    """
-    outer = len(shape)
-    run = 1
-    while outer and run == math.prod(shape[outer:]):
-        outer -= 1
-        run *= box.sizes[outer]
-    for index in itertools.product(*map(range, box.sizes[:outer])):
-        outside = tuple(a + b for a, b in zip(box.offsets, index, strict=False))
-        inner = Box((*outside, *box.offsets[outer:]), (*[1] * outer, *box.sizes[outer:]))
-        yield inner.span(shape)[0], run
+    box, local = own_part(tensor)
+    for part in window.boxes(info, box):
+        here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
+        data = as_bytes(here).numpy().data
+        for first, count in runs_of(info.shape, part.offsets, part.sizes):
+            run, data = data[: count * info.itemsize], data[count * info.itemsize :]
+            _write_all(handle, run, start + first * info.itemsize)
 
 
 def _write_converted(
@@ -305,7 +281,7 @@ def _write_converted(
             f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
             f"expected {', '.join(conversion.results)} with the planned shapes"
         )
-    for name, handle, start in places.opened(list(made)):
+    for name, handle, start in _opened(places, list(made)):
         _write_all(handle, as_bytes(made[name].contiguous()).numpy().data, start)
 
 

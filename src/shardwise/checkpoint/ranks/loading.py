@@ -1,10 +1,11 @@
-"""Loading a training state onto any mesh.
+"""Loading onto any mesh: a training state, or the weights of a model alone, from any format.
 
 manifest -> memory -> every rank reads its parts -> the model
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,19 @@ from torch.distributed.checkpoint.state_dict import (
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, dotted
+from shardwise.checkpoint.disk.entries import Manifest, StatePath, TensorEntry, dotted, torch_dtype
 from shardwise.checkpoint.disk.manifest import read_manifest
-from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, read_box, read_tensor
+from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
 from shardwise.checkpoint.disk.values import leaves, unflatten
+from shardwise.checkpoint.formats.detect import open_source
+from shardwise.checkpoint.formats.source import (
+    DEFAULT_BUFFER,
+    ReadWindow,
+    Source,
+    model_tensors,
+)
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.optimizer import destinations, load_optimizer_tree, parameter_names
 from shardwise.checkpoint.ranks.saving import wait_for_save
@@ -31,9 +40,11 @@ from shardwise.checkpoint.ranks.state import (
     check_same_names,
     check_tensor,
     model_state,
+    sharded_state_dict,
     sharded_state_dicts,
 )
-from shardwise.checkpoint.ranks.weights import parts
+from shardwise.checkpoint.ranks.state import ties as ties_of
+from shardwise.sharding.allocate import allocate
 
 
 def load(
@@ -104,12 +115,14 @@ def _load(
     _check_names(manifest, into, saved, strict=strict, where=str(path))
     if optimizer is not None:
         into |= destinations(manifest, optimizer, names)
+    for entry in manifest.section("extra"):
+        into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     entries = [entry for entry in manifest.tensors if entry.fqn in into]
     with PieceReader(path, manifest, buffer=buffer) as reader:
         for entry in sorted(entries, key=_place):
-            for box, local in parts(into[entry.fqn]):
-                if box.numel:
-                    read_box(reader, entry, box, local)
+            box, local = own_part(into[entry.fqn])
+            if box.numel:
+                read_box(reader, entry, box, local)
     tree = unflatten(
         [
             *((value.path, value.value) for value in manifest.values),
@@ -123,7 +136,8 @@ def _load(
             set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
     if optimizer is not None:
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    return _read_extra(path, manifest, buffer)
+    found: dict[str, Any] = tree.get("extra", {})
+    return found
 
 
 def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:
@@ -177,10 +191,103 @@ def _place(entry: TensorEntry) -> tuple[str, int]:
     return min(((piece.file, piece.offset) for piece in entry.pieces), default=("", 0))
 
 
-def _read_extra(path: Path, manifest: Manifest, buffer: int) -> dict[str, Any]:
-    found: list[tuple[Any, Any]] = [(value.path, value.value) for value in manifest.values]
-    with PieceReader(path, manifest, buffer=buffer) as reader:
-        found += [(entry.path, read_tensor(reader, entry)) for entry in manifest.section("extra")]
-    extra = unflatten(found, str(path)).get("extra", {})
-    assert isinstance(extra, dict)
-    return extra
+def load_weights(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    strict: bool = True,
+    buffer: int = DEFAULT_BUFFER,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Load a model's weights. Each rank reads its shards and no more. Every rank calls this.
+
+    Values are converted to the dtype of the parameter. A tied parameter is found under any of its
+    names.
+
+    Args:
+        path: a folder of ``save_pretrained``, a safetensors file, a file of ``torch.save`` (which
+            is read without running code from it), a checkpoint of ``torch.distributed.checkpoint``,
+            or one of Shardwise.
+        model: the model, sharded or not. Tensors on the meta device get memory; those that are not
+            in the checkpoint (``strict=False``) stay on the meta device.
+        strict: whether the names must be exactly the model's.
+        buffer: bytes that reading may hold beside the model.
+        group: the ranks that load together; the default process group if ``None``.
+
+    Raises:
+        CheckpointError: it is damaged or of another model; raised on all ranks alike.
+    """
+    wait_for_save()
+    ranks = Ranks(group_for(group))
+    ranks.all(
+        f"loading {path}", lambda: _load_weights(Path(path), model, strict=strict, buffer=buffer)
+    )
+
+
+def _load_weights(path: Path, model: nn.Module, *, strict: bool, buffer: int) -> None:
+    state = tensors_of(model)
+    ties = ties_of(model)
+    window = ReadWindow(buffer)
+    with open_source(path) as source, torch.no_grad():
+        names = model_tensors(source)
+        found = {
+            name: next((n for n in [name, *ties.get(name, ())] if n in names), None)
+            for name in state
+        }
+        if strict:
+            used = {stored_as for stored_as in found.values() if stored_as is not None}
+            check_same_names(
+                str(source.where),
+                missing={name for name, stored_as in found.items() if stored_as is None},
+                unexpected=names.keys() - found.keys() - used,
+            )
+        if allocate(model, [name for name, stored_as in found.items() if stored_as is not None]):
+            state = tensors_of(model)
+        for name, stored_as in found.items():
+            if stored_as is not None:
+                read_part(state[name], name, source, window, names[stored_as])
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a model's state dict by name, with shards as ``DTensor``s."""
+    return {
+        name: each
+        for name, each in sharded_state_dict(model).items()
+        if isinstance(each, torch.Tensor)
+    }
+
+
+def own_part(tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+    """This rank's part of a tensor: where it is, and its elements."""
+    return Box(*dtensor.chunk_of(tensor)), dtensor.plain(tensor)
+
+
+def read_part(
+    tensor: torch.Tensor, name: str, source: Source, window: ReadWindow, path: StatePath
+) -> None:
+    """Read this rank's part of a tensor, converted to the tensor's dtype.
+
+    Args:
+        tensor: the tensor to fill, with memory.
+        name: its name, for error messages.
+        source: the checkpoint.
+        window: the buffer for what cannot be read straight into the tensor.
+        path: path of the tensor in the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has another shape.
+    """
+    info = source.tensors[path]
+    check_tensor(tensor, name)
+    if info.shape != tuple(tensor.shape):
+        raise CheckpointError(
+            f"{source.where}: {name}: found shape {list(info.shape)}, expected {list(tensor.shape)}"
+        )
+    box, local = own_part(tensor)
+    same = local.device.type == "cpu" and local.dtype == torch_dtype(info.dtype)
+    if same and local.is_contiguous() and box.numel:
+        source.read(path, box, local.detach())
+        local.view(-1)[:0].zero_()  # tells autograd of a write, since it does not see the read
+        return
+    for part, elements in window.parts(source, path, box):
+        narrow(local, part.relative_to(box.offsets)).copy_(elements)

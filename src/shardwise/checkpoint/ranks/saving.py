@@ -30,6 +30,7 @@ from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
 from shardwise.checkpoint.storage import Writer
+from shardwise.transport.carrier import carrier
 
 
 def save(
@@ -124,10 +125,12 @@ def async_save(
 
     Raises:
         CheckpointError: the previous save failed.
+        RuntimeError: this rank is simulated.
         TypeError: something on this rank is neither a tensor nor a plain value.
         ValueError: something on this rank is on the meta device, or has the same name as something
             else; or ``keep_last`` is less than 1.
     """
+    carrier().check_threads()
     saving = Saving(
         path,
         model,

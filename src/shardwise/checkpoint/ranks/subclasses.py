@@ -97,81 +97,80 @@ def put_together(tree: Mapping[str, Any], param: Tensor, where: str) -> Tensor:
         CheckpointError: the shards do not fit together, or cannot be cut like this one.
     """
     mine = Box(*dtensor.chunk_of(param))
-    found = []
-    for key, saved in tree[SHARDS].items():
-        box = _checked(_parsed(key, where), param, where)
-        if mine.intersection(box) is not None:
-            found.append(_SavedShard(box, saved))
-    found.sort(key=lambda shard: shard.box.offsets)
-    common = [each for each in (mine.intersection(shard.box) for shard in found) if each]
-    if not is_tiling([each.relative_to(mine.offsets) for each in common], mine.sizes):
+    shards = tree[SHARDS].items()
+    saved = {_checked(_parsed(key, where), param, where): each for key, each in shards}
+    common = {box: both for box in saved if (both := mine.intersection(box)) is not None}
+    here = [each.relative_to(mine.offsets) for each in common.values()]
+    if len(saved) < len(shards) or not is_tiling(here, mine.sizes):
         raise CheckpointError(f"{where}: is damaged: its shards do not cover {_key(mine)}")
+    found = [
+        _SavedShard(box, common[box], str(saved[box].get(_CLASS)), _made(box, saved[box], where))
+        for box in sorted(common, key=lambda box: box.offsets)
+    ]
     local = _shard_at(mine, found, param, where).to(dtensor.plain(param).device)
     if not isinstance(param, DTensor):
         return local
     return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(param), local.dtype))
 
 
-class _SavedShard:
-    """A saved shard: where it is in the full state, and what it consists of."""
+def _made(box: Box, saved: Mapping[str, Any], where: str) -> Tensor:
+    """A saved shard, put together.
 
-    def __init__(self, box: Box, saved: Mapping[str, Any]) -> None:
-        self.box = box
-        self.name = str(saved.get(_CLASS))
-        self._context = saved.get(_CONTEXT)
-        self._parts: dict[str, Tensor] = dict(saved.get(_PARTS, {}))
-
-    def tensor(self, where: str) -> Tensor:
-        """The shard, put together.
-
-        Raises:
-            CheckpointError: its class is not known, or does not accept what was saved.
-        """
-        if not self.name:
-            made = self._parts.get(_VALUES)
-        else:
-            try:
-                made = _class_named(self.name, where).__tensor_unflatten__(  # type: ignore[attr-defined]
-                    self._parts, self._context, torch.Size(self.box.sizes), None
-                )
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise CheckpointError(
-                    f"{where}: {self.name} does not accept what was saved of it: {error}"
-                ) from error
-        if not isinstance(made, Tensor) or tuple(made.shape) != self.box.sizes:
-            shape = list(made.shape) if isinstance(made, Tensor) else None
-            raise CheckpointError(
-                f"{where}: is damaged: found a shard of shape {shape}, expected "
-                f"{list(self.box.sizes)}"
+    Raises:
+        CheckpointError: its class is not known, or does not accept what was saved.
+    """
+    name, parts = str(saved.get(_CLASS)), dict(saved.get(_PARTS, {}))
+    if not name:
+        made = parts.get(_VALUES)
+    else:
+        kind: Any = _class_named(name, where)
+        try:
+            made = kind.__tensor_unflatten__(
+                parts, saved.get(_CONTEXT), torch.Size(box.sizes), None
             )
-        return made
+        except Exception as error:
+            raise CheckpointError(
+                f"{where}: {name} does not accept what was saved of it: {error}"
+            ) from error
+    if not isinstance(made, Tensor) or tuple(made.shape) != box.sizes:
+        shape = list(made.shape) if isinstance(made, Tensor) else None
+        raise CheckpointError(
+            f"{where}: is damaged: found a shard of shape {shape}, expected {list(box.sizes)}"
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class _SavedShard:
+    """A saved shard that this rank needs some of.
+
+    Attributes:
+        box: where it is in the full state.
+        common: which part of it this rank has, in indices of the full state.
+        name: its class; empty of a plain tensor.
+        tensor: its values.
+    """
+
+    box: Box
+    common: Box
+    name: str
+    tensor: Tensor
 
 
 def _shard_at(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) -> Tensor:
     if not found:
         return torch.empty(mine.sizes, dtype=torch.float32)  # this rank has no elements
-    tensors = [shard.tensor(where) for shard in found]
     if len(found) == 1 and found[0].box == mine:
-        return tensors[0]
+        return found[0].tensor
     by_rows = all(
         (shard.box.offsets[1:], shard.box.sizes[1:]) == (mine.offsets[1:], mine.sizes[1:])
         for shard in found
     )
     if by_rows and found[0].name and len({shard.name for shard in found}) == 1:
-        rows = [_rows_in(shard.box, mine) for shard in found]
-        joined = _joined(tensors, rows, mine)
+        joined = _joined(found, mine)
         if joined is not None:
             return joined
-    return _values(mine, found, tensors, param, where)
-
-
-def _rows_in(box: Box, mine: Box) -> tuple[int, int]:
-    """Return the rows of ``box`` that ``mine`` has too, counted from the first of ``box``."""
-    first = max(box.offsets[0], mine.offsets[0])
-    end = min(box.offsets[0] + box.sizes[0], mine.offsets[0] + mine.sizes[0])
-    return first - box.offsets[0], end - box.offsets[0]
+    return _values(mine, found, param, where)
 
 
 @dataclass(frozen=True)
@@ -222,7 +221,7 @@ class _Flat:
         return made if tuple(made.shape) == shape else None
 
 
-def _joined(tensors: Sequence[Tensor], rows: Sequence[tuple[int, int]], mine: Box) -> Tensor | None:
+def _joined(found: Sequence[_SavedShard], mine: Box) -> Tensor | None:
     """Join rows of tensor subclasses, if the subclass can be sliced by rows.
 
     Which of its parts follow the rows, and which are common to all, is not known. So it is guessed,
@@ -232,12 +231,13 @@ def _joined(tensors: Sequence[Tensor], rows: Sequence[tuple[int, int]], mine: Bo
         The result; ``None`` if there is none, because a block would be divided, say.
     """
     pieces = []
-    for each, (first, end) in zip(tensors, rows, strict=True):
-        piece = _rows_of(each, first, end)
+    for shard in found:
+        first, height = shard.common.offsets[0] - shard.box.offsets[0], shard.common.sizes[0]
+        piece = _rows_of(shard.tensor, first, first + height)
         if piece is None:
             return None
         pieces.append(_Flat.of(piece))
-    heights = [end - first for first, end in rows]
+    heights = [shard.common.sizes[0] for shard in found]
     names = list(pieces[0].parts)
     guesses = itertools.product(
         *(
@@ -281,16 +281,14 @@ def _consists_of(whole: Tensor, pieces: Sequence[_Flat], heights: Sequence[int])
     )
 
 
-def _values(
-    mine: Box, found: Sequence[_SavedShard], tensors: Sequence[Tensor], param: Tensor, where: str
-) -> Tensor:
+def _values(mine: Box, found: Sequence[_SavedShard], param: Tensor, where: str) -> Tensor:
     """Return the values that shards stand for.
 
     Raises:
         CheckpointError: they cannot be computed, or the optimizer would round them.
     """
     kinds = {shard.name for shard in found}
-    dtype = torch.float32 if any(kinds) else tensors[0].dtype
+    dtype = torch.float32 if any(kinds) else found[0].tensor.dtype
     if param.dtype != dtype and any(kinds):
         raise CheckpointError(
             f"{where}: was saved as {' and '.join(filter(None, sorted(kinds)))} in shards "
@@ -300,19 +298,17 @@ def _values(
             "blocks, as the one that saved it does"
         )
     made = torch.empty(mine.sizes, dtype=dtype)
-    for shard, tensor in zip(found, tensors, strict=True):
-        both = mine.intersection(shard.box)
-        assert both is not None
+    for shard in found:
         try:
-            values = torch.empty(shard.box.sizes, dtype=dtype).copy_(tensor)
+            values = torch.empty(shard.box.sizes, dtype=dtype).copy_(shard.tensor)
         except Exception as error:
             raise CheckpointError(
                 f"{where}: {shard.name} cannot be cut as this rank's shard {_key(mine)}, and has "
                 f"no values that can be copied to a plain tensor ({error}); load it on the mesh "
                 "that saved it"
             ) from error
-        target, source = both.relative_to(mine.offsets), both.relative_to(shard.box.offsets)
-        narrow(made, target).copy_(narrow(values, source))
+        source = narrow(values, shard.common.relative_to(shard.box.offsets))
+        narrow(made, shard.common.relative_to(mine.offsets)).copy_(source)
     return made
 
 

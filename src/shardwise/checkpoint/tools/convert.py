@@ -7,7 +7,9 @@ writes a checkpoint of another format. Both read all formats except one file per
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +35,7 @@ from shardwise.checkpoint.formats.source import (
     model_tensors,
     unwatched,
 )
-from shardwise.checkpoint.formats.torchwrite import Placeholder, write_tree
+from shardwise.checkpoint.formats.torchfile import Placeholder, write_tree
 
 # Extensions of files, such as .txt, .ckpt or .h5, but not version numbers, as in lm-0.1b.
 _FILE_SUFFIX = re.compile(r"\.[A-Za-z]\w*")
@@ -85,19 +87,28 @@ def consolidate(
         raise ValueError("--everything requires a torch.save file: .pt, .pth or .bin")
     if max_shard_size is not None and not to_folder:
         raise ValueError("--max-shard-size requires a folder, not a single file")
+    with _written(source, destination, everything, force, buffer, watch) as (partial, read, window):
+        if to_torch:
+            _write_torch(partial, read, window, everything=everything)
+        elif to_folder:
+            partial.mkdir()
+            _write_hf(partial, read, window, max_shard_size)
+        else:
+            write_single(partial, read, window)
+
+
+@contextlib.contextmanager
+def _written(
+    source: Path, destination: Path, everything: bool, force: bool, buffer: int, watch: Watch
+) -> Iterator[tuple[Path, Source, ReadWindow]]:
+    """Open a checkpoint, and yield where to write it, the checkpoint, and the buffer to use."""
     source = find_checkpoint(source)
     check_destination(destination, source, force=force)
     with open_source(source) as opened:
         paths = opened.tensors if everything else model_tensors(opened).values()
         window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
         with written_beside(destination, source, force=force) as partial:
-            if to_torch:
-                _write_torch(partial, opened, window, everything=everything)
-            elif to_folder:
-                partial.mkdir()
-                _write_hf(partial, opened, window, max_shard_size)
-            else:
-                write_single(partial, opened, window)
+            yield partial, opened, window
 
 
 def _write_hf(folder: Path, source: Source, window: ReadWindow, max_shard_size: int | None) -> None:
@@ -153,17 +164,13 @@ def convert(
     """
     if to is Format.TORCH:
         raise ValueError("to: found torch, expected shardwise, dcp or hf; use consolidate")
-    source = find_checkpoint(source)
-    check_destination(destination, source, force=force)
-    with open_source(source) as opened:
-        paths = model_tensors(opened).values() if to is Format.HF else opened.tensors
-        window = ReadWindow(buffer, watch(sum(opened.tensors[path].nbytes for path in paths)))
-        with written_beside(destination, source, force=force) as folder:
-            folder.mkdir()
-            match to:
-                case Format.SHARDWISE:
-                    write_shardwise(folder, opened, window)
-                case Format.DCP:
-                    write_dcp(folder, opened, window)
-                case _:
-                    _write_hf(folder, opened, window, max_shard_size)
+    everything = to is not Format.HF
+    with _written(source, destination, everything, force, buffer, watch) as (folder, read, window):
+        folder.mkdir()
+        match to:
+            case Format.SHARDWISE:
+                write_shardwise(folder, read, window)
+            case Format.DCP:
+                write_dcp(folder, read, window)
+            case _:
+                _write_hf(folder, read, window, max_shard_size)

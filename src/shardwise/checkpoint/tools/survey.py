@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.commit import check_complete, check_files, is_partial, step_folder
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry
+from shardwise.checkpoint.disk.commit import check_complete, is_partial, lost_files, step_folder
+from shardwise.checkpoint.disk.entries import TensorEntry
+from shardwise.checkpoint.disk.files import size_of
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER, PieceReader
 from shardwise.checkpoint.formats.detect import Format, format_of, open_source, steps_root
@@ -158,7 +158,8 @@ def _step_of(folder: Path) -> int | None:
 
 def _look(path: Path) -> Listed:
     form = format_of(path)
-    step, nbytes = _step_of(path), _size(path)
+    step = _step_of(path)
+    nbytes = path.stat().st_size if path.is_file() else size_of(path)
     if is_partial(path):
         problem = "is being written or deleted, or was left by a killed process"
         return Listed(path, step, form, nbytes, problem)
@@ -183,16 +184,6 @@ def _problem(path: Path) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
-
-
-def _size(path: Path) -> int:
-    if path.is_file():
-        return path.stat().st_size
-    total = 0
-    for each in path.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # of a folder that is being deleted
-            total += each.stat().st_size if each.is_file() else 0
-    return total
 
 
 @dataclass(frozen=True)
@@ -239,7 +230,7 @@ def verify(
 
 def _damages(path: Path, buffer: int, watch: Watch) -> Iterator[Damage]:
     manifest = read_manifest(path)
-    lost = _lost_files(path, manifest)
+    lost = lost_files(path, manifest)
     in_file: dict[str, list[TensorEntry]] = {file: [] for file in lost}
     for entry in manifest.tensors:
         for file in {piece.file for piece in entry.pieces} & lost.keys():
@@ -259,14 +250,3 @@ def _damages(path: Path, buffer: int, watch: Watch) -> Iterator[Damage]:
                         progress(chunk.nbytes)
                 except CheckpointError as error:
                     yield Damage(piece.file, entry.name, entry.key(piece), str(error))
-
-
-def _lost_files(path: Path, manifest: Manifest) -> dict[str, str]:
-    """The files that are missing or have the wrong size, with the reason."""
-    lost = {}
-    for name, size in manifest.files.items():
-        try:
-            check_files(path, replace(manifest, files={name: size}))
-        except CheckpointError as error:
-            lost[name] = str(error)
-    return lost

@@ -29,7 +29,7 @@ from shardwise.checkpoint.ranks.hf import (
     write_model,
 )
 from shardwise.frontends.fsdp2 import fully_shard
-from shardwise.frontends.wrap.apply import AUTO, Policy, apply_wrap
+from shardwise.frontends.wrap import AUTO, Policy, apply_wrap
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel

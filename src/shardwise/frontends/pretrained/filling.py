@@ -31,9 +31,9 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.source import ReadWindow, Source, model_tensors
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.loading import own_part, read_part, tensors_of
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.checkpoint.ranks.state import ties as ties_of
-from shardwise.checkpoint.ranks.weights import parts, read_parts, tensors_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
 from shardwise.frontends.pretrained.building import Name, find
@@ -66,14 +66,18 @@ class _FillPlan:
     Attributes:
         direct: the tensor of the file that it is.
         converted: the conversion that makes it.
-        shapes: shape of each of these.
         unexpected: tensors of the files without a place in the model.
     """
 
     direct: dict[str, StatePath] = field(default_factory=dict)
     converted: dict[str, _Conversion] = field(default_factory=dict)
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     unexpected: list[str] = field(default_factory=list)
+
+    def shape_of(self, name: str, source: Source) -> tuple[int, ...]:
+        """The shape of one of these tensors."""
+        if name in self.converted:
+            return tuple(self.converted[name].made[name].shape)
+        return source.tensors[self.direct[name]].shape
 
 
 @dataclass
@@ -168,7 +172,7 @@ def _load(
         first = {each: plain for each, plain in found.items() if ties.get(each, [each])[0] == each}
         for each, plain in first.items():
             if plain in plan.direct:
-                read_parts(state[each], each, source, window, plan.direct[plain])
+                read_part(state[each], each, source, window, plan.direct[plain])
         converted: dict[str, list[torch.Tensor]] = {}  # a weight, and copies that adapters make
         for each, plain in first.items():
             if plain in plan.converted:
@@ -197,16 +201,13 @@ def _plan(conversions: hf.Conversions, source: Source) -> _FillPlan:
         if not conversions.has(target):
             plan.unexpected.append(target)
         elif pattern is None:
-            path = plan.direct.setdefault(target, stored[name])
-            plan.shapes[target] = source.tensors[path].shape
+            plan.direct.setdefault(target, stored[name])
         else:
             job = jobs.setdefault(target, _Conversion(target))
             job.sources.setdefault(pattern, []).append(stored[name])
     for job in jobs.values():
         _convert(job, conversions, source)
-        for target, weight in job.made.items():
-            plan.converted[target] = job
-            plan.shapes[target] = tuple(weight.shape)
+        plan.converted |= dict.fromkeys(job.made, job)
     return plan
 
 
@@ -238,9 +239,9 @@ def _check_shapes(
     source: Source, plan: _FillPlan, state: Mapping[str, torch.Tensor], found: Mapping[str, str]
 ) -> None:
     wrong = [
-        f"{name}: found shape {list(plan.shapes[plain])}, expected {list(state[name].shape)}"
+        f"{name}: found shape {list(shape)}, expected {list(state[name].shape)}"
         for name, plain in found.items()
-        if plan.shapes[plain] != tuple(state[name].shape)
+        if (shape := plan.shape_of(plain, source)) != tuple(state[name].shape)
     ]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""
@@ -266,16 +267,15 @@ def _read_converted(
         made = job.made[plain]
         if isinstance(made, Pieced):
             for tensor in tensors:
-                for box, local in parts(tensor):
-                    made.read(source, window, box, local)
+                made.read(source, window, *own_part(tensor))
         elif id(job) not in done:
             done.add(id(job))
             read = functools.partial(_read_full, source, tensors[0].dtype)  # dtypes come first
             full = conversions.convert(job.target, job.each(read))
             for name in full.keys() & wanted.keys():
                 for tensor in wanted[name]:
-                    for box, local in parts(tensor):
-                        local.copy_(narrow(full[name], box))
+                    box, local = own_part(tensor)
+                    local.copy_(narrow(full[name], box))
 
 
 def _read_full(source: Source, dtype: torch.dtype, path: StatePath) -> torch.Tensor:

@@ -32,8 +32,8 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import Conversion, write_model
+from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor
-from shardwise.checkpoint.ranks.weights import parts, tensors_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
 from shardwise.frontends.pretrained.merging import ADAPTER_WEIGHTS, PREFIX
@@ -142,8 +142,8 @@ def initialize_adapters(model: PeftModel, group: dist.ProcessGroup | None = None
         state = dict(adapter_tensors(model))
         with torch.no_grad():
             for name, full in _initial_values(model):
-                for box, local in parts(state[name]):
-                    local.copy_(narrow(full, box))
+                box, local = own_part(state[name])
+                local.copy_(narrow(full, box))
 
     with same_random_numbers(model, ranks, doing):
         ranks.all(doing, run)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -117,17 +117,9 @@ class _Layer:
     sources: Mapping[str, tuple[Source, StatePath]]
 
 
-@dataclass
-class _MergePlan:
-    """What becomes of the tensors of the base.
-
-    Attributes:
-        merged: the layer of each tensor that is merged, and the tensor's name in that layer's base.
-        replaced: where to read each tensor that the adapters replace.
-    """
-
-    merged: dict[str, tuple[_Layer, str]] = field(default_factory=dict)
-    replaced: dict[str, tuple[Source, StatePath]] = field(default_factory=dict)
+#: The layer of each tensor that is merged, and the tensor's name in that layer's base; and where to
+#: read each tensor that the adapters replace.
+_MergePlan = tuple[dict[str, tuple[_Layer, str]], dict[str, tuple[Source, StatePath]]]
 
 
 class MergedSource(Source):
@@ -165,8 +157,8 @@ class MergedSource(Source):
         self._names = {
             path: name for name, path in stored.items() if stored.get(dotted(path[1:])) != path
         }
-        self._plan = _plan(_adapted(model, adapters), values, base, stored)
-        changed = (self._plan.merged.keys() | self._plan.replaced.keys()) & ties.keys()
+        self._changed, self._replaced = _plan(_adapted(model, adapters), values, base, stored)
+        changed = (self._changed.keys() | self._replaced.keys()) & ties.keys()
         for name in sorted(changed):
             if not {name, *ties[name]} <= ends:
                 raise CheckpointError(
@@ -182,11 +174,11 @@ class MergedSource(Source):
     def read(self, path: StatePath, box: Box, into: torch.Tensor) -> None:
         """Read a part of a tensor; see :class:`.Source`."""
         name = self._names.get(path, dotted(path[1:]))
-        if name in self._plan.merged:
-            layer, inside = self._plan.merged[name]
+        if name in self._changed:
+            layer, inside = self._changed[name]
             into.copy_(narrow(self._merged(layer)[inside], box))
-        elif name in self._plan.replaced:
-            source, stored = self._plan.replaced[name]
+        elif name in self._replaced:
+            source, stored = self._replaced[name]
             found = torch.empty(box.sizes, dtype=torch_dtype(source.tensors[stored].dtype))
             source.read(stored, box, found)
             into.copy_(found)
@@ -308,7 +300,8 @@ def _plan(
         names[id(param)]: (values, given[key]) for key, param in saved.items() if key not in named
     }
     sources |= {name: (values, given[name]) for name in of_base}
-    plan = _MergePlan()
+    merged: dict[str, tuple[_Layer, str]] = {}
+    replaced: dict[str, tuple[Source, StatePath]] = {}
 
     def source_of(name: str, plain: str) -> tuple[Source, StatePath]:
         found = sources.get(name)
@@ -348,22 +341,22 @@ def _plan(
                 },
             )
             for each, _ in kernel.named_parameters():
-                plan.merged[f"{plain}.{each}"] = layer, each
+                merged[f"{plain}.{each}"] = layer, each
         elif isinstance(module, ModulesToSaveWrapper):
             inside.add(f"{name}.")
             adapter = module.active_adapters[0]
             for each, _ in module.original_module.named_parameters():
                 found = source_of(f"{name}.modules_to_save.{adapter}.{each}", f"{plain}.{each}")
-                plan.replaced[f"{plain}.{each}"] = found
+                replaced[f"{plain}.{each}"] = found
         elif isinstance(module, AuxiliaryTrainingWrapper):
             raise CheckpointError(f"{plain}: {type(module).__name__} cannot be merged")
     for name in sources:
         plain = name.removeprefix(PREFIX)
         if not any(name.startswith(each) for each in inside):
-            plan.replaced[plain] = source_of(name, plain)
-    if not plan.merged and not plan.replaced:
+            replaced[plain] = source_of(name, plain)
+    if not merged and not replaced:
         raise CheckpointError(f"{values.where}: contains nothing that could be merged")
-    return plan
+    return merged, replaced
 
 
 def _check_names(values: Source, expected: Set[str], found: Set[str]) -> None:

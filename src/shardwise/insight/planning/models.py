@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwise.frontends.pretrained.opening import model_of
-from shardwise.frontends.wrap.policies import matches, repeated_blocks
+from shardwise.frontends.wrap import matches, repeated_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.presets import (
     BYTE_VOCABULARY,

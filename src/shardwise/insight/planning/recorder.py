@@ -492,7 +492,7 @@ _KINDS = {
     "sharding/delivery.py": Memory.GRADIENTS,
     "sharding/param.py": Memory.GRADIENTS,
     "optim/offloaded/stores.py": Memory.OPTIMIZER,
-    "optim/whole.py": Memory.TRANSPORT,
+    "optim/matrices.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
 }
 #: Functions of those files that allocate for something else, or what stands for it.
@@ -503,6 +503,7 @@ _EXCEPTIONS = {
     "take": Memory.TRANSPORT,  # of a loan of scratch
     "_block": Memory.TRANSPORT,
     "add_in_order": Memory.OTHER,
+    **dict.fromkeys(("_prepare", "_apply", "orthogonalize"), Memory.OTHER),  # of Muon
     "_shared_full_parameters": Memory.FULL_PARAMETERS,
     "_shared_staging": Memory.TRANSPORT,
     "_copy_of_gloo": Memory.OTHER,

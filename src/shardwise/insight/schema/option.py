@@ -2,7 +2,7 @@
 
 A default, its type, its bounds and its help stand in one place::
 
-    seed: Annotated[int, SEEDS] = field(default=0, metadata=option("Seed of all.", TRAINING))
+    seed: Annotated[int, SEEDS] = setting(0, "Seed of all.", TRAINING)
 
 A field without metadata is no option. A field that holds another configuration contributes the
 options of that one.
@@ -13,13 +13,15 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from shardwise.base.errors import NotPossibleError
 from shardwise.elastic.errors import UserError
+
+T = TypeVar("T")
 
 #: Keys of ``dataclasses.field(metadata=...)``.
 OPTION, GROUP = "option", "group"
@@ -126,6 +128,8 @@ class Option:
             :class:`~shardwise.base.errors.NotPossibleError`.
         completions: what shells may offer, beside the values of an enum.
         takes_arguments: for a tuple: arguments behind the option without a name belong to it.
+        fixed: a run goes on with the value that it began with: a checkpoint brings it back whatever
+            the option says, or it changes the order of the data.
     """
 
     help: str
@@ -139,6 +143,7 @@ class Option:
     reads: Reads | Callable[[str], Any] = Reads.PLAIN
     completions: tuple[str, ...] = ()
     takes_arguments: bool = False
+    fixed: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,12 @@ class Group:
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:
     """Return the metadata of a field that is an option; see :class:`Option`."""
     return {OPTION: Option(help=text, panel=panel, **settings)}
+
+
+def setting(default: T, text: str, panel: str | None = None, **settings: Any) -> T:
+    """Return a field that is an option, with its default; see :class:`Option`."""
+    found: Any = field(default=default, metadata=option(text, panel, **settings))
+    return cast("T", found)
 
 
 def model_option(presets: Iterable[str]) -> dict[str, Option]:
@@ -266,6 +277,32 @@ class Config:
                 value.check_values()
 
 
+def configurations(config: Any) -> Iterator[Any]:
+    """Return a configuration and all that it holds."""
+    yield config
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if isinstance(value, Config):
+            yield from configurations(value)
+
+
+def option_names(config: Any) -> dict[str, str]:
+    """Return the options of a configuration and of all that it holds, by the names of fields."""
+    every = (kinds_of(each) for each in configurations(config))
+    return {name: kind.name for kinds in every for name, kind in kinds.items()}
+
+
+def fixed_defaults(config: Any) -> dict[str, Any]:
+    """Return the defaults of all settings that a run goes on with, as plain values; None: none."""
+    found = {}
+    for each in configurations(config):
+        for setting in fields(each):
+            if OPTION in setting.metadata and setting.metadata[OPTION].fixed:
+                default = None if setting.default is MISSING else setting.default
+                found[setting.name] = _plain(default)
+    return found
+
+
 @contextlib.contextmanager
 def naming(option: str, hint: str = "") -> Iterator[None]:
     """Report what is not possible as a mistake in an option."""
@@ -310,18 +347,18 @@ def view(*configs: Any, of: type, **own: Any) -> dict[str, Any]:
 
 def as_json(config: Any) -> dict[str, Any]:
     """Return a configuration as plain values that JSON can hold."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Config):
-            return {each.name: plain(getattr(value, each.name)) for each in fields(value)}
-        if isinstance(value, tuple):
-            return [plain(each) for each in value]
-        if isinstance(value, enum.Enum):
-            return value.value
-        return value if isinstance(value, str | int | float | None) else str(value)
-
-    values: dict[str, Any] = plain(config)
+    values: dict[str, Any] = _plain(config)
     return values
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Config):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def flatten(values: Mapping[str, Any]) -> dict[str, Any]:

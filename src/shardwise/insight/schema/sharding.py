@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 from shardwise.base.places import OffloadPlace
@@ -26,8 +26,8 @@ from shardwise.insight.schema.option import (
     Count,
     OptionError,
     naming,
-    option,
     require,
+    setting,
 )
 from shardwise.transport.wire import PLAIN, Encoding, Wire, WireError, Wires
 
@@ -102,123 +102,104 @@ class StrategyConfig(Config):
         master_dtype: dtype of copies of the parameters that are kept with the states.
     """
 
-    strategy: Strategy = field(
-        default=Strategy.FULL_SHARD,
-        metadata=option("What is sharded: {choices}.", SHARDING, metavar="NAME"),
+    strategy: Strategy = setting(
+        Strategy.FULL_SHARD, "What is sharded: {choices}.", SHARDING, metavar="NAME"
     )
-    shard_dtype: PrecisionName | None = field(
-        default=PrecisionName.FP32,
-        metadata=option(
-            "Dtype of parameters, gradients and optimizer state between steps.", SHARDING
-        ),
+    shard_dtype: PrecisionName | None = setting(
+        PrecisionName.FP32,
+        "Dtype of parameters, gradients and optimizer state between steps.",
+        SHARDING,
+        fixed=True,
     )
-    param_dtype: PrecisionName | None = field(
-        default=None,
-        metadata=option("Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"),
+    param_dtype: PrecisionName | None = setting(
+        None, "Dtype of forward and backward.", SHARDING, shown="that of --shard-dtype"
     )
-    reduce_dtype: PrecisionName | None = field(
-        default=PrecisionName.FP32, metadata=option("Dtype to reduce gradients in.", SHARDING)
+    reduce_dtype: PrecisionName | None = setting(
+        PrecisionName.FP32, "Dtype to reduce gradients in.", SHARDING
     )
-    collective_wire: Wires = field(
-        default=PLAIN,
-        metadata=option(
-            "What is sent between hosts: bf16, fp8 or int8; or parts of gather=bf16, reduce=int8 "
-            "and error-feedback, separated by commas. See docs/meshes.md.",
-            SHARDING,
-            name="--wire",
-            metavar="FORMATS",
-            shown="fp32",
-            reads=parse_wires,
-            completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
-        ),
+    collective_wire: Wires = setting(
+        PLAIN,
+        "What is sent between hosts: bf16, fp8 or int8; or parts of gather=bf16, reduce=int8 "
+        "and error-feedback, separated by commas. See docs/meshes.md.",
+        SHARDING,
+        name="--wire",
+        metavar="FORMATS",
+        shown="fp32",
+        reads=parse_wires,
+        completions=("bf16", "fp8", "int8", "reduce=int8,error-feedback"),
     )
-    reshard_after_forward: str | int | None = field(
-        default=None,
-        metadata=option(
-            "Between forward and backward, keep the parameters of each block cut over the ranks "
-            "of a host (host) or over this many ranks: only forward gathers between hosts.",
-            SHARDING,
-            metavar="RANKS",
-            shown="all ranks",
-            completions=(HOST,),
-        ),
+    reshard_after_forward: str | int | None = setting(
+        None,
+        "Between forward and backward, keep the parameters of each block cut over the ranks "
+        "of a host (host) or over this many ranks: only forward gathers between hosts.",
+        SHARDING,
+        metavar="RANKS",
+        shown="all ranks",
+        completions=(HOST,),
     )
-    activation_checkpointing: Checkpointing = field(
-        default=Checkpointing.NONE,
-        metadata=option(
-            "Activations that are recomputed in backward instead of being kept: {choices}.",
-            SHARDING,
-            former=("--use-gradient-checkpointing",),
-            flags={
-                "--activation-checkpointing": (
-                    Checkpointing.FULL,
-                    "Recompute activations in backward instead of keeping them.",
-                ),
-                "--selective-checkpointing": (
-                    Checkpointing.SELECTIVE,
-                    "The same, but keep the results of matrix products, convolutions and "
-                    "attention.",
-                ),
-                "--operator-checkpointing": (
-                    Checkpointing.OPERATOR,
-                    "The same, but keep only every second of these products.",
-                ),
-                "--keep-activations": (
-                    Checkpointing.NONE,
-                    "Keep all activations, whatever --config says.",
-                ),
-            },
-        ),
+    activation_checkpointing: Checkpointing = setting(
+        Checkpointing.NONE,
+        "Activations that are recomputed in backward instead of being kept: {choices}.",
+        SHARDING,
+        former=("--use-gradient-checkpointing",),
+        flags={
+            "--activation-checkpointing": (
+                Checkpointing.FULL,
+                "Recompute activations in backward instead of keeping them.",
+            ),
+            "--selective-checkpointing": (
+                Checkpointing.SELECTIVE,
+                "The same, but keep the results of matrix products, convolutions and attention.",
+            ),
+            "--operator-checkpointing": (
+                Checkpointing.OPERATOR,
+                "The same, but keep only every second of these products.",
+            ),
+            "--keep-activations": (
+                Checkpointing.NONE,
+                "Keep all activations, whatever --config says.",
+            ),
+        },
     )
-    recompute_every: Count = field(
-        default=1,
-        metadata=option(
-            "With activation checkpointing: recompute in every N-th block, and keep the "
-            "activations of the others.",
-            SHARDING,
-            metavar="N",
-        ),
+    recompute_every: Count = setting(
+        1,
+        "With activation checkpointing: recompute in every N-th block, and keep the "
+        "activations of the others.",
+        SHARDING,
+        metavar="N",
     )
-    compile: bool = field(
-        default=False,
-        metadata=option("Compile each block with torch.compile before the first step.", SHARDING),
+    compile: bool = setting(
+        False, "Compile each block with torch.compile before the first step.", SHARDING
     )
-    transport: TransportName = field(
-        default=TransportName.AUTO,
-        metadata=option(
-            "How bytes move between ranks: {choices}.",
-            SHARDING,
-            metavar="NAME",
-            env="SHARDWISE_TRANSPORT",
-        ),
+    transport: TransportName = setting(
+        TransportName.AUTO,
+        "How bytes move between ranks: {choices}.",
+        SHARDING,
+        metavar="NAME",
+        env="SHARDWISE_TRANSPORT",
     )
-    offload: str | None = field(
-        default=None,
-        metadata=option(
-            "Keep optimizer states on the host of an accelerator (host) or in a folder of a local "
-            "disk (disk:FOLDER), except during the step.",
-            TRAINING,
-            metavar="PLACE",
-            shown="in memory",
-        ),
+    offload: str | None = setting(
+        None,
+        "Keep optimizer states on the host of an accelerator (host) or in a folder of a local "
+        "disk (disk:FOLDER), except during the step.",
+        TRAINING,
+        metavar="PLACE",
+        shown="in memory",
     )
-    offload_parameters: str | None = field(
-        default=None,
-        metadata=option(
-            "Keep the parameters there, too, except while they are used: host or disk:FOLDER.",
-            TRAINING,
-            metavar="PLACE",
-            shown="in memory",
-        ),
+    offload_parameters: str | None = setting(
+        None,
+        "Keep the parameters there, too, except while they are used: host or disk:FOLDER.",
+        TRAINING,
+        metavar="PLACE",
+        shown="in memory",
     )
-    master_dtype: PrecisionName | None = field(
-        default=None,
-        metadata=option(
-            "With --offload: dtype of copies of the parameters that the optimizer updates, kept "
-            "with its states; --shard-dtype is that of the parameters.",
-            TRAINING,
-            shown="no copies",
-        ),
+    master_dtype: PrecisionName | None = setting(
+        None,
+        "With --offload: dtype of copies of the parameters that the optimizer updates, kept "
+        "with its states; --shard-dtype is that of the parameters.",
+        TRAINING,
+        shown="no copies",
+        fixed=True,
     )
 
     @property
@@ -283,29 +264,23 @@ class StepConfig(Config):
         stepping: when the optimizer steps.
     """
 
-    batch_size: Count = field(
-        default=1, metadata=option("Examples per rank and microbatch.", TRAINING)
-    )
-    accumulate: Count = field(
-        default=1, metadata=option("Microbatches per step; gradients are reduced once.", TRAINING)
-    )
-    stepping: Stepping = field(
-        default=Stepping.AFTER_BACKWARD,
-        metadata=option(
-            "When the optimizer steps.",
-            TRAINING,
-            flags={
-                "--step-in-backward": (
-                    Stepping.IN_BACKWARD,
-                    "Step with each group as soon as its gradients are reduced, which saves the "
-                    "memory of gradients; --clip-grad then goes by the norm of the step before.",
-                ),
-                "--step-after-backward": (
-                    Stepping.AFTER_BACKWARD,
-                    "Step after backward, whatever --config says.",
-                ),
-            },
-        ),
+    batch_size: Count = setting(1, "Examples per rank and microbatch.", TRAINING)
+    accumulate: Count = setting(1, "Microbatches per step; gradients are reduced once.", TRAINING)
+    stepping: Stepping = setting(
+        Stepping.AFTER_BACKWARD,
+        "When the optimizer steps.",
+        TRAINING,
+        flags={
+            "--step-in-backward": (
+                Stepping.IN_BACKWARD,
+                "Step with each group as soon as its gradients are reduced, which saves the "
+                "memory of gradients; --clip-grad then goes by the norm of the step before.",
+            ),
+            "--step-after-backward": (
+                Stepping.AFTER_BACKWARD,
+                "Step after backward, whatever --config says.",
+            ),
+        },
     )
 
 
@@ -313,21 +288,16 @@ class StepConfig(Config):
 class ShardingConfig(StrategyConfig):
     """How a training shards its model over the ranks that there are."""
 
-    replicas: Count | None = field(
-        default=None,
-        metadata=option(
-            "Copies of the model, for strategies that have several.",
-            SHARDING,
-            shown="one per host",
-        ),
+    replicas: Count | None = setting(
+        None,
+        "Copies of the model, for strategies that have several.",
+        SHARDING,
+        shown="one per host",
     )
     #: Whether the job was started for several hosts. Hybrid strategies then go on with one host,
     #: if only one is left.
     over_hosts: bool = False
-    mesh: str | None = field(
-        default=None,
-        metadata=option("The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING),
-    )
+    mesh: str | None = setting(None, "The same as a mesh: dp_replicate=R,dp_shard=S.", SHARDING)
 
     def check_values(self) -> None:
         """Check what is kept where, and that the mesh is said once.

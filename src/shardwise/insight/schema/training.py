@@ -36,6 +36,7 @@ from shardwise.insight.schema.option import (
     Seconds,
     option,
     require,
+    setting,
 )
 from shardwise.insight.schema.sharding import ShardingConfig, StepConfig, Stepping
 
@@ -94,15 +95,14 @@ LION_FACTOR = 4
 ADAFACTOR_FACTOR = 25
 
 _GROUP = "--param-group"
-_PARAM_GROUPS: Any = field(
-    default=(),
-    metadata=option(
-        "Peak lr, weight_decay, or both, separated by a comma, of parameters whose names match a "
-        "pattern: 'embed*:lr=1e-4'. May be repeated.",
-        TRAINING,
-        name=_GROUP,
-        metavar="RULE",
-    ),
+_PARAM_GROUPS: Any = setting(
+    (),
+    "Peak lr, weight_decay, or both, separated by a comma, of parameters whose names match a "
+    "pattern: 'embed*:lr=1e-4'. May be repeated.",
+    TRAINING,
+    name=_GROUP,
+    metavar="RULE",
+    fixed=True,
 )
 
 
@@ -110,63 +110,50 @@ _PARAM_GROUPS: Any = field(
 class OptimizerConfig(Config):
     """An optimizer, and how its learning rate changes; see :func:`~.build.learning_rate`."""
 
-    algorithm: OptimizerName = field(
-        default=OptimizerName.ADAMW,
-        metadata=option(
-            "What updates parameters: {choices}. adamw8bit keeps AdamW's moments in a quarter of "
-            "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW. "
-            "lion and adafactor have other defaults of --lr.",
-            TRAINING,
-            name="--optimizer",
-            metavar="NAME",
-        ),
+    algorithm: OptimizerName = setting(
+        OptimizerName.ADAMW,
+        "What updates parameters: {choices}. adamw8bit keeps AdamW's moments in a quarter of "
+        "the memory. muon is for the matrices of hidden layers, and leaves the rest to AdamW. "
+        "lion and adafactor have other defaults of --lr.",
+        TRAINING,
+        name="--optimizer",
+        metavar="NAME",
+        fixed=True,
     )
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
-    warmup: Natural = field(
-        default=20, metadata=option("Steps of linear warmup, at most half of all.", TRAINING)
+    warmup: Natural = setting(20, "Steps of linear warmup, at most half of all.", TRAINING)
+    schedule: ScheduleName = setting(
+        ScheduleName.COSINE, "Learning rate after the warmup: {choices}.", TRAINING, metavar="NAME"
     )
-    schedule: ScheduleName = field(
-        default=ScheduleName.COSINE,
-        metadata=option("Learning rate after the warmup: {choices}.", TRAINING, metavar="NAME"),
+    decay_steps: Count | None = setting(
+        None,
+        "The last steps of the run, in which the learning rate decays; until then it stays at "
+        "its peak.",
+        TRAINING,
+        shown="all after the warmup; a tenth of the run with warmup-stable-decay",
     )
-    decay_steps: Count | None = field(
-        default=None,
-        metadata=option(
-            "The last steps of the run, in which the learning rate decays; until then it stays at "
-            "its peak.",
-            TRAINING,
-            shown="all after the warmup; a tenth of the run with warmup-stable-decay",
-        ),
+    min_lr: NotNegative | None = setting(
+        None, "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
     )
-    min_lr: NotNegative | None = field(
-        default=None,
-        metadata=option(
-            "Learning rate at the end of the decay.", TRAINING, shown="a tenth of --lr"
-        ),
+    beta1: Fraction = setting(0.9, "First beta of AdamW and of Lion.", TRAINING, fixed=True)
+    beta2: Fraction = setting(
+        0.95,
+        "Second beta of AdamW and of Lion, for which the default is 0.99.",
+        TRAINING,
+        fixed=True,
     )
-    beta1: Fraction = field(
-        default=0.9, metadata=option("First beta of AdamW and of Lion.", TRAINING)
+    momentum: Fraction | None = setting(
+        None,
+        "Momentum of Muon and of SGD.",
+        TRAINING,
+        shown="0.95 for muon, 0.9 for sgd",
+        fixed=True,
     )
-    beta2: Fraction = field(
-        default=0.95,
-        metadata=option(
-            "Second beta of AdamW and of Lion, for which the default is 0.99.", TRAINING
-        ),
-    )
-    momentum: Fraction | None = field(
-        default=None,
-        metadata=option(
-            "Momentum of Muon and of SGD.", TRAINING, shown="0.95 for muon, 0.9 for sgd"
-        ),
-    )
-    weight_decay: NotNegative = field(
-        default=0.1,
-        metadata=option("Weight decay of matrices; norms and biases have none.", TRAINING),
+    weight_decay: NotNegative = setting(
+        0.1, "Weight decay of matrices; norms and biases have none.", TRAINING, fixed=True
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
-    clip_grad: NotNegative = field(
-        default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
-    )
+    clip_grad: NotNegative = setting(1.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
 
     @property
     def betas(self) -> tuple[float, float]:
@@ -212,14 +199,12 @@ class SgdConfig(Config):
     """Stochastic gradient descent with momentum."""
 
     lr: Positive = field(metadata=option("Peak learning rate.", TRAINING))
-    momentum: Fraction = field(default=0.9, metadata=option("Momentum of SGD.", TRAINING))
-    weight_decay: NotNegative = field(
-        default=1e-4, metadata=option("Weight decay of all parameters.", TRAINING)
+    momentum: Fraction = setting(0.9, "Momentum of SGD.", TRAINING, fixed=True)
+    weight_decay: NotNegative = setting(
+        1e-4, "Weight decay of all parameters.", TRAINING, fixed=True
     )
     param_groups: tuple[str, ...] = _PARAM_GROUPS
-    clip_grad: NotNegative = field(
-        default=0.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
-    )
+    clip_grad: NotNegative = setting(0.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
 
     def check_values(self) -> None:
         """Check numbers, and the settings of groups.
@@ -235,79 +220,63 @@ class SgdConfig(Config):
 class DilocoConfig(Config):
     """How replicas that train apart exchange parameters; see :class:`shardwise.diloco.DiLoCo`."""
 
-    local_steps: Count = field(
-        default=500, metadata=option("Steps of each replica between two exchanges.", DILOCO)
+    local_steps: Count = setting(500, "Steps of each replica between two exchanges.", DILOCO)
+    outer_lr: Positive = setting(OuterSGD.lr, "Learning rate of the outer optimizer.", DILOCO)
+    outer_momentum: Fraction = setting(
+        OuterSGD.momentum, "Nesterov momentum of the outer optimizer.", DILOCO
     )
-    outer_lr: Positive = field(
-        default=OuterSGD.lr, metadata=option("Learning rate of the outer optimizer.", DILOCO)
+    outer_warmup: Natural = setting(
+        OuterSGD.warmup, "Exchanges over which that momentum rises from 0.", DILOCO
     )
-    outer_momentum: Fraction = field(
-        default=OuterSGD.momentum,
-        metadata=option("Nesterov momentum of the outer optimizer.", DILOCO),
+    wire: WireFormat = setting(
+        WireFormat.FP32,
+        "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4 or ternary.",
+        DILOCO,
+        name="--diloco-wire",
+        metavar="NAME",
+        reads=lambda text: WireFormat(text.strip()),
+        completions=tuple(each.value for each in WireFormat),
     )
-    outer_warmup: Natural = field(
-        default=OuterSGD.warmup,
-        metadata=option("Exchanges over which that momentum rises from 0.", DILOCO),
+    error_feedback: bool = setting(
+        False,
+        "Add what the format lost to the next exchange; int4 and ternary always do.",
+        DILOCO,
+        name="--diloco-error-feedback",
     )
-    wire: WireFormat = field(
-        default=WireFormat.FP32,
-        metadata=option(
-            "Format of what is sent: fp32, fp16, bf16, fp8, int8, int4 or ternary.",
-            DILOCO,
-            name="--diloco-wire",
-            metavar="NAME",
-            reads=lambda text: WireFormat(text.strip()),
-            completions=tuple(each.value for each in WireFormat),
-        ),
+    fragments: int = setting(
+        Streaming.fragments,
+        "Parts of the model, exchanged one after another.",
+        DILOCO,
+        name="--diloco-fragments",
     )
-    error_feedback: bool = field(
-        default=False,
-        metadata=option(
-            "Add what the format lost to the next exchange; int4 and ternary always do.",
-            DILOCO,
-            name="--diloco-error-feedback",
-        ),
+    overlap: int = setting(
+        Streaming.overlap,
+        "Training steps that an exchange may overlap with.",
+        DILOCO,
+        name="--diloco-overlap",
     )
-    fragments: int = field(
-        default=Streaming.fragments,
-        metadata=option(
-            "Parts of the model, exchanged one after another.", DILOCO, name="--diloco-fragments"
-        ),
-    )
-    overlap: int = field(
-        default=Streaming.overlap,
-        metadata=option(
-            "Training steps that an exchange may overlap with.", DILOCO, name="--diloco-overlap"
-        ),
-    )
-    alpha: Fraction = field(
-        default=Streaming.alpha,
-        metadata=option(
-            "Share of its own parameters that a replica keeps at an exchange, 0 to 1.",
-            DILOCO,
-            name="--diloco-alpha",
-        ),
+    alpha: Fraction = setting(
+        Streaming.alpha,
+        "Share of its own parameters that a replica keeps at an exchange, 0 to 1.",
+        DILOCO,
+        name="--diloco-alpha",
     )
 
-    overlapped: Overlapped = field(
-        default=Streaming.overlapped,
-        metadata=option(
-            "What becomes of the steps during an exchange: {choices}.",
-            DILOCO,
-            name="--diloco-overlapped",
-            metavar="NAME",
-        ),
+    overlapped: Overlapped = setting(
+        Streaming.overlapped,
+        "What becomes of the steps during an exchange: {choices}.",
+        DILOCO,
+        name="--diloco-overlapped",
+        metavar="NAME",
     )
 
-    deadline: Seconds | None = field(
-        default=None,
-        metadata=option(
-            "Make every replica a world of its own, which may be lost and come back. A round waits "
-            "this many seconds for one that is late.",
-            DILOCO,
-            name="--diloco-deadline",
-            metavar="SECONDS",
-        ),
+    deadline: Seconds | None = setting(
+        None,
+        "Make every replica a world of its own, which may be lost and come back. A round waits "
+        "this many seconds for one that is late.",
+        DILOCO,
+        name="--diloco-deadline",
+        metavar="SECONDS",
     )
 
     def check_values(self) -> None:
@@ -364,87 +333,66 @@ class OutputConfig(Config):
     """What a run writes, where, and how often."""
 
     out: Path = field(metadata=option("Folder of the run.", OUTPUT, metavar="PATH"))
-    checkpoint_every: Natural = field(
-        default=100,
-        metadata=option("Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT),
+    checkpoint_every: Natural = setting(
+        100, "Steps between checkpoints; 0: only at the end or when stopped.", OUTPUT
     )
-    keep_last: Count = field(default=2, metadata=option("Checkpoints to keep.", OUTPUT))
-    keep_best: bool = field(
-        default=False,
-        metadata=option(
-            "Save whenever the validation loss is the lowest so far, and keep that checkpoint "
-            "beside the last ones.",
-            OUTPUT,
-        ),
+    keep_last: Count = setting(2, "Checkpoints to keep.", OUTPUT)
+    keep_best: bool = setting(
+        False,
+        "Save whenever the validation loss is the lowest so far, and keep that checkpoint "
+        "beside the last ones.",
+        OUTPUT,
     )
-    async_checkpoint: bool = field(
-        default=False,
-        metadata=option(
-            "Train on while a checkpoint is written; needs memory for a copy of each rank's "
-            "shards and optimizer state.",
-            OUTPUT,
-        ),
+    async_checkpoint: bool = setting(
+        False,
+        "Train on while a checkpoint is written; needs memory for a copy of each rank's "
+        "shards and optimizer state.",
+        OUTPUT,
     )
-    eval_every: Natural = field(
-        default=100,
-        metadata=option(
-            "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
-        ),
+    eval_every: Natural = setting(
+        100, "Steps between evaluations; 0: only at the end.", OUTPUT, former=("--eval-interval",)
     )
-    timeline: str | None = field(
-        default=None,
-        metadata=option(
-            "Record what every rank does in some steps, such as 5-8; auto: four, after four more. "
-            "See docs/timeline.md.",
-            OUTPUT,
-            metavar="STEPS",
-            completions=("auto",),
-        ),
+    timeline: str | None = setting(
+        None,
+        "Record what every rank does in some steps, such as 5-8; auto: four, after four more. "
+        "See docs/timeline.md.",
+        OUTPUT,
+        metavar="STEPS",
+        completions=("auto",),
     )
-    log_every: Count = field(
-        default=1,
-        metadata=option(
-            "Steps from one printed line to the next; metrics.jsonl has all steps.", OUTPUT
-        ),
+    log_every: Count = setting(
+        1, "Steps from one printed line to the next; metrics.jsonl has all steps.", OUTPUT
     )
-    log: str = field(
-        default="jsonl",
-        metadata=option(
-            "Where metrics go, separated by commas: jsonl, tensorboard, wandb. Every run writes "
-            "metrics.jsonl.",
-            OUTPUT,
-            metavar="NAMES",
-            completions=("jsonl", "tensorboard", "wandb"),
-        ),
+    log: str = setting(
+        "jsonl",
+        "Where metrics go, separated by commas: jsonl, tensorboard, wandb. Every run writes "
+        "metrics.jsonl.",
+        OUTPUT,
+        metavar="NAMES",
+        completions=("jsonl", "tensorboard", "wandb"),
     )
-    tensorboard: bool = field(
-        default=False, metadata=option("The same as --log tensorboard.", OUTPUT)
+    tensorboard: bool = setting(False, "The same as --log tensorboard.", OUTPUT)
+    page: bool = setting(
+        False,
+        "Write report.html, the page of the run, every few seconds, and not only at the end.",
+        OUTPUT,
     )
-    page: bool = field(
-        default=False,
-        metadata=option(
-            "Write report.html, the page of the run, every few seconds, and not only at the end.",
-            OUTPUT,
-        ),
-    )
-    existing: Existing = field(
-        default=Existing.REFUSE,
-        metadata=option(
-            "What to do about a run that is in --out already.",
-            OUTPUT,
-            flags={
-                "--resume": (Existing.RESUME, "Go on from the newest checkpoint in --out."),
-                "--auto-resume": (
-                    Existing.AUTO,
-                    "Go on if --out has checkpoints, else start over; for jobs that a scheduler "
-                    "restarts.",
-                ),
-                "--overwrite": (
-                    Existing.OVERWRITE,
-                    "Delete the run that is in --out, and start over.",
-                ),
-            },
-        ),
+    existing: Existing = setting(
+        Existing.REFUSE,
+        "What to do about a run that is in --out already.",
+        OUTPUT,
+        flags={
+            "--resume": (Existing.RESUME, "Go on from the newest checkpoint in --out."),
+            "--auto-resume": (
+                Existing.AUTO,
+                "Go on if --out has checkpoints, else start over; for jobs that a scheduler "
+                "restarts.",
+            ),
+            "--overwrite": (
+                Existing.OVERWRITE,
+                "Delete the run that is in --out, and start over.",
+            ),
+        },
     )
 
     def check_values(self) -> None:
@@ -482,36 +430,27 @@ class TrainConfig(StepConfig):
     It ends after ``steps`` or ``epochs``, whichever comes first; one of the two may be None.
     """
 
-    steps: Count | None = field(
-        default=None,
-        metadata=option("Optimizer steps of the whole run, from its beginning.", TRAINING),
+    steps: Count | None = setting(
+        None, "Optimizer steps of the whole run, from its beginning.", TRAINING
     )
-    epochs: Count | None = field(
-        default=None,
-        metadata=option("Epochs of the whole run, from its beginning.", TRAINING),
-    )
+    epochs: Count | None = setting(None, "Epochs of the whole run, from its beginning.", TRAINING)
     optimizer: OptimizerConfig | SgdConfig
-    seed: Annotated[int, SEEDS] = field(
-        default=0,
-        metadata=option("Seed of initial weights, order of data and dropout.", TRAINING),
+    seed: Annotated[int, SEEDS] = setting(
+        0, "Seed of initial weights, order of data and dropout.", TRAINING, fixed=True
     )
-    device: str = field(
-        default=AUTO,
-        metadata=option(
-            "Type of device, as torch names it; auto: accelerators if there is one for every rank, "
-            "else CPUs.",
-            TRAINING,
-            metavar="TYPE",
-            completions=(AUTO, "cpu"),
-        ),
+    device: str = setting(
+        AUTO,
+        "Type of device, as torch names it; auto: accelerators if there is one for every rank, "
+        "else CPUs.",
+        TRAINING,
+        metavar="TYPE",
+        completions=(AUTO, "cpu"),
     )
-    peer_timeout: Seconds | None = field(
-        default=None,
-        metadata=option(
-            "Seconds after which a process that does not answer in a collective counts as lost.",
-            HOSTS,
-            shown="torch's, 1800",
-        ),
+    peer_timeout: Seconds | None = setting(
+        None,
+        "Seconds after which a process that does not answer in a collective counts as lost.",
+        HOSTS,
+        shown="torch's, 1800",
     )
     sharding: ShardingConfig = field(default=ShardingConfig())
     diloco: DilocoConfig | None = field(

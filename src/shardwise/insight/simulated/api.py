@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +16,19 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, threads
+from shardwise.base import observe
 from shardwise.base.errors import ShardwiseError
-from shardwise.insight.simulated.recorded import RankRecorders
-from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, InOrder, Schedule
-from shardwise.insight.simulated.turns import RankOutcome
+from shardwise.insight.simulated.schedules import Exhaustive, FixedOrder, Schedule
 from shardwise.insight.simulated.world import SimulatedWorld
-from shardwise.insight.timeline.steps import Timeline
+from shardwise.insight.timeline.recorder import Recorder
+from shardwise.insight.timeline.steps import SIMULATED, Timeline
 
 T = TypeVar("T")
 
-_HERE = Path(__file__).parent
+#: Spans, and changes of memory, that are kept of a rank.
+_SPANS = 20_000
+#: Nanoseconds by which a clock goes on with everything that happens.
+_TICK = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -41,29 +44,26 @@ class SimulatedRank:
     output: str
 
 
-class SimulatedRanks(Sequence[SimulatedRank]):
+class SimulatedRanks(list[SimulatedRank]):
     """What came of a function on all ranks, by rank.
 
     Their world stays alive with this object, so that :func:`shardwise.inspect` can look into it.
 
     Attributes:
         orders: how many orders of the ranks' turns were tried.
+        world: of the ranks.
     """
 
     def __init__(
         self,
         world: SimulatedWorld,
-        outcomes: Sequence[RankOutcome],
-        recorders: RankRecorders,
-        orders: int = 1,
+        ranks: Sequence[SimulatedRank],
+        recorders: Sequence[Recorder],
     ) -> None:
-        self.orders = orders
-        self._world = world
+        super().__init__(ranks)
+        self.orders = 1
+        self.world = world
         self._recorders = recorders
-        self._ranks = [
-            SimulatedRank(outcome.value, "".join(output))
-            for outcome, output in zip(outcomes, world.outputs, strict=True)
-        ]
 
     def timeline(self) -> Timeline:
         """Return what the ranks did, in order: a millisecond of it is one thing that happened.
@@ -71,41 +71,65 @@ class SimulatedRanks(Sequence[SimulatedRank]):
         What is reported of gathers, reductions, computation and memory is there, unless the
         function recorded a timeline of its own.
         """
-        return self._recorders.timeline()
+        size = len(self)
+        return Timeline(
+            tuple(
+                each.timeline(rank, size, SIMULATED, shared=lambda time: time / 1e9)
+                for rank, each in enumerate(self._recorders)
+            )
+        )
 
     def on_every_rank(self, function: Callable[[Any], T]) -> list[T]:
         """Call ``function(value)`` on every rank, with what the rank has returned."""
-        outcomes = self._world.run(lambda rank: function(self._ranks[rank].value), InOrder())
-        _check_outcomes(outcomes, InOrder())
-        return [each.value for each in outcomes]
-
-    @overload
-    def __getitem__(self, at: int) -> SimulatedRank: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[SimulatedRank]: ...
-    def __getitem__(self, at: int | slice) -> SimulatedRank | Sequence[SimulatedRank]:
-        return self._ranks[at]
-
-    def __len__(self) -> int:
-        return len(self._ranks)
+        return self.world.run(lambda rank: function(self[rank].value), Schedule())
 
     def __repr__(self) -> str:
-        values = ", ".join(type(each.value).__name__ for each in self._ranks)
+        values = ", ".join(type(each.value).__name__ for each in self)
         return f"<{len(self)} simulated ranks: {values}>"
 
 
 class Simulation:
-    """A world of ranks that stays for several functions; see :func:`simulation`."""
+    """Ranks that stay for several functions.
 
-    def __init__(self, world: SimulatedWorld, schedule: Schedule) -> None:
-        self._world = world
-        self._schedule = schedule
+        with shardwise.simulation(4) as world:
+            world.run(build)
+            world.run(train)
+            world[1].value  # what came of the last function on rank 1
+
+    Args:
+        world_size: as for :func:`simulate`.
+        hosts: as there.
+        schedule: as there; not ``Exhaustive``.
+
+    Raises:
+        ValueError: as there.
+    """
+
+    def __init__(
+        self, world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
+    ) -> None:
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
+        if hosts and len(hosts) != world_size:
+            raise ValueError(
+                f"hosts: found {len(hosts)} names, expected one for each of {world_size}"
+            )
+        self._world = SimulatedWorld(world_size, hosts)
+        self._schedule = schedule or Schedule()
         self._ranks: SimulatedRanks | None = None
+
+    def __enter__(self) -> Simulation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._world.end()
 
     def run(self, function: Callable[..., Any], *args: Any) -> SimulatedRanks:
         """Call ``function(*args)`` on every rank.
 
-        Every rank gets the same arguments: the same objects.
+        Args:
+            function: any function.
+            args: given to every rank: the same objects.
 
         Returns:
             What it returned and printed, by rank.
@@ -115,7 +139,22 @@ class Simulation:
             RuntimeError: they have ended, or this process simulates others now.
         """
         _check(function)
-        self._ranks = _run(self._world, self._schedule, function, args)
+        ticks = itertools.count(0, _TICK)
+        recorders = [Recorder(_SPANS, now=lambda: next(ticks)) for _ in range(len(self))]
+
+        def be(rank: int) -> SimulatedRank:
+            printed: Any = _Printed(sys.stdout)
+            recording = recorders[rank].recording(observe.standing_by)
+            with contextlib.redirect_stdout(printed), recording:
+                value = function(*args)
+            return SimulatedRank(value, "".join(printed.texts))
+
+        try:
+            ranks = self._world.run(be, self._schedule)
+        except BaseException:
+            self._world.end()
+            raise
+        self._ranks = SimulatedRanks(self._world, ranks, recorders)
         return self._ranks
 
     def __getitem__(self, rank: int) -> SimulatedRank:
@@ -126,6 +165,27 @@ class Simulation:
 
     def __len__(self) -> int:
         return self._world.turns.world_size
+
+
+class _Printed:
+    """What a rank prints, which is shown, too."""
+
+    def __init__(self, shown: Any) -> None:
+        self._shown = shown
+        self.texts: list[str] = []
+
+    def write(self, text: str) -> int:
+        """Write text."""
+        self.texts.append(text)
+        self._shown.write(text)
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+#: What a program calls it.
+simulation = Simulation
 
 
 def simulate(
@@ -178,50 +238,16 @@ def simulate(
     """
     _check(function)
     if not isinstance(schedule, Exhaustive):
-        return _run_once(world_size, hosts, schedule or InOrder(), function, args)
-    order: FixedOrder | None = FixedOrder(())
+        return _run_once(world_size, hosts, schedule, function, args)
     first: SimulatedRanks | None = None
-    tried = 0
-    while order is not None and tried < schedule.limit:
+    for number, order in enumerate(schedule.orders(), 1):
         ranks = _run_once(world_size, hosts, order, function, args)
         first = first or ranks
         _compare(first, ranks, order)
-        order = order.following()
-        tried += 1
+        first.orders = number
     if first is None:
         raise ValueError(f"schedule: found {schedule}, expected a limit of 1 or more")
-    first.orders = tried
     return first
-
-
-@contextlib.contextmanager
-def simulation(
-    world_size: int, *, hosts: Sequence[str] = (), schedule: Schedule | None = None
-) -> Iterator[Simulation]:
-    """Simulate ranks that stay for several functions.
-
-        with shardwise.simulation(4) as world:
-            world.run(build)
-            world.run(train)
-            world[1].value
-
-    Args:
-        world_size: as for :func:`simulate`.
-        hosts: as there.
-        schedule: as there; not ``Exhaustive``.
-
-    Yields:
-        The ranks, whose ``run(function, *args)`` returns what :func:`simulate` does, and raises
-        what it raises. ``world[rank]`` is what came of the last function on a rank.
-
-    Raises:
-        ValueError: as there.
-    """
-    world = _world(world_size, hosts)
-    try:
-        yield Simulation(world, schedule or InOrder())
-    finally:
-        world.end()
 
 
 def _check(function: object) -> None:
@@ -235,63 +261,17 @@ def _check(function: object) -> None:
         )
 
 
-def _world(world_size: int, hosts: Sequence[str]) -> SimulatedWorld:
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size: found {world_size!r}, expected 1 rank or more")
-    if hosts and len(hosts) != world_size:
-        raise ValueError(f"hosts: found {len(hosts)} names, expected one for each of {world_size}")
-    return SimulatedWorld(world_size, hosts)
-
-
 def _run_once(
     world_size: int,
     hosts: Sequence[str],
-    schedule: Schedule,
+    schedule: Schedule | None,
     function: Callable[..., Any],
     args: Sequence[Any],
 ) -> SimulatedRanks:
     """Run in a world that ends with what is returned."""
-    world = _world(world_size, hosts)
-    ranks = _run(world, schedule, function, args)
-    weakref.finalize(ranks, world.end)
+    ranks = Simulation(world_size, hosts=hosts, schedule=schedule).run(function, *args)
+    weakref.finalize(ranks, ranks.world.end)
     return ranks
-
-
-def _run(
-    world: SimulatedWorld, schedule: Schedule, function: Callable[..., Any], args: Sequence[Any]
-) -> SimulatedRanks:
-    recorders = RankRecorders(world.turns)
-    try:
-        with recorders.recording():
-            outcomes = world.run(lambda rank: function(*args), schedule)
-        _check_outcomes(outcomes, schedule)
-    except BaseException:
-        world.end()
-        raise
-    return SimulatedRanks(world, outcomes, recorders)
-
-
-def _check_outcomes(outcomes: Sequence[RankOutcome], schedule: Schedule) -> None:
-    """Raise what a rank raised first, with a traceback that begins in its function."""
-    failed = [rank for rank, outcome in enumerate(outcomes) if outcome.error is not None]
-    if not failed:
-        return
-    rank = next((each for each in failed if not outcomes[each].doing), failed[0])
-    error = outcomes[rank].error
-    assert error is not None
-    others = [f"rank {r} {each.doing}" for r, each in enumerate(outcomes) if each.doing]
-    error.add_note(f"On rank {rank} of {len(outcomes)}. {'; '.join(others)}".strip())
-    if schedule.is_everywhere:
-        error.add_note(f"This order of turns repeats it: schedule={schedule!r}")
-    raise error.with_traceback(_of_function(error.__traceback__))
-
-
-def _of_function(found: TracebackType | None) -> TracebackType | None:
-    """Skip the lines that are ours, before those of the function."""
-    at = found
-    while at is not None and Path(at.tb_frame.f_code.co_filename).parent == _HERE:
-        at = at.tb_next
-    return at or found
 
 
 def _compare(first: SimulatedRanks, ranks: SimulatedRanks, order: FixedOrder) -> None:

@@ -10,39 +10,25 @@ at random, or try all orders::
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 
-class Schedule(Protocol):
-    """Decides whose turn is next."""
+class Schedule:
+    """Decides whose turn is next: here the next rank that can go on, where one has to wait.
 
-    @property
-    def is_everywhere(self) -> bool:
-        """Whether the turn may pass at every operation on what ranks share.
-
-        If not, it passes only where a rank has to wait.
-        """
-
-    def choose(self, count: int) -> int:
-        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
-
-
-class InOrder:
-    """The turn passes to the next rank that can go on, where one has to wait."""
+    Attributes:
+        is_everywhere: whether the turn may pass at every operation on what ranks share.
+    """
 
     is_everywhere = False
 
     def choose(self, count: int) -> int:
-        """Choose the next one."""
+        """Choose between ``count`` ranks that can go on: 0 is the first behind the one that ran."""
         return 0
 
-    def __repr__(self) -> str:
-        return "InOrder()"
 
-
-class Random:
+class Random(Schedule):
     """The turn passes at random, at every operation on what ranks share.
 
     Args:
@@ -63,7 +49,7 @@ class Random:
         return f"Random({self._seed})"
 
 
-class FixedOrder:
+class FixedOrder(Schedule):
     """The turn passes as it did in another run, which printed this.
 
     Args:
@@ -84,15 +70,6 @@ class FixedOrder:
         self.made.append((min(choice, count - 1), count))
         return self.made[-1][0]
 
-    def following(self) -> FixedOrder | None:
-        """Return the next order of all that there are; ``None`` behind the last one."""
-        made = list(self.made)
-        while made and made[-1][0] + 1 == made[-1][1]:
-            made.pop()
-        if not made:
-            return None
-        return FixedOrder([*(choice for choice, _ in made[:-1]), made[-1][0] + 1])
-
     def __repr__(self) -> str:
         choices = [choice for choice, _ in self.made]
         while choices and not choices[-1]:
@@ -109,3 +86,15 @@ class Exhaustive:
     """
 
     limit: int
+
+    def orders(self) -> Iterator[FixedOrder]:
+        """Return one order after the other; each is to be followed before the next is found."""
+        choices: list[int] = []
+        for _ in range(self.limit):
+            yield (order := FixedOrder(choices))
+            made = list(order.made)
+            while made and made[-1][0] + 1 == made[-1][1]:
+                made.pop()
+            if not made:
+                return
+            choices = [*(choice for choice, _ in made[:-1]), made[-1][0] + 1]

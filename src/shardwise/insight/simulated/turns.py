@@ -8,33 +8,24 @@ ranks. Where every rank waits for another, all of them fail at once.
 from __future__ import annotations
 
 import contextlib
-import copy
 import ctypes
+import os
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+from types import TracebackType
+from typing import Any
 
 import torch
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
-from shardwise.insight.simulated.schedules import InOrder, Schedule
+from shardwise.base.scratch import libc
+from shardwise.insight.simulated.own import Own
+from shardwise.insight.simulated.schedules import Schedule
 
-
-@dataclass
-class RankOutcome:
-    """What a function came to on one rank.
-
-    Attributes:
-        value: what it returned.
-        error: what it raised, if it did.
-        doing: what it was about to do when the first rank failed: ``""`` for that rank, and if none
-            has.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    doing: str = ""
+#: Whether a rank that waits can go on, and what it waits in; ``""``: it only lets others go first.
+_Wait = tuple[Callable[[], bool], str]
+_READY: _Wait = (lambda: True, "")
 
 
 def _closed() -> threading.Lock:
@@ -44,41 +35,32 @@ def _closed() -> threading.Lock:
     return gate
 
 
-class Process(Protocol):
-    """What a process has one of, and a rank needs one of its own."""
-
-    def save(self) -> Any:
-        """Return it, before another rank has the turn."""
-
-    def restore(self, saved: Any) -> None:
-        """Put it back."""
-
-
 class RankTurns:
     """The threads of a world.
 
     Args:
         world_size: number of ranks.
-        process: of which each rank has its own.
 
     Attributes:
+        schedule: decides whose turn is next.
         has_ended: whether they run no more functions.
     """
 
-    def __init__(self, world_size: int, process: Process) -> None:
+    def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.schedule: Schedule = InOrder()
-        self._process = process
+        self.schedule = Schedule()
+        self.has_ended = False
+        self._own = Own()
         self._saved: list[Any] = []
         self._threads: list[threading.Thread] = []
         self._gates = [_closed() for _ in range(world_size)]
+        self._cores: dict[int, set[int]] = {}
         self._is_over = _closed()
         self._function: Callable[[int], Any] | None = None
-        self._outcomes: list[RankOutcome] = []
-        self._ready: set[int] = set()
-        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+        self._values: list[Any] = []
+        self._errors: dict[int, BaseException] = {}  # in the order in which ranks failed
+        self._waits: dict[int, _Wait] = {}  # of all ranks that neither run nor have ended
         self._stuck: dict[int, BaseException] = {}
-        self.has_ended = False
         self._running = 0
         self._here = threading.local()
 
@@ -102,10 +84,11 @@ class RankTurns:
         """Whether the calling thread is a rank of this world."""
         return hasattr(self._here, "rank")
 
-    def run(self, function: Callable[[int], Any]) -> list[RankOutcome]:
-        """Call ``function(rank)`` for every rank, and return what came of it, by rank.
+    def run(self, function: Callable[[int], Any]) -> list[Any]:
+        """Call ``function(rank)`` for every rank, and return what it returned, by rank.
 
         Raises:
+            Exception: what a rank raised first, with a traceback that begins in the user's lines.
             RuntimeError: the threads have ended.
         """
         if self.has_ended:
@@ -113,30 +96,31 @@ class RankTurns:
                 f"these {self.world_size} simulated ranks have ended, with the block of their "
                 "simulation or because one of them failed: begin another simulation"
             )
-        before = self._process.save()
-        self._saved = self._saved or [copy.deepcopy(before) for _ in range(self.world_size)]
+        before = self._own.save()
+        self._saved = self._saved or [before] * self.world_size
         if not self._threads:
             self._start()
         self._function = function
-        self._outcomes = [RankOutcome() for _ in range(self.world_size)]
-        self._ready = set(range(self.world_size))
+        self._values = [None] * self.world_size
+        self._waits = dict.fromkeys(range(self.world_size), _READY)
         try:
             self._wait_for_all(self._next(self.world_size - 1))
         finally:
             self._function = None
-            self._process.restore(before)
-        return self._outcomes
-
-    def renew(self) -> None:
-        """Let ranks begin their next function as new processes would, with what is here then."""
-        self._saved = []
+            self._own.save()  # what a rank that was left in its function has changed, too
+            self._own.restore(before)
+            values, self._values = self._values, []
+            errors, self._errors = self._errors, {}
+        for error in errors.values():
+            raise error.with_traceback(_of_user(error.__traceback__))
+        return values
 
     def end(self) -> None:
         """End the threads, unless they are in a function."""
         if self._function is not None:
             return
-        self.renew()
         self.has_ended = True
+        self._saved = []
         threads, self._threads = self._threads, []
         for gate in self._gates[: len(threads)]:
             gate.release()
@@ -156,13 +140,8 @@ class RankTurns:
             PeerLostError: a rank has ended without doing it.
         """
         rank = self.rank
-        if is_over() and not self.schedule.is_everywhere:
-            return
-        self._waiting[rank] = (is_over, doing)
-        try:
-            self._pass_on(rank)
-        finally:
-            del self._waiting[rank]
+        if self.schedule.is_everywhere or not is_over():
+            self._pass_on(rank, (is_over, doing))
 
     def pause(self) -> None:
         """Let other ranks go first, if the schedule says so."""
@@ -171,8 +150,7 @@ class RankTurns:
 
     def yield_turn(self) -> None:
         """Let other ranks go first."""
-        self._ready.add(self.rank)
-        self._pass_on(self.rank)
+        self._pass_on(self.rank, _READY)
 
     def _start(self) -> None:
         count = torch.get_num_threads()
@@ -189,85 +167,109 @@ class RankTurns:
         torch.set_num_threads(num_threads)  # a setting of each thread
         torch.autograd.set_multithreading_enabled(False)  # else hooks run in threads of autograd
         while True:
-            self._gates[rank].acquire()
+            self._sleep(rank)
             if self._function is None:
                 return
-            outcome = self._outcomes[rank]
             try:
-                self._begin_turn(rank, self._saved[rank])
-                outcome.value = self._function(rank)
+                self._go_on(rank, self._saved[rank])
+                self._values[rank] = self._function(rank)
             except BaseException as error:
                 self._note_failure(rank, error)
-            self._saved[rank] = self._process.save()
+            self._waits.pop(rank, None)  # an interrupt may come before it waits
+            self._saved[rank] = self._own.save()
             after = self._next(rank)
-            del outcome
-            (self._is_over if after < 0 else self._gates[after]).release()
+            if after < 0:
+                self._is_over.release()
+            else:
+                self._wake(after)
 
     def _note_failure(self, rank: int, error: BaseException) -> None:
-        """Keep an error, and what the others are doing at the time of the first one."""
-        if all(each.error is None for each in self._outcomes):
-            for other, each in enumerate(self._outcomes):
-                if other in self._waiting:
-                    each.doing = f"waits in {self._waiting[other][1]}"
-                elif other in self._ready:
-                    each.doing = "can go on"
-                elif other != rank:
-                    each.doing = "has ended"
-        self._outcomes[rank].error = error
+        """Keep an error; the first one says what the others are about to do."""
+        if not self._errors:
+            note = f"On rank {rank} of {self.world_size}. {self._others(rank)}"
+            error.add_note(note.strip())
+            if self.schedule.is_everywhere:
+                error.add_note(f"This order of turns repeats it: schedule={self.schedule!r}")
+        self._errors[rank] = error
 
-    def _pass_on(self, rank: int) -> None:
+    def _pass_on(self, rank: int, wait: _Wait) -> None:
         """Let the next rank run, and return when the turn is this rank's again."""
+        self._waits[rank] = wait
         after, saved = self._next(rank), None
         if after != rank:
-            saved = self._process.save()
-            self._gates[after].release()
-            self._gates[rank].acquire()
-        self._begin_turn(rank, saved)
+            saved = self._own.save()
+            self._wake(after)
+            self._sleep(rank)
+        self._go_on(rank, saved)
 
-    def _begin_turn(self, rank: int, saved: Any) -> None:
+    def _go_on(self, rank: int, saved: Any) -> None:
         """Go on with what a rank has of its own, or with the error that is prepared for it."""
         self._running = rank
-        self._ready.discard(rank)
+        del self._waits[rank]
         if saved is not None:
-            self._process.restore(saved)
-        stuck = self._stuck.pop(rank, None)
-        if stuck is not None:
-            raise stuck
+            self._own.restore(saved)
+        if rank in self._stuck:
+            raise self._stuck.pop(rank)
+
+    def _wake(self, rank: int) -> None:
+        """Open the gate of a rank, whose thread begins on this core: elsewhere it begins later."""
+        thread, here = self._threads[rank].native_id or 0, libc.core()
+        with contextlib.suppress(OSError):
+            cores = os.sched_getaffinity(thread) if here >= 0 else set()
+            if here in cores and len(cores) > 1:
+                os.sched_setaffinity(thread, {here})
+                self._cores[rank] = cores
+        self._gates[rank].release()
+
+    def _sleep(self, rank: int) -> None:
+        """Wait at the gate of a rank. Behind it, its thread may run where it could before."""
+        try:
+            self._gates[rank].acquire()
+        finally:
+            cores = self._cores.pop(rank, None)
+            if cores is not None:
+                with contextlib.suppress(OSError):
+                    os.sched_setaffinity(0, cores)
 
     def _next(self, rank: int) -> int:
         """Return whose turn is next behind ``rank``; -1 if all have ended."""
-        behind = [(rank + step) % self.world_size for step in range(1, self.world_size + 1)]
+        behind = [*range(rank + 1, self.world_size), *range(rank + 1)]
         able = [each for each in behind if self._can_go_on(each)]
-        if not able and self._waiting:
+        if not able and self._waits:
             self._note_stuck()
             able = [each for each in behind if each in self._stuck]
-        if len(able) < 2:
-            return able[0] if able else -1
-        return able[self.schedule.choose(len(able))]
+        choice = self.schedule.choose(len(able)) if len(able) > 1 else 0
+        return able[choice] if able else -1
 
     def _can_go_on(self, rank: int) -> bool:
-        if rank in self._ready or rank in self._stuck:
-            return True
-        return rank in self._waiting and self._waiting[rank][0]()
+        return rank in self._waits and (rank in self._stuck or self._waits[rank][0]())
 
     def _note_stuck(self) -> None:
         """Prepare the errors of all ranks: each waits for what none of them will do."""
-        does = {rank: f"rank {rank} waits in {doing}" for rank, (_, doing) in self._waiting.items()}
-        for rank in set(range(self.world_size)) - set(self._waiting):
-            error = self._outcomes[rank].error
-            does[rank] = f"rank {rank} has {'ended' if error is None else f'raised {error!r}'}"
-        kind = RanksDivergedError if len(self._waiting) == self.world_size else PeerLostError
-        for rank, (_, doing) in self._waiting.items():
-            others = "; ".join(does[each] for each in sorted(does) if each != rank)
-            self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {others}")
+        kind = RanksDivergedError if len(self._waits) == self.world_size else PeerLostError
+        for rank, (_, doing) in self._waits.items():
+            self._stuck[rank] = kind(f"rank {rank} waits forever in {doing}: {self._others(rank)}")
+
+    def _others(self, rank: int) -> str:
+        """Say what all other ranks are about to do, or came to."""
+
+        def does(other: int) -> str:
+            if other in self._waits:
+                doing = self._waits[other][1]
+                return f"waits in {doing}" if doing else "can go on"
+            error = self._errors.get(other)
+            return "has ended" if error is None else f"has raised {error!r}"
+
+        others = [other for other in range(self.world_size) if other != rank]
+        return "; ".join(f"rank {other} {does(other)}" for other in others)
 
     def _wait_for_all(self, first: int) -> None:
         try:
-            self._gates[first].release()
+            self._wake(first)
             while not self._is_over.acquire(timeout=0.1):
                 pass  # a signal that another thread got wakes nobody
         except BaseException:  # Ctrl-C: the ranks get it, too, and a second one leaves them
-            idle = {*self._waiting, *self._ready}
+            idle = set(self._waits)
             self._stuck |= {rank: KeyboardInterrupt() for rank in idle}
             if self._running not in idle:
                 ident = ctypes.c_ulong(self._threads[self._running].ident or 0)
@@ -276,3 +278,11 @@ class RankTurns:
             with contextlib.suppress(KeyboardInterrupt):
                 self._is_over.acquire()
             raise
+
+
+def _of_user(found: TracebackType | None) -> TracebackType | None:
+    """Skip the lines that are ours, before those of the function."""
+    at, ours = found, Path(__file__).parent
+    while at is not None and Path(at.tb_frame.f_code.co_filename).parent == ours:
+        at = at.tb_next
+    return at or found

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch.optim.optimizer import (
 
 from shardwise._torch import dtensor
 from shardwise.base import devices, observe
-from shardwise.base.observe import Activity, Memory, Route
+from shardwise.base.observe import Activity, Memory, Observer, Route
 from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
 
@@ -216,30 +217,46 @@ class Recorder:
     # -- optimizers -------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(
+        self, watching: Callable[[Observer], AbstractContextManager[None]] = observe.observing
+    ) -> Iterator[None]:
         """Record what happens inside the block, in all threads.
+
+        Args:
+            watching: how: by default as the only one who may.
 
         Raises:
             RuntimeError: another observer watches this process.
         """
-        with observe.observing(self), watching_optimizers(lambda: self):
+        with watching(self), self._watching_optimizers():
             if self._device is not None:
                 self._device.begin()
-            self.start()
+            self._began = self._now()
             try:
                 yield
             finally:
-                self.finish()
+                self._finished = self._now()
                 if self._device is not None:
                     self._device.end()
 
-    def start(self) -> None:
-        """Begin the recording now."""
-        self._began = self._now()
+    @contextlib.contextmanager
+    def _watching_optimizers(self) -> Iterator[None]:
+        """Report the steps of all optimizers, until the end of the block."""
 
-    def finish(self) -> None:
-        """End the recording now."""
-        self._finished = self._now()
+        def before(*step: Any) -> None:
+            if observe.watchers()[0] is self:
+                self.before_optimizer(*step)
+
+        def after(*step: Any) -> None:
+            if observe.watchers()[0] is self:
+                self.after_optimizer(*step)
+
+        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def before_optimizer(
         self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
@@ -337,28 +354,6 @@ class Recorder:
             error=error,
             uncertainty=uncertainty,
         )
-
-
-@contextlib.contextmanager
-def watching_optimizers(recorder: Callable[[], Recorder]) -> Iterator[None]:
-    """Report the steps of all optimizers, until the end of the block.
-
-    Args:
-        recorder: returns to whom.
-    """
-
-    def before(*step: Any) -> None:
-        recorder().before_optimizer(*step)
-
-    def after(*step: Any) -> None:
-        recorder().after_optimizer(*step)
-
-    hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _shared_device(

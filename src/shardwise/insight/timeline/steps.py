@@ -307,6 +307,8 @@ def _waits(
 
 
 _FORMAT = "shardwise timeline 1"
+#: The device of ranks whose clock counts what happens, a millisecond for each.
+SIMULATED = "simulated"
 
 
 @dataclass(frozen=True)
@@ -343,6 +345,8 @@ class Timeline:
         step = self.typical
         if step is None:
             return "no step was recorded"
+        if self.ranks[0].device == SIMULATED:
+            return f"a step is {round(step.seconds * 1e3)} events of all ranks; no time was taken"
         waiting = step.part(Part.WAIT)
         words = [
             f"a step takes {units.seconds(step.seconds)}",

@@ -8,7 +8,6 @@ master, too: where the two differ, the parameter counts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,17 +20,8 @@ from shardwise._torch import dtensor
 MASTER = "master"
 
 
-@dataclass(frozen=True, eq=False)
-class Lent:
-    """A master that an optimizer updates.
-
-    Attributes:
-        stand_in: the parameter that the optimizer is shown: the master, with a gradient.
-        master: the master, as it is kept.
-    """
-
-    stand_in: nn.Parameter
-    master: torch.Tensor
+#: What an optimizer is shown in place of a parameter, which has its gradient, and its master.
+_Lent = tuple[nn.Parameter, torch.Tensor]
 
 
 class Masters:
@@ -83,7 +73,7 @@ class Masters:
 
     def lend(
         self, params: Sequence[torch.Tensor], states: dict[torch.Tensor, dict[str, Any]]
-    ) -> dict[torch.Tensor, Lent]:
+    ) -> dict[torch.Tensor, _Lent]:
         """Let an optimizer update masters in place of parameters.
 
         Args:
@@ -91,7 +81,7 @@ class Masters:
             states: of the optimizer. The state of a parameter becomes that of its stand-in.
 
         Returns:
-            Masters of those parameters that have one, and a gradient.
+            Stand-ins and masters of those parameters that have one, and a gradient.
         """
         lent = {}
         for param in params:
@@ -107,11 +97,11 @@ class Masters:
             stand_in.grad = self._wide(param.grad)
             if state:  # optimizers take an empty one for their sign to begin
                 states[stand_in] = state
-            lent[param] = Lent(stand_in, master)
+            lent[param] = stand_in, master
         return lent
 
     def take_back(
-        self, lent: dict[torch.Tensor, Lent], states: dict[torch.Tensor, dict[str, Any]]
+        self, lent: dict[torch.Tensor, _Lent], states: dict[torch.Tensor, dict[str, Any]]
     ) -> None:
         """Round masters to their parameters, whose states are their own again.
 
@@ -119,12 +109,12 @@ class Masters:
             lent: what :meth:`lend` returned.
             states: of the optimizer.
         """
-        for param, each in lent.items():
-            master = dtensor.plain(each.master)
-            dtensor.plain(param.detach()).copy_(master)
-            states[param] = {**states.pop(each.stand_in, {}), MASTER: each.master}
-            each.stand_in.grad = None
-            _set_memory(each.stand_in, master.new_empty(0))  # let go of the master's
+        for param, (stand_in, master) in lent.items():
+            local = dtensor.plain(master)
+            dtensor.plain(param.detach()).copy_(local)
+            states[param] = {**states.pop(stand_in, {}), MASTER: master}
+            stand_in.grad = None
+            _set_memory(stand_in, local.new_empty(0))  # let go of the master's
 
     def _stand_in_for(self, param: torch.Tensor, master: torch.Tensor) -> nn.Parameter:
         stand_in = self._stand_ins.get(param)

@@ -17,12 +17,11 @@ from shardwise.base import devices
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
 from shardwise.base.places import Medium, OffloadPlace
-from shardwise.optim.around import AroundOptimizer
+from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
 from shardwise.optim.offloaded.states import OffloadedStates, kept_form
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
-from shardwise.optim.partial_steps import PartialSteps, needs_closure
 from shardwise.sharding.param import check_origin, forms_of
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
@@ -334,7 +333,7 @@ class OffloadedOptimizer(AroundOptimizer):
             with self._unbroken():
                 lent = self._masters.lend(stepping, states)
             try:
-                parts.run(params, {param: each.stand_in for param, each in lent.items()})
+                parts.run(params, {param: stand_in for param, (stand_in, _) in lent.items()})
             finally:
                 with self._unbroken():
                     self._masters.take_back(lent, states)

@@ -136,9 +136,9 @@ class SharedBuffers:
         if self._close() is not None:
             self._last = None
 
-    def for_all(self, full: torch.Tensor) -> torch.Tensor:
-        """Return the twin of ``full``, one of the tensors, through which all ranks see writes."""
-        return self._for_all[self._index[dtensor.place_of(full)]]
+    def for_all(self, place: tuple[int, int]) -> torch.Tensor:
+        """Return the twin of the tensor at ``place``, through which all ranks see writes."""
+        return self._for_all[self._index[place]]
 
     def forget_writes(self) -> None:
         """Forget what this rank has written to the tensors themselves."""
@@ -261,7 +261,7 @@ class Pool:
         """
         for piece in self._freed if self._sync.rank == 0 else ():
             freed = self._freed_by(piece)
-            is_known = all(piece.taken < before <= self._sync.waited for before in freed)
+            is_known = piece.taken < min(freed) and max(freed) <= self._sync.waited
             if is_known and max(freed) > self.last_gather and not piece.suits(self._latest):
                 punch(self.arena.fd, piece.at, piece.length)
 
@@ -309,7 +309,7 @@ class Pool:
         use.
         """
         freed = self._freed_by(piece)
-        return all(piece.taken < before <= self.last_gather for before in freed)
+        return piece.taken < min(freed) and max(freed) <= self.last_gather
 
     def _freed_by(self, piece: PoolPiece) -> list[int]:
         """Before which collective each rank freed a piece last."""

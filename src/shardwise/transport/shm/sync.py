@@ -89,13 +89,13 @@ class Sync:
         Args:
             call: the collective.
             offset: where in this rank's range of the arena its tensors are staged for peers.
-            places: a number that differs if ranks have their full parameters in different places.
+            places: 32 bits that differ if ranks have their full parameters in different places.
 
         Returns:
             The number of the post, the same on all ranks.
         """
         self.posted += 1
-        self.numbers.describe(self.posted, _digest(call, places), offset)
+        self.numbers.describe(self.posted, call.digest ^ places, offset)
         self.numbers.set(Count.POSTED, self.posted)
         return self.posted
 
@@ -107,10 +107,9 @@ class Sync:
             RanksDivergedError: a peer has called something else.
             RuntimeError: a peer is so far ahead that its entry is overwritten.
         """
-        digest = _digest(call, places)
         for peer in self.others:
             self._wait_for(peer, number, call.text)
-            if self.numbers.digest(number, peer) != digest:
+            if self.numbers.digest(number, peer) != call.digest ^ places:
                 self._check_not_overwritten(number, peer)
                 self._raise_diverged(call)
             self._check_not_overwritten(number, peer)
@@ -255,8 +254,3 @@ class SequenceNumbers:
             return True
         libc.wait_on(self._pulse_at[rank], pulse, seconds)
         return self.get(count, rank) >= value
-
-
-def _digest(call: LoggedCall, places: int) -> int:
-    """Make a 32-bit number that differs if ranks call, or place full parameters, differently."""
-    return (call.digest ^ places) & 0xFFFFFFFF

@@ -13,7 +13,7 @@ No byte passes through the kernel, and none that a peer wrote is copied. Ranks t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -209,7 +209,8 @@ class ShmTransport(Transport):
             A number that depends on where those are, and the indices of the ``fulls`` that only
             this rank sees.
         """
-        shared = [self._buffers.get(dtensor.place_of(full)) for full in fulls]
+        found = list(map(dtensor.place_of, fulls))
+        shared = list(map(self._buffers.get, found))
         buffers = {id(each): each for each in shared if each is not None}
         with self._log.waiting(call):
             self._sync.wait_until(self._pool.last_gather, call)
@@ -218,7 +219,7 @@ class ShmTransport(Transport):
             each.take(call)
         if buffers and self._staging.keeps is not Keeps.ALL:
             self._pool.trim_beside()
-        if any(not each.is_fresh for each in buffers.values()):
+        if not all(each.is_fresh for each in buffers.values()):
             # Peers may still read what an earlier gather left there.
             with self._log.waiting(call):
                 self._sync.wait(self._sync.post(call), call)
@@ -229,7 +230,7 @@ class ShmTransport(Transport):
         places, apart = 0, []
         for i, (shard, full, its) in enumerate(zip(shards, fulls, shared, strict=True)):
             if its is not None:
-                row = as_rows(its.for_all(full), self.world_size)[self.rank]
+                row = as_rows(its.for_all(found[i]), self.world_size)[self.rank]
                 row[: shard.numel()].copy_(shard)
                 page = its.at >> 12  # into 32 bits with those before
                 places = (places * 31 + (page ^ page >> 32)) & 0xFFFFFFFF
@@ -243,8 +244,9 @@ class ShmTransport(Transport):
         return [(0, min(first, numel)), (min(last, numel), numel)]
 
 
-def _cut(full: torch.Tensor, first: int, last: int, is_used_up: bool) -> Iterator[tuple[int, int]]:
-    """Yield a range of elements: as it is, or in parts if memory is given back after each."""
-    step = _AT_ONCE // full.itemsize if is_used_up else max(1, last - first)
-    for start in range(first, last, step):
-        yield start, min(start + step, last)
+def _cut(full: torch.Tensor, first: int, last: int, is_used_up: bool) -> list[tuple[int, int]]:
+    """Return a range of elements: as it is, or in parts if memory is given back after each."""
+    if first >= last or not is_used_up:
+        return [(first, last)] if first < last else []
+    step = _AT_ONCE // full.itemsize
+    return [(start, min(start + step, last)) for start in range(first, last, step)]

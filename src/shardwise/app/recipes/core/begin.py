@@ -11,28 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.position import Position
 from shardwise.app.recipes.core.recipe import Inputs
-from shardwise.app.recipes.core.rundir import RunDir, check_same
+from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import job_id
-from shardwise.insight.schema.option import OptionError, flatten
-from shardwise.insight.schema.sharding import PrecisionName
-from shardwise.insight.schema.training import Existing, OptimizerName, OutputConfig
+from shardwise.insight.schema.option import OptionError, flatten, option_name
+from shardwise.insight.schema.training import Existing, OutputConfig
 
 if TYPE_CHECKING:
     from shardwise.app.recipes.core.checkpointing import Checkpoints
 
-# A checkpoint brings these back whatever the options say, or they change the order of the data.
-_FIXED = {
-    "seed": "--seed",
-    "shard_dtype": "--shard-dtype",
-    "master_dtype": "--master-dtype",
-    "weight_decay": "--weight-decay",
-    "beta1": "--beta1",
-    "beta2": "--beta2",
-    "momentum": "--momentum",
-    "algorithm": "--optimizer",
-    "param_groups": "--param-group",
-}
 
 # Where things are on a host, and what to do about a run that is there: hosts may differ in these.
 _OWN = frozenset({"out", "data", "data_dir", "model", "tokenizer", "existing"}) | {
@@ -112,55 +99,41 @@ def check_folder(inputs: Inputs) -> Position:
     if found != inputs.recipe:
         raise OptionError("--resume", f"a run of train {found} in {files.root}", "one of this kind")
     inputs.check_same(before)
-    _check_fixed(before.get("config", {}), inputs.facts()["config"])
     checkpoints = Checkpoints(files.checkpoints)
     position = checkpoints.position(newest_step(checkpoints, files))
     check_metrics(files.metrics, position.step)
     return position
 
 
-def _check_fixed(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    known = flatten(now)
-    # As before there was a choice.
-    usual: dict[str, Any] = {
-        "shard_dtype": PrecisionName.FP32.value,
-        "master_dtype": None,
-        "algorithm": OptimizerName.ADAMW.value,
-        "param_groups": [],
-    }
-    before = {**usual, **flatten(before)}
-    if "betas" in before:  # as both were called
-        before |= dict(zip(("beta1", "beta2"), before["betas"], strict=True))
-    check_same(before, now, {name: option for name, option in _FIXED.items() if name in known})
-
-
-def check_alike(hosts: Sequence[Mapping[str, Any]]) -> None:
+def check_alike(hosts: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> None:
     """Check that all hosts were started with the same options, model and data.
 
     Args:
         hosts: for each host, host 0 first: the name of the recipe and :meth:`Inputs.facts`.
+        names: the options by the names of settings.
 
     Raises:
         OptionError: names the first difference, and the host.
     """
-    expected = compared(hosts[0])
+    expected = compared(hosts[0], names)
     for host, facts in enumerate(hosts):
-        for option, found in compared(facts).items():
+        for option, found in compared(facts, names).items():
             if found != expected.get(option):
                 raise OptionError(
                     option, f"{found} on host {host}", f"{expected.get(option)}, as on host 0"
                 )
 
 
-def compared(facts: Mapping[str, Any]) -> dict[str, Any]:
+def compared(facts: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
     """Return what all hosts have to agree on, by the names of the options.
 
     Args:
         facts: the name of the recipe and :meth:`Inputs.facts`.
+        names: the options by the names of settings.
     """
     settings = json.dumps(facts["model"].get("settings"), sort_keys=True)
     options = {
-        _FIXED.get(name, f"--{name.replace('_', '-')}"): value
+        names.get(name, option_name(name)): value
         for name, value in flatten(facts["config"]).items()
         if name not in _OWN
     }

@@ -123,7 +123,12 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
     momentum = MOMENTA.get(config.algorithm, 0.0) if config.momentum is None else config.momentum
     match config.algorithm:
         case OptimizerName.ADAMW:
-            return make_adamw(model, config)
+            return torch.optim.AdamW(
+                _decaying(model, config),
+                lr=config.lr,
+                betas=config.betas,
+                fused=True,  # one kernel for all shards; a shard may be small, a call is not free
+            )
         case OptimizerName.ADAMW8BIT:
             return optim.AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
@@ -184,16 +189,6 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig | SgdConfig) ->
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     _divided(model, config, [{"params": trained}])
-
-
-def make_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW with weight decay on matrices only, not on norms and biases."""
-    return torch.optim.AdamW(
-        _decaying(model, config),
-        lr=config.lr,
-        betas=config.betas,
-        fused=True,  # one kernel for all shards; a shard may be small, a call is not free
-    )
 
 
 def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:

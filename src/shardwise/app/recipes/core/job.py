@@ -12,6 +12,7 @@ from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
+from shardwise.insight.schema.option import option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import Existing
 
@@ -146,7 +147,7 @@ class TrainingJob:
     def options(self) -> dict[str, Any]:
         """Return what all hosts have to agree on, by the names of the options."""
         inputs = self._checked()
-        return compared({"recipe": inputs.recipe, **inputs.facts()})
+        return compared({"recipe": inputs.recipe, **inputs.facts()}, option_names(inputs.config))
 
     def check_folder(self) -> str | None:
         """Check that the run may begin, or go on; see :func:`check_folder`.

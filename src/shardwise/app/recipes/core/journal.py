@@ -290,7 +290,7 @@ def read_metrics(path: Path, last_step: int | None = None) -> list[dict[str, Any
     Raises:
         UserError: another line is damaged.
     """
-    return [line.record for line in _lines(path, last_step)]
+    return [record for record, _ in _lines(path, last_step)]
 
 
 def check_metrics(path: Path, last_step: int) -> None:
@@ -304,35 +304,21 @@ def check_metrics(path: Path, last_step: int) -> None:
             pass
 
 
-@dataclass(frozen=True)
-class _Line:
-    """A line of the file.
-
-    Attributes:
-        record: what it says.
-        end: the byte behind it.
-        is_whole: whether it ends as a line does.
-    """
-
-    record: dict[str, Any]
-    end: int
-    is_whole: bool
-
-
 def _cut(path: Path, last_step: int) -> None:
     """Cut off everything after the lines of a step."""
-    kept = None
-    for line in _lines(path, last_step):
-        kept = line
+    end = max((end for _, end in _lines(path, last_step)), default=0)
     with path.open("r+b") as file:
-        file.truncate(kept.end if kept else 0)
-        if kept and not kept.is_whole:
-            file.seek(0, os.SEEK_END)
+        file.truncate(end)
+        file.seek(max(0, end - 1))
+        if file.read() not in (b"", b"\n"):  # it was cut short behind its last bracket
             file.write(b"\n")
 
 
-def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
+def _lines(path: Path, last_step: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
     """The lines up to those of a step, or all; without a last one that was left unfinished.
+
+    Yields:
+        What a line says, and the byte behind it.
 
     Raises:
         UserError: a line is damaged that belongs to them.
@@ -342,17 +328,17 @@ def _lines(path: Path, last_step: int | None = None) -> Iterator[_Line]:
         with os.fdopen(handle, "rb") as file:
             number, end, reached = 0, 0, last_step == 0
             while line := file.readline(MAX_LINE + 1):
-                number, end, is_whole = number + 1, end + len(line), line.endswith(b"\n")
+                number, end = number + 1, end + len(line)
                 try:
                     record = parse_line(line, f"{path}, line {number}")
                 except CheckpointError:
-                    if reached or not (is_whole or len(line) > MAX_LINE):
+                    if reached or not (line.endswith(b"\n") or len(line) > MAX_LINE):
                         return
                     raise
                 if last_step is not None and record["step"] > last_step:
                     return
                 reached = reached or record["step"] == last_step
-                yield _Line(record, end, is_whole)
+                yield record, end
     except CheckpointError as error:
         raise UserError(f"--out: {error}") from None
 

@@ -238,7 +238,7 @@ class Loop:
             position.examples + (micro * self.place.readers.size + self.place.readers.rank) * size
         )
         began = time.perf_counter()
-        batch = self.task.data.batch(first, size)
+        batch = self.task.data.batch(first, size).to(self.place.device)
         self._loading += time.perf_counter() - began
         return batch
 

@@ -8,7 +8,6 @@ matter then: the ranks may be meant for others.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,9 +24,9 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices
 from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.world import World
+from shardwise.elastic.world import World, environment
 from shardwise.frontends.blocks import store_in
-from shardwise.frontends.strategies import SHARD, Checkpointing, MeshError, WantedMesh
+from shardwise.frontends.strategies import SHARD, MeshError, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect.read import plan as layout_of
 from shardwise.insight.inspect.report import GroupReport, Report
@@ -46,7 +45,8 @@ from shardwise.insight.planning.settings import (
     UntraceableError,
 )
 from shardwise.insight.planning.text import needs, verdict
-from shardwise.insight.schema.sharding import resolve_sharding
+from shardwise.insight.schema.option import OPTION
+from shardwise.insight.schema.sharding import StrategyConfig, resolve_sharding
 from shardwise.insight.schema.training import (
     AUTO,
     OptimizerConfig,
@@ -55,13 +55,6 @@ from shardwise.insight.schema.training import (
     TrainConfig,
 )
 from shardwise.insight.timeline.steps import prediction_to_json
-
-_FLAGS = {
-    Checkpointing.NONE: "--keep-activations",
-    Checkpointing.SELECTIVE: "--selective-checkpointing",
-    Checkpointing.OPERATOR: "--operator-checkpointing",
-    Checkpointing.FULL: "--activation-checkpointing",
-}
 
 
 def plan_training(
@@ -188,7 +181,10 @@ def check_fits(plan: ModelPlan) -> None:
 def _changes(before: Settings, after: Settings) -> Iterator[str]:
     """The options that lead from one to another."""
     if after.activation_checkpointing is not before.activation_checkpointing:
-        yield _FLAGS[after.activation_checkpointing]
+        flags = (
+            StrategyConfig.__dataclass_fields__["activation_checkpointing"].metadata[OPTION].flags
+        )
+        yield next(f for f, (value, _) in flags.items() if value is after.activation_checkpointing)
     if after.strategy is not before.strategy:
         yield f"--strategy {after.strategy.value}"
     if after.batch_size != before.batch_size:
@@ -204,11 +200,8 @@ def kept_for_the_run(plan: ModelPlan) -> Iterator[None]:
         if plan.step is not None:
             text = json.dumps(prediction_to_json(plan.step))
             path.with_name(PREDICTION).write_text(text, encoding="utf-8")
-        os.environ[PLAN_FILE] = str(path)
-        try:
+        with environment(**{PLAN_FILE: str(path)}):
             yield
-        finally:
-            os.environ.pop(PLAN_FILE, None)
 
 
 # -- --dry-run ------------------------------------------------------------------------------------

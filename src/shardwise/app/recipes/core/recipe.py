@@ -11,7 +11,7 @@ The training loop (``loop.py``) knows nothing of a recipe but its :class:`Task`.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -19,10 +19,16 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeAlias, cast
 
 from shardwise.app.recipes.core.position import Position, TrainingSpan
-from shardwise.app.recipes.core.rundir import RunDir
+from shardwise.app.recipes.core.rundir import RunDir, check_same, check_same_model
 from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.frontends.strategies import ShardingPlan
-from shardwise.insight.schema.option import Config
+from shardwise.insight.schema.option import (
+    Config,
+    OptionError,
+    fixed_defaults,
+    flatten,
+    option_names,
+)
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import TrainConfig
 
@@ -45,15 +51,19 @@ Assemble: TypeAlias = "Callable[[Any, TrainContext], Task]"
 class RecipeConfig(Config):
     """The configuration of one kind of training: the base of frozen dataclasses.
 
-    A module with the name of the recipe has ``assemble(inputs, place)``, ``blueprint(config)`` and
-    ``example(config)``. It is imported when it is needed: torch and transformers take seconds.
+    A module has ``assemble(inputs, place)``, ``blueprint(config)`` and ``example(config)``. It is
+    imported when it is needed: torch and transformers take seconds.
 
     Attributes:
+        module: the name of that.
         recipe: name of the kind on the command line.
+        model_options: settings of the model, each with the option that changes it.
         train: what does not depend on model and data.
     """
 
+    module: ClassVar[str]
     recipe: ClassVar[str]
+    model_options: ClassVar[Mapping[str, str]] = {}
     train: TrainConfig  # a field of each of them, at its place among the options
 
     @classmethod
@@ -126,7 +136,7 @@ class RecipeConfig(Config):
         return example
 
     def _module(self) -> ModuleType:
-        return import_module(f"shardwise.app.recipes.{self.recipe}")
+        return import_module(f"shardwise.app.recipes.{self.module}")
 
 
 class Inputs:
@@ -159,7 +169,34 @@ class Inputs:
         Raises:
             OptionError: naming what differs.
         """
+        now, usual = self.facts(), fixed_defaults(self.config)
+        # First, since defaults of other options go with the model.
+        other, own = _without(usual, before.get("model", {})), _without(usual, now["model"])
+        check_same_model(other, own, self.config.model_options)
+        was = flatten(before.get("config", {}))
+        if "betas" in was:  # as both were called
+            was |= dict(zip(("beta1", "beta2"), was["betas"], strict=True))
+        names = option_names(self.config)
+        # What it does not say was as by default before there was a choice.
+        check_same({**usual, **was}, now["config"], {name: names[name] for name in usual})
+        data = before.get("data", {})
+        if data.get("fingerprint") != now["data"]["fingerprint"]:
+            option, found, called = self.of_data(data)
+            raise OptionError(option, found, f"{called}, as the run began that --resume goes on")
+
+    def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the option that names the data, what they are now, and what others are called.
+
+        Args:
+            data: the facts of the others.
+        """
         raise NotImplementedError
+
+
+def _without(names: Collection[str], model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model without settings that belong to the configuration: the size of images."""
+    settings = model.get("settings", {})
+    return {**model, "settings": {k: v for k, v in settings.items() if k not in names}}
 
 
 #: Environment variable: the file with the plan, for the rank that makes the folder of the run.
@@ -218,7 +255,7 @@ class Data(Protocol):
     """Training examples in an order that does not depend on the world."""
 
     def batch(self, position: int, count: int) -> Any:
-        """Return examples ``position`` .. ``position + count``, on this rank's device."""
+        """Return examples ``position`` .. ``position + count``; ``to`` brings them to a device."""
 
 
 def nothing() -> None:

@@ -42,7 +42,7 @@ from shardwise.diloco.membership import TIMEOUT
 from shardwise.elastic.errors import say
 from shardwise.elastic.world import ReplicaWorld
 from shardwise.frontends.strategies import REPLICATE, SHARD
-from shardwise.insight.schema.training import DilocoConfig
+from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
 
 #: The most steps until all ranks tell each other whether they were asked to stop.
@@ -52,76 +52,47 @@ MEET_EVERY = 10
 class Replicas:
     """The replicas of a run, as its training loop sees them.
 
+    Where each is a world of its own, steps are counted in rounds: a replica that catches up, or
+    that another one has called to an exchange before it had done all of its steps, goes on at the
+    first step of the next round. So all have the same learning rate, and no example that has
+    changed the parameters comes again.
+
     Args:
         diloco: of this rank.
-        mesh: (replicate, shard).
-        config: how they exchange parameters.
+        mesh: (replicate, shard); where replicas are worlds, the first has one rank.
+        replica: the one that this world is; None: the world has all of them.
+        local_steps: steps of each replica between two exchanges.
+        tokens: of an example.
     """
 
-    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig) -> None:
+    def __init__(
+        self,
+        diloco: DiLoCo,
+        mesh: DeviceMesh,
+        replica: ReplicaWorld | None,
+        local_steps: int,
+        tokens: int,
+    ) -> None:
         self._diloco = diloco
-        self._every = min(MEET_EVERY, config.local_steps)
+        self._local_steps = local_steps
+        self._tokens = tokens * mesh.size(1)
+        self._replica = replica
         #: The ranks of this replica, which average gradients.
         self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
 
     def group_after(self, step: int) -> dist.ProcessGroup | None:
         """Return the ranks that exchange losses and signals after a step; ``None``: all."""
-        return self.own_group if step % self._every else None
+        alone = self._replica is None and step % min(MEET_EVERY, self._local_steps)
+        return self.own_group if alone else None
 
     def count(self, examples: int) -> None:
         """Count the examples that a rank of this replica has trained on in a step."""
-
-    def reached(self, step: int) -> int:
-        """Return the step that this replica is at after ``step``: the same, as all go together."""
-        return step
-
-    def join(self, step: int) -> int:
-        """Take part from now on; return the step that this replica is at."""
-        return step
-
-    def has_peers(self) -> bool:
-        """Whether others train already, so that this one need not load a checkpoint: none do."""
-        return False
-
-    def outer_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the model of every replica has the outer parameters."""
-        return self._diloco.outer_parameters()
-
-    def end(self) -> None:
-        """Make all replicas equal, after the last step."""
-        self._diloco.flush()
-
-
-class LooseReplicas(Replicas):
-    """The replicas of a run, each a world of its own, as one of them sees them.
-
-    Steps are counted in rounds: a replica that catches up, or that another one has called to an
-    exchange before it had done all of its steps, goes on at the first step of the next round. So
-    all have the same learning rate, and no example that has changed the parameters comes again.
-
-    Args:
-        diloco: of this rank.
-        mesh: (replicate, shard), of which the first has one rank.
-        config: how they exchange parameters.
-        tokens: of an example.
-    """
-
-    def __init__(self, diloco: DiLoCo, mesh: DeviceMesh, config: DilocoConfig, tokens: int) -> None:
-        super().__init__(diloco, mesh, config)
-        self._local_steps = config.local_steps
-        self._tokens = tokens * mesh.size(1)
-
-    def group_after(self, step: int) -> dist.ProcessGroup | None:
-        """Return the ranks that exchange losses and signals: all of this world."""
-        del step
-        return None
-
-    def count(self, examples: int) -> None:
-        """Count the examples that each rank of this replica has trained on in a step."""
         self._diloco.count_tokens(examples * self._tokens)
 
     def reached(self, step: int) -> int:
         """Return the step that this replica is at: at least the first one of the round."""
+        if self._replica is None:
+            return step  # all go together
         return max(step, self._diloco.rounds[0] * self._local_steps)
 
     def join(self, step: int) -> int:
@@ -133,8 +104,12 @@ class LooseReplicas(Replicas):
         """Whether other replicas train already, of whom this one gets its parameters."""
         return self._diloco.has_peers
 
+    def outer_parameters(self) -> AbstractContextManager[None]:
+        """Return a context in which the model of every replica has the outer parameters."""
+        return self._diloco.outer_parameters()
+
     def end(self) -> None:
-        """Bring the rest of the last round to the others, and leave."""
+        """Make all replicas equal after the last step, and leave."""
         self._diloco.flush()
         self._diloco.leave()
 
@@ -143,10 +118,9 @@ def replicas_of(
     model: nn.Module,
     inner: torch.optim.Optimizer,
     mesh: DeviceMesh,
-    config: DilocoConfig,
+    replica: ReplicaWorld | None,
+    train: TrainConfig,
     tokens: int,
-    replica: ReplicaWorld | None = None,
-    timeout: float | None = None,
 ) -> tuple[DiLoCo, Replicas]:
     """Return the optimizer of this rank's replica, and the replicas.
 
@@ -154,11 +128,12 @@ def replicas_of(
         model: of this rank.
         inner: the inner optimizer.
         mesh: (replicate, shard).
-        config: how replicas exchange parameters.
-        tokens: of an example.
         replica: the one that this world is; None: the world has all of them.
-        timeout: seconds that an exchange may take; None for the usual.
+        train: how replicas exchange parameters, and how long one may take.
+        tokens: of an example.
     """
+    config = train.diloco
+    assert config is not None
     quorum: Quorum | None = None
     if replica is not None:
         quorum = Quorum(
@@ -166,7 +141,7 @@ def replicas_of(
             replica=replica.number,
             group=mesh.get_group(SHARD),
             token=replica.token,
-            timeout=TIMEOUT if timeout is None else timeout,
+            timeout=TIMEOUT if train.peer_timeout is None else train.peer_timeout,
         )
     diloco = DiLoCo(
         model,
@@ -178,9 +153,7 @@ def replicas_of(
         error_feedback=config.keeps_errors,
         streaming=config.streaming,
     )
-    if quorum is None:
-        return diloco, Replicas(diloco, mesh, config)
-    return diloco, LooseReplicas(diloco, mesh, config, tokens)
+    return diloco, Replicas(diloco, mesh, replica, config.local_steps, tokens)
 
 
 @dataclass

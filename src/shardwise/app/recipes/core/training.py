@@ -41,7 +41,7 @@ from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
-from shardwise.insight.schema.option import OptionError, naming
+from shardwise.insight.schema.option import OptionError, naming, option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
 from shardwise.transport.peers import Peers
@@ -122,7 +122,7 @@ def train_connected(
         asked = {"recipe": inputs.recipe, **inputs.facts()}
         own = (asked, host_names[0])
         found = Peers().gather_objects(own, "the comparison of what hosts were asked")
-        check_alike([each for each, _ in found[:: world.local_size]])
+        check_alike([each for each, _ in found[:: world.local_size]], option_names(inputs.config))
         host_names = [name for _, name in found[:: world.local_size]]
     task = offloading(assemble(inputs, place), inputs.train)
     task = stepping_in_backward(task, inputs.train)

@@ -1,35 +1,22 @@
-"""What a language model trains on and is evaluated on, on one rank.
-
-Batches of documents are read by a background thread while the step before them computes:
-
-    thread      read 4 | read 5 | read 6 | wait for room ........ | read 7
-    queue       4 5 6                                               5 6
-    training             step 3 ................................. | step 4
-
-With each batch the thread notes the position of the data after it. So a checkpoint holds the
-position of what was trained on, whatever was read beyond that.
-"""
+"""What a language model trains on and is evaluated on, on one rank."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
 
+from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
 from shardwise.app.recipes.core.build import evaluating
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.model import next_token_loss
 from shardwise.app.recipes.core.progress import brief
-from shardwise.app.recipes.core.recipe import Data, nothing
-from shardwise.app.recipes.text.chat import ChatData, ChatLines
+from shardwise.app.recipes.core.recipe import Data, TrainContext, nothing
 from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.data import (
     VALIDATION_SHARE,
@@ -38,31 +25,15 @@ from shardwise.app.recipes.text.data import (
     Tokenizer,
     Vocabulary,
 )
-from shardwise.app.recipes.text.documents import Documents, StreamSource
 from shardwise.base.units import counted
-from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
 from shardwise.transport.peers import Peers
 
+if TYPE_CHECKING:
+    from shardwise.app.recipes.text.chat import ChatData, ChatLines
+    from shardwise.app.recipes.text.documents import Documents, StreamSource
+
 VALIDATION_SEQUENCES = 64
-
-
-class TextBatches:
-    """Training batches: int64 of shape (count, length + 1), on the device.
-
-    Args:
-        text: the data.
-        config: length and seed.
-        device: where batches go.
-    """
-
-    def __init__(self, text: TextData, config: LmConfig, device: torch.device) -> None:
-        self._sequences = Sequences(text.train, config.seq_length, config.train.seed)
-        self._device = device
-
-    def batch(self, position: int, count: int) -> torch.Tensor:
-        """Return sequences ``position`` .. ``position + count`` of the order."""
-        return torch.from_numpy(self._sequences.read(position, count)).to(self._device)
 
 
 @dataclass
@@ -103,8 +74,7 @@ def loss_on_tokens(
     read: Callable[[int, int], NDArray[np.int64]],
     size: int,
     config: LmConfig,
-    world: World,
-    device: torch.device,
+    place: TrainContext,
 ) -> ValidationLoss:
     """Return the loss on sequences spread evenly over tokens, which are read now.
 
@@ -113,15 +83,15 @@ def loss_on_tokens(
         read: returns tokens by the first one and their number, int64.
         size: how many there are.
         config: length and batch size.
-        world: this rank.
-        device: where this rank computes.
+        place: where this rank computes.
     """
+    world = place.world
     total = max(1, VALIDATION_SEQUENCES // world.size) * world.size
     length = config.seq_length + 1
     starts = [(size - length) * i // max(1, total - 1) for i in range(total)]
     mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
     batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
-    return ValidationLoss(model, _loss_of_sequences, lambda: batches, device)
+    return ValidationLoss(model, _loss_of_sequences, lambda: batches, place.device)
 
 
 #: Evaluates a model: names and values, such as ``validation_loss``.
@@ -159,9 +129,7 @@ def open_data(
     text: TextData | Documents | ChatData,
     vocabulary: Vocabulary,
     config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None = None,
+    place: TrainContext,
 ) -> LmData:
     """Open what :meth:`LmConfig.check` found. Every rank calls it.
 
@@ -169,49 +137,42 @@ def open_data(
         text: what was found.
         vocabulary: of the texts.
         config: the configuration.
-        world: this rank among those that evaluate together.
-        device: of this rank.
-        readers: this rank among those between whom examples are divided, if these are more. Then
-            what comes next is not known, and not read ahead.
+        place: this rank among those that evaluate together, and among those between whom examples
+            are divided. If these are more, what comes next is not known, and not read ahead.
 
     Raises:
         UserError: it cannot be opened, or there is too little.
     """
-    match text:
-        case TextData():
-            return _open_files(text, config, world, device)
-        case Documents():
-            return _open_documents(text, vocabulary, config, world, device, readers)
-        case ChatData():
-            assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
-            return _open_chats(text, vocabulary, config, world, device, readers)
+    # What is not trained on is not imported either.
+    if isinstance(text, TextData):
+        return _open_files(text, config, place)
+    if config.chat:
+        assert isinstance(vocabulary, Tokenizer), "chats need a tokenizer"
+        return _open_chats(cast("ChatData", text), vocabulary, config, place)
+    return _open_documents(cast("Documents", text), vocabulary, config, place)
 
 
-def _open_files(text: TextData, config: LmConfig, world: World, device: torch.device) -> LmData:
+def _open_files(text: TextData, config: LmConfig, place: TrainContext) -> LmData:
     held = text.validation
     return LmData(
-        batches=TextBatches(text, config, device),
-        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, world, device),
+        batches=Sequences(text.train, config.seq_length, config.train.seed),
+        evaluation=lambda model: loss_on_tokens(model, held.read, len(held), config, place),
         summary=f"{text.name}: {brief(len(text.train))} tokens to train on, "
         f"{brief(len(held))} for validation; {counted(text.files, 'file')}",
     )
 
 
 def _open_documents(
-    text: Documents,
-    vocabulary: Vocabulary,
-    config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None,
+    text: Documents, vocabulary: Vocabulary, config: LmConfig, place: TrainContext
 ) -> LmData:
+    from shardwise.app.recipes.text.documents import StreamSource
     from shardwise.app.recipes.text.streams import ShuffleBuffer, StreamBatches
 
     source = StreamSource(text)
     length = config.seq_length
     held = validation_tokens(source, vocabulary, length, VALIDATION_SEQUENCES)
     shuffle = ShuffleBuffer(config.shuffle_buffer, config.train.seed)
-    streams = StreamBatches(source, vocabulary, length, config.streams, readers or world, shuffle)
+    streams = StreamBatches(source, vocabulary, length, config.streams, place.readers, shuffle)
     dealt = "by file" if source.dealt_by_file(streams.streams) else "by document"
     order = f", shuffled in buffers of {shuffle.size:,} documents" if shuffle.size else ""
     summary = (
@@ -221,13 +182,13 @@ def _open_documents(
     )
     # Local files are read by the cores that train: there is no waiting to hide, and threads that
     # take turns at the interpreter's lock on busy cores make steps longer.
-    busy = device.type == "cpu" and source.commit is None
-    jumps = readers not in (None, world)
-    batches = streams if busy or jumps else ReadAhead(streams, world.size, device)
+    busy = place.device.type == "cpu" and source.commit is None
+    jumps = place.readers != place.world
+    batches = streams if busy or jumps else ReadAhead(streams, place.world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: loss_on_tokens(
-            model, lambda at, count: held[at : at + count], len(held), config, world, device
+            model, lambda at, count: held[at : at + count], len(held), config, place
         ),
         summary=summary,
         position=batches,
@@ -236,18 +197,13 @@ def _open_documents(
 
 
 def _open_chats(
-    text: ChatData,
-    vocabulary: Tokenizer,
-    config: LmConfig,
-    world: World,
-    device: torch.device,
-    readers: World | None,
+    text: ChatData, vocabulary: Tokenizer, config: LmConfig, place: TrainContext
 ) -> LmData:
     from shardwise.app.recipes.text import conversations as chats
     from shardwise.app.recipes.text.chat import ChatEncoder
 
     encoder = ChatEncoder(vocabulary)
-    length = config.seq_length
+    length, world = config.seq_length, place.world
 
     def rows_of(lines: ChatLines) -> tuple[chats.ChatRows, str]:
         found = chats.survey(lines, encoder, length, world)
@@ -259,13 +215,13 @@ def _open_chats(
     train, notes = rows_of(text.train)
     held, held_notes = rows_of(text.validation)
     given = {"": notes, "for validation: ": held_notes}
-    batches: chats.ChatBatches | ReadAhead = chats.ChatBatches(train, config.train.seed)
-    if device.type != "cpu" and readers in (None, world):
-        batches = ReadAhead(batches, world.size, device)
+    batches: Shuffled | ReadAhead = Shuffled(len(train), config.train.seed, train.drawn)
+    if place.device.type != "cpu" and place.readers == world:
+        batches = ReadAhead(batches, world.size)
     return LmData(
         batches=batches,
         evaluation=lambda model: ValidationLoss(
-            model, held_loss, lambda: held.batches(config.train.batch_size, world), device
+            model, held_loss, lambda: held.batches(config.train.batch_size, world), place.device
         ),
         summary=f"{text.summary}; {train.summary}; tokenizer {vocabulary.name}, "
         f"{vocabulary.used:,} tokens",
@@ -275,104 +231,6 @@ def _open_chats(
         per_epoch=len(train),
         close=batches.close if isinstance(batches, ReadAhead) else nothing,
     )
-
-
-AHEAD = 8  # batches: room for a source that stands still for some steps, and next to no memory
-END = 5.0  # seconds that the thread gets to end, after which it is left to the process's end
-
-
-class Readable(Data, Resumable, Protocol):
-    """Data in host memory that know where they stand; batches have a method ``to``, for devices."""
-
-
-@dataclass(frozen=True)
-class _Read:
-    """What was read, and where the data stand behind it."""
-
-    position: int
-    count: int
-    batch: Any
-    state: dict[str, Any]
-
-
-class ReadAhead:
-    """Training batches on the device, read some batches before they are asked for.
-
-    The thread begins with the first batch; :meth:`close` ends it.
-
-    Args:
-        data: where batches come from; from the first batch on only the thread reads it.
-        ranks: each of n ranks takes its part of a microbatch, one after the other: from one
-            batch of this rank to its next it is as many batches.
-        device: where batches go.
-    """
-
-    def __init__(self, data: Readable, ranks: int, device: torch.device) -> None:
-        self._data = data
-        self._ranks = ranks
-        self._device = device
-        self._queue: SimpleQueue[_Read | BaseException] = SimpleQueue()
-        self._room = threading.Semaphore(AHEAD)
-        self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._state: dict[str, Any] | None = None
-
-    def batch(self, position: int, count: int) -> Any:
-        """Examples ``position`` .. ``position + count``; they have to follow those before.
-
-        Raises:
-            ValueError: they do not.
-            Exception: what the thread met with, in its own traceback.
-        """
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._read, args=(position, count), name="read-ahead", daemon=True
-            )
-            self._thread.start()
-        read = self._queue.get()  # signals are handled meanwhile
-        if isinstance(read, BaseException):
-            self._queue.put(read)  # nothing follows it
-            raise read
-        if (read.position, read.count) != (position, count):
-            raise ValueError(
-                f"found {count} examples from {position} asked for, expected {read.count} from "
-                f"{read.position}, which were read ahead"
-            )
-        self._state = read.state
-        self._room.release()
-        return read.batch.to(self._device)
-
-    def _read(self, position: int, count: int) -> None:
-        try:
-            while self._room.acquire() and not self._closed.is_set():
-                batch = self._data.batch(position, count)
-                self._queue.put(_Read(position, count, batch, self._data.state()))
-                position += self._ranks * count
-        except BaseException as error:  # whatever it is, the step that needs the batch raises it
-            self._queue.put(error)
-
-    def close(self) -> None:
-        """End the thread; no batch follows.
-
-        A thread that waits for a network is left waiting: it ends with the process.
-        """
-        self._closed.set()
-        self._room.release()
-        if self._thread is not None:
-            self._thread.join(END)
-
-    def state(self) -> dict[str, Any]:
-        """Where the data stood behind the last batch that was asked for."""
-        return self._data.state() if self._state is None else self._state
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from :meth:`state` of all ranks of any world, before the first batch.
-
-        Raises:
-            CheckpointError: it is no such state.
-            OptionError: it has another number of streams than was asked for.
-        """
-        self._data.load_state(state, where)
 
 
 def validation_tokens(

@@ -6,15 +6,11 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import check_same, check_same_model
-from shardwise.app.recipes.text.chat import ChatData, load_chats
-from shardwise.app.recipes.text.data import TextData, load_text
-from shardwise.app.recipes.text.documents import Documents, find_documents, is_streamed
 from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, find_settings, longest_sequence
@@ -27,15 +23,20 @@ from shardwise.insight.schema.option import (
     Count,
     Natural,
     NotNegative,
-    OptionError,
     Reads,
     as_json,
     model_option,
     naming,
     option,
     require,
+    setting,
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from shardwise.app.recipes.text.chat import ChatData
+    from shardwise.app.recipes.text.data import TextData
+    from shardwise.app.recipes.text.documents import Documents
 
 _NOT_BOTH = "none given with --batch-tokens, from which it follows"
 _ONLY_DOCUMENTS = (
@@ -77,9 +78,6 @@ class Packing(enum.Enum):
     PADDED = "padded"
 
 
-#: The model that is trained if none is named.
-DEFAULT_MODEL = "llama-tiny"
-
 #: What fine-tuning commonly uses. Sequences are no longer than the model's positions.
 FOR_PRETRAINED = Defaults(steps=1000, batch_size=4, seq_length=1024, lr=2e-5)
 FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
@@ -89,139 +87,107 @@ FOR_CONFIG_FILES = Defaults(steps=1000, batch_size=4, seq_length=256, lr=4e-4)
 class LmConfig(RecipeConfig):
     """A training of a language model."""
 
-    recipe = "lm"
+    module = recipe = "lm"
 
     model: str = field(metadata=model_option(PRESETS))
-    pretrained: str | None = field(
-        default=None,
-        metadata=option(
-            "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
-            "the Hugging Face Hub.",
-            MODEL,
-            name="--from",
-            metavar="NAME",
-            reads=Reads.NAME,
-        ),
+    pretrained: str | None = setting(
+        None,
+        "Weights and tokenizer to continue from, in place of --model: a folder, or a name on "
+        "the Hugging Face Hub.",
+        MODEL,
+        name="--from",
+        metavar="NAME",
+        reads=Reads.NAME,
     )
-    lora: str | None = field(
-        default=None,
-        metadata=option(
-            "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
-            "targets=q_proj+v_proj; and dropout=0.05.",
-            MODEL,
-            metavar="SETTINGS",
-            shown="all weights are trained",
-        ),
+    lora: str | None = setting(
+        None,
+        "Train adapters on the frozen weights of --from: r=16,alpha=32,targets=all-linear, or "
+        "targets=q_proj+v_proj; and dropout=0.05.",
+        MODEL,
+        metavar="SETTINGS",
+        shown="all weights are trained",
+        fixed=True,
     )
-    frozen: Frozen | None = field(
-        default=None,
-        metadata=option(
-            "What becomes of frozen parameters between forward and backward: {choices}.",
-            MODEL,
-            metavar="NAME",
-            shown="keep where memory allows",
-        ),
+    frozen: Frozen | None = setting(
+        None,
+        "What becomes of frozen parameters between forward and backward: {choices}.",
+        MODEL,
+        metavar="NAME",
+        shown="keep where memory allows",
     )
-    merge: bool = field(
-        default=False,
-        metadata=option("Merge the adapters into whole weights at the end.", MODEL),
+    merge: bool = setting(False, "Merge the adapters into whole weights at the end.", MODEL)
+    data: tuple[str, ...] = setting(
+        (),
+        "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
+        "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
+        MODEL,
+        metavar="TEXT",
+        reads=Reads.NAME,
+        shown="the Python standard library's source",
+        takes_arguments=True,
     )
-    data: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Text to train on: files, folders, patterns; .jsonl and .parquet are streamed; "
-            "hf:NAME:CONFIG is a dataset of the Hugging Face Hub.",
-            MODEL,
-            metavar="TEXT",
-            reads=Reads.NAME,
-            shown="the Python standard library's source",
-            takes_arguments=True,
-        ),
+    chat: tuple[str, ...] = setting(
+        (),
+        "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
+        "completion. The loss is on the assistant's tokens.",
+        MODEL,
+        metavar="FILE",
+        reads=Reads.NAME,
     )
-    chat: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Chats to train on, in place of --data: .jsonl files with messages, or with prompt and "
-            "completion. The loss is on the assistant's tokens.",
-            MODEL,
-            metavar="FILE",
-            reads=Reads.NAME,
-        ),
+    packing: Packing = setting(
+        Packing.PACKED,
+        "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
+        MODEL,
+        metavar="NAME",
+        fixed=True,
     )
-    packing: Packing = field(
-        default=Packing.PACKED,
-        metadata=option(
-            "How chats fill sequences: {choices}. Packed ones do not attend to each other.",
-            MODEL,
-            metavar="NAME",
-        ),
+    eval_data: tuple[str, ...] = setting(
+        (),
+        "Text or chats to evaluate on; of the same kind as what is trained on.",
+        MODEL,
+        metavar="TEXT",
+        reads=Reads.NAME,
+        shown="one part in 20 of --data or --chat",
     )
-    eval_data: tuple[str, ...] = field(
-        default=(),
-        metadata=option(
-            "Text or chats to evaluate on; of the same kind as what is trained on.",
-            MODEL,
-            metavar="TEXT",
-            reads=Reads.NAME,
-            shown="one part in 20 of --data or --chat",
-        ),
+    tokenizer: str | None = setting(
+        None,
+        "A tokenizer of transformers, by name or folder; documents are then streamed.",
+        MODEL,
+        metavar="NAME",
+        reads=Reads.NAME,
+        shown="that of --from, else bytes",
     )
-    tokenizer: str | None = field(
-        default=None,
-        metadata=option(
-            "A tokenizer of transformers, by name or folder; documents are then streamed.",
-            MODEL,
-            metavar="NAME",
-            reads=Reads.NAME,
-            shown="that of --from, else bytes",
-        ),
+    streams: Count | None = setting(
+        None,
+        "Streams that documents are split into; a multiple of the world size is best.",
+        MODEL,
+        shown="by world size, 8 or more",
     )
-    streams: Count | None = field(
-        default=None,
-        metadata=option(
-            "Streams that documents are split into; a multiple of the world size is best.",
-            MODEL,
-            shown="by world size, 8 or more",
-        ),
+    shuffle_buffer: Natural = setting(
+        0,
+        "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
+        "source.",
+        MODEL,
+        fixed=True,
     )
-    shuffle_buffer: Natural = field(
-        default=0,
-        metadata=option(
-            "Documents of each stream that are shuffled together, by --seed; 0: the order of the "
-            "source.",
-            MODEL,
-        ),
+    seq_length: Count = field(
+        metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL, fixed=True)
     )
-    seq_length: Count = field(metadata=option("Tokens per sequence.", MODEL, shown=BY_MODEL))
     train: TrainConfig
-    batch_tokens: Count | None = field(
-        default=None,
-        metadata=option(
-            "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
-            "the most sequences of a microbatch.",
-            TRAINING,
-        ),
+    batch_tokens: Count | None = setting(
+        None,
+        "Tokens per step over all ranks. --accumulate follows from it; --batch-size is then "
+        "the most sequences of a microbatch.",
+        TRAINING,
     )
-    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = field(
-        default=None,
-        metadata=option(
-            "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
-        ),
+    peak_flops: Annotated[float, Bounds(above=0, most=1e30)] | None = setting(
+        None, "Peak FLOP/s of one device, for MFU.", TRAINING, shown="from a table of GPUs"
     )
-    prompt: str | None = field(
-        default=None,
-        metadata=option(
-            "Beginning of the sample.",
-            SAMPLE,
-            shown="a line of Python, or nothing with --data",
-        ),
+    prompt: str | None = setting(
+        None, "Beginning of the sample.", SAMPLE, shown="a line of Python, or nothing with --data"
     )
-    sample_tokens: Natural = field(
-        default=200, metadata=option("Tokens of the sample; 0: no sample.", SAMPLE)
-    )
-    temperature: NotNegative = field(
-        default=0.9, metadata=option("0: always the most likely token.", SAMPLE)
-    )
+    sample_tokens: Natural = setting(200, "Tokens of the sample; 0: no sample.", SAMPLE)
+    temperature: NotNegative = setting(0.9, "0: always the most likely token.", SAMPLE)
 
     @classmethod
     def for_model(cls, model: str) -> LmConfig:
@@ -289,6 +255,11 @@ class LmConfig(RecipeConfig):
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 
     def _find_text(self) -> TextData | Documents | ChatData:
+        # The command's help needs none of them, and nobody likes to wait for it.
+        from shardwise.app.recipes.text.chat import load_chats
+        from shardwise.app.recipes.text.data import load_text
+        from shardwise.app.recipes.text.documents import find_documents, is_streamed
+
         tokenizer = self.tokenizer_name
         if self.chat:
             require(not self.data, "--data", "--chat too", "one of the two")
@@ -364,6 +335,10 @@ class LmConfig(RecipeConfig):
         return naming("--model")(find_settings)(self.model, llamas)
 
 
+#: The training with all its defaults, by its name.
+DEFAULTS = {"lm": LmConfig.for_model("llama-tiny")}
+
+
 @dataclass(frozen=True)
 class LmInputs(Inputs):
     """A checked configuration, and what it refers to.
@@ -396,34 +371,23 @@ class LmInputs(Inputs):
         }
 
     def check_same(self, before: Mapping[str, Any]) -> None:
-        """Check that model, data and order are those of the run that is resumed."""
-        now = self.facts()
-        data = before.get("data", {})
-        # First, since the default of --seq-length goes with the model.
-        check_same_model(before.get("model", {}), now["model"], {})
-        # As before there were these.
-        former = {"shuffle_buffer": 0, "packing": Packing.PACKED.value, "lora": None}
-        config = {**former, **before.get("config", {})}
-        fixed = {
-            "seq_length": "--seq-length",
-            "shuffle_buffer": "--shuffle-buffer",
-            "packing": "--packing",
-            "lora": "--lora",
-        }
-        check_same(config, now["config"], fixed)
-        if before.get("model", {}).get("base") != now["model"].get("base"):
-            raise OptionError(
-                "--from",
-                f"{self.config.pretrained}, whose weights have changed",
-                "those that the adapters were trained on: checkpoints leave them out",
-            )
-        if data.get("fingerprint") != now["data"]["fingerprint"]:
-            raise OptionError(
-                "--chat" if self.config.chat else "--data",
-                f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
-                f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}, as the run "
-                "began that --resume goes on",
-            )
+        """Check that settings, model and data are those of the run that is resumed."""
+        super().check_same(before)
+        base = self.facts()["model"].get("base")
+        require(
+            before.get("model", {}).get("base") == base,
+            "--from",
+            f"{self.config.pretrained}, whose weights have changed",
+            "those that the adapters were trained on: checkpoints leave them out",
+        )
+
+    def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the option that names the data, what they are now, and what others are called."""
+        return (
+            "--chat" if self.config.chat else "--data",
+            f"{self.text.summary}, tokenizer {self.config.tokenizer_name or 'bytes'}",
+            f"{data.get('summary')}, tokenizer {data.get('tokenizer', 'bytes')}",
+        )
 
 
 def with_microbatches(config: LmConfig, world_size: int) -> LmConfig:

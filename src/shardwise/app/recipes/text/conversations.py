@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from shardwise.app.recipes.core.position import Shuffle
+from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.text.chat import IGNORED, ChatEncoder, ChatLines, MaskedTokens
 from shardwise.app.recipes.text.config import Packing
 from shardwise.elastic.errors import UserError
@@ -265,6 +263,10 @@ class ChatRows:
             positions[row, at:] = torch.arange(length - at)
         return TargetBatch(tokens, targets, positions if packed else None)
 
+    def drawn(self, draws: Sequence[Draw]) -> TargetBatch:
+        """Return the rows that an order has drawn."""
+        return self.batch([draw.index for draw in draws])
+
     def batches(self, size: int, world: World) -> Iterator[TargetBatch]:
         """Return all rows in order, as this rank's batches; equally many on every rank.
 
@@ -287,31 +289,6 @@ class ChatRows:
             if len(document.tokens) == length:
                 return document
         raise UserError(f"{where}: found other tokens than when the training began")
-
-
-class ChatBatches:
-    """Training batches, in host memory.
-
-    Args:
-        rows: what to train on.
-        seed: of the order.
-    """
-
-    def __init__(self, rows: ChatRows, seed: int) -> None:
-        self._rows = rows
-        self._order = Shuffle(len(rows), seed)
-
-    def batch(self, position: int, count: int) -> TargetBatch:
-        """Return rows ``position`` .. ``position + count`` of the order."""
-        rows = [self._order.at(p).index for p in range(position, position + count)]
-        return self._rows.batch(rows)
-
-    def state(self) -> dict[str, Any]:
-        """Return nothing: the number of examples says where the data stand."""
-        return {}
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Do nothing; see :meth:`state`."""
 
 
 @torch.no_grad()

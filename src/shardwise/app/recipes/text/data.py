@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from shardwise.app.recipes.core.position import Shuffle
 from shardwise.base.errors import CheckpointError
@@ -32,6 +32,7 @@ from shardwise.insight.schema.option import OptionError
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
 
 
@@ -351,12 +352,18 @@ class Sequences:
         ]
         return np.stack(rows)
 
+    def batch(self, position: int, count: int) -> torch.Tensor:
+        """Return the same as a tensor."""
+        import torch
+
+        return torch.from_numpy(self.read(position, count))
+
 
 _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
 
 
-class Vocabulary(Protocol):
-    """The meaning of tokens.
+class Bytes:
+    """A token is a byte of UTF-8.
 
     Attributes:
         name: for people.
@@ -364,24 +371,6 @@ class Vocabulary(Protocol):
         used: tokens from here up are never drawn in a sample.
         separator: the token in front of every document.
     """
-
-    name: str
-    size: int
-    used: int
-    separator: int
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, without a separator."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens."""
-
-    def as_transformers(self) -> Any:
-        """Return a tokenizer of ``transformers`` with the same ids."""
-
-
-class Bytes:
-    """A token is a byte of UTF-8."""
 
     name = "bytes"
     size = VOCAB_SIZE
@@ -440,6 +429,8 @@ def byte_tokenizer() -> Any:
 
 class Tokenizer:
     """A tokenizer of ``transformers``; its end-of-text token stands between documents.
+
+    It has the attributes of :class:`Bytes`.
 
     Args:
         name: of the hub, or the folder that it was saved in.
@@ -538,6 +529,10 @@ class Tokenizer:
     def as_transformers(self) -> Any:
         """Return the tokenizer itself."""
         return self.tokenizer
+
+
+#: The meaning of tokens.
+Vocabulary: TypeAlias = Bytes | Tokenizer
 
 
 def load_vocabulary(tokenizer: str | None, option: str = "--tokenizer") -> Vocabulary:

@@ -24,7 +24,7 @@ from shardwise.elastic.errors import UserError, say
 from shardwise.frontends import pretrained
 from shardwise.frontends.pretrained import opening
 from shardwise.frontends.pretrained.building import find
-from shardwise.frontends.wrap.apply import AUTO, apply_wrap
+from shardwise.frontends.wrap import AUTO, apply_wrap
 from shardwise.insight.planning.presets import longest_sequence
 
 if TYPE_CHECKING:

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Self, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeAlias, TypeVar
 
 from shardwise.app.recipes.core.installed import check_extras
 from shardwise.app.recipes.core.position import TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.rundir import check_same, check_same_model
 from shardwise.app.recipes.vision.files import IdxSet, ImageFolder, find_images, load_mnist
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import RESNETS, VIT_PRESETS, find_settings
@@ -31,8 +30,8 @@ from shardwise.insight.schema.option import (
     as_json,
     model_option,
     naming,
-    option,
     require,
+    setting,
 )
 from shardwise.insight.schema.training import OptimizerConfig, OutputConfig, SgdConfig, TrainConfig
 
@@ -41,7 +40,7 @@ FAKE_TRAINING, FAKE_VALIDATION, FAKE_CLASSES = 1_281_167, 256, 1000
 
 _NOT_SQUARE = 0  # as the default of an image size: the model has no single one
 
-Folders = tuple[ImageFolder, ImageFolder]
+ImageFiles: TypeAlias = tuple[ImageFolder, ImageFolder] | tuple[IdxSet, IdxSet]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,28 +48,62 @@ class VisionConfig(RecipeConfig):
     """What the configurations of all trainings on images have in common."""
 
     train: TrainConfig
-    eval_batch_size: Count | None = field(
-        default=None,
-        metadata=option(
-            "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
-        ),
+    eval_batch_size: Count | None = setting(
+        None, "Images per rank at a time in evaluations.", TRAINING, shown="that of --batch-size"
     )
+    data_dir: Path | None
 
 
-class VisionInputs(Inputs):
-    """What the checked configurations of all trainings on images have in common."""
+C = TypeVar("C", bound=VisionConfig, covariant=True)
 
-    config: VisionConfig
+
+@dataclass(frozen=True)
+class VisionInputs(Inputs, Generic[C]):
+    """A checked configuration, and what it refers to.
+
+    Attributes:
+        config: the configuration.
+        model: what the model is called.
+        images: to train on and to evaluate on; None for fake data.
+        settings: of the model, as in a ``config.json``; empty: it is not of ``transformers``.
+    """
+
+    config: C
+    model: str
+    images: ImageFiles | None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def span(self) -> TrainingSpan:
         """How long the training is."""
-        return TrainingSpan.of(self.train, self.training_images)
+        return TrainingSpan.of(self.train, len(self.images[0]) if self.images else FAKE_TRAINING)
 
     @property
-    def training_images(self) -> int:
-        """Number of images to train on."""
-        raise NotImplementedError
+    def classes(self) -> list[str]:
+        """Names of the classes."""
+        return [*self.images[0].classes] if self.images else [*map(str, range(FAKE_CLASSES))]
+
+    def facts(self) -> dict[str, Any]:
+        """Return config, model and data for ``run.json``: what is the same in every session."""
+        data: dict[str, Any] = {"name": "fake images", "fingerprint": "fake"}
+        if self.images:
+            training, validation = self.images
+            data = {
+                "name": str(self.config.data_dir),
+                "training_images": len(training),
+                "validation_images": len(validation),
+                "fingerprint": f"{training.fingerprint()}-{validation.fingerprint()}",
+            }
+        return {
+            "config": as_json(self.config),
+            "model": {"name": self.model, **({"settings": self.settings} if self.settings else {})},
+            "data": {**data, "classes": len(self.classes)},
+        }
+
+    def of_data(self, data: Mapping[str, Any]) -> tuple[str, str, str]:
+        """Return the option that names the data, what they are now, and what others are called."""
+        found = f"{self.facts()['data']['name']}, other images"
+        return "--data-dir", found, f"those of {data.get('name')}"
 
 
 # -- MNIST -----------------------------------------------------------------------------------------
@@ -80,10 +113,10 @@ class VisionInputs(Inputs):
 class MnistConfig(VisionConfig):
     """A training of a convolutional network on MNIST."""
 
-    recipe = "mnist"
+    module = recipe = "mnist"
 
-    data_dir: Path | None = field(
-        default=None, metadata=option("Folder with MNIST's four IDX files.", MODEL, metavar="PATH")
+    data_dir: Path | None = setting(
+        None, "Folder with MNIST's four IDX files.", MODEL, metavar="PATH"
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -95,17 +128,15 @@ class MnistConfig(VisionConfig):
             output=OutputConfig(out=Path("runs/mnist"), checkpoint_every=200, eval_every=1),
         )
     )
-    nested: bool = field(
-        default=False,
-        metadata=option(
-            "Shard each convolution block by itself, then the rest.",
-            SHARDING,
-            name="--nested-fsdp/--no-nested-fsdp",
-            former=("--use-nested-fsdp",),
-        ),
+    nested: bool = setting(
+        False,
+        "Shard each convolution block by itself, then the rest.",
+        SHARDING,
+        name="--nested-fsdp/--no-nested-fsdp",
+        former=("--use-nested-fsdp",),
     )
 
-    def check(self, world: World) -> MnistInputs:
+    def check(self, world: World) -> VisionInputs[Self]:
         """Check everything that can be checked without torch, and read the data.
 
         Raises:
@@ -116,44 +147,7 @@ class MnistConfig(VisionConfig):
         check_extras(["safetensors", "PIL"], self.train.output.logs)
         if self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with MNIST's four files")
-        return MnistInputs(self, *load_mnist(self.data_dir))
-
-
-@dataclass(frozen=True)
-class MnistInputs(VisionInputs):
-    """A checked configuration, and its data.
-
-    Attributes:
-        config: the configuration.
-        training: images to train on.
-        test: images to evaluate on.
-    """
-
-    config: MnistConfig
-    training: IdxSet
-    test: IdxSet
-
-    @property
-    def training_images(self) -> int:
-        """Number of images to train on."""
-        return len(self.training)
-
-    def facts(self) -> dict[str, Any]:
-        """Return config, model and data for ``run.json``: what is the same in every session."""
-        return {
-            "config": as_json(self.config),
-            "model": {"name": "convnet"},
-            "data": {
-                "name": str(self.config.data_dir),
-                "training_images": len(self.training),
-                "test_images": len(self.test),
-                "fingerprint": f"{self.training.fingerprint()}-{self.test.fingerprint()}",
-            },
-        }
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Check that the data are those of the run that is resumed."""
-        _check_same_images(before, self.facts())
+        return VisionInputs(self, "convnet", load_mnist(self.data_dir))
 
 
 # -- images in folders -----------------------------------------------------------------------------
@@ -163,22 +157,18 @@ class MnistInputs(VisionInputs):
 class ImageFolderConfig(VisionConfig):
     """A training of a model of ``transformers`` on images in folders."""
 
-    #: Setting of the model -> option that changes it.
-    model_options: ClassVar[Mapping[str, str]] = {}
+    module = "images"
 
-    data_dir: Path | None = field(
-        default=None,
-        metadata=option("Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"),
+    data_dir: Path | None = setting(
+        None, "Folder with train/CLASS/ and val/CLASS/.", MODEL, metavar="PATH"
     )
-    fake_data: bool = field(
-        default=False, metadata=option("Train on noise, to measure speed.", MODEL)
-    )
+    fake_data: bool = setting(False, "Train on noise, to measure speed.", MODEL)
     model: str
-    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
-        default=224, metadata=option("Height and width of the model's input, in pixels.", MODEL)
+    image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
+        224, "Height and width of the model's input, in pixels.", MODEL, fixed=True
     )
-    threads: Annotated[int, Bounds(least=1, most=1024)] = field(
-        default=4, metadata=option("Threads that decode images, per rank.", MODEL, name="--workers")
+    threads: Annotated[int, Bounds(least=1, most=1024)] = setting(
+        4, "Threads that decode images, per rank.", MODEL, name="--workers"
     )
 
     def check_dry_run(self, world: World) -> None:
@@ -199,7 +189,7 @@ class ImageFolderConfig(VisionConfig):
         """
         raise NotImplementedError
 
-    def check(self, world: World) -> ImageFolderInputs[Self]:
+    def check(self, world: World) -> VisionInputs[Self]:
         """Check everything that can be checked without torch, and list the images.
 
         Raises:
@@ -208,89 +198,15 @@ class ImageFolderConfig(VisionConfig):
         settings = self.settings()
         self.check_values()
         self.check_world(world)
-        folders: Folders | None = None
+        images: ImageFiles | None = None
         if self.fake_data:
             require(self.data_dir is None, "--fake-data", "--data-dir too", "one of the two")
         elif self.data_dir is None:
             raise OptionError("--data-dir", "none", "a folder with train and val, or --fake-data")
         else:
-            folders = find_images(self.data_dir)
+            images = find_images(self.data_dir)
         check_extras(["transformers", "PIL"], self.train.output.logs)
-        return ImageFolderInputs(self, settings, folders)
-
-
-C = TypeVar("C", bound=ImageFolderConfig, covariant=True)
-
-
-@dataclass(frozen=True)
-class ImageFolderInputs(VisionInputs, Generic[C]):
-    """A checked configuration, and what it refers to.
-
-    Attributes:
-        config: the configuration.
-        settings: of the model, as in a ``config.json``.
-        folders: images to train on and to evaluate on; None for fake data.
-    """
-
-    config: C
-    settings: dict[str, Any]
-    folders: Folders | None
-
-    @property
-    def training_images(self) -> int:
-        """Number of images to train on."""
-        return len(self.folders[0]) if self.folders else FAKE_TRAINING
-
-    @property
-    def classes(self) -> list[str]:
-        """Names of the classes."""
-        if self.folders:
-            return list(self.folders[0].classes)
-        return [str(number) for number in range(FAKE_CLASSES)]
-
-    def facts(self) -> dict[str, Any]:
-        """Return config, model and data for ``run.json``: what is the same in every session."""
-        data: dict[str, Any] = {"name": "fake images", "fingerprint": "fake"}
-        if self.folders:
-            training, validation = self.folders
-            data = {
-                "name": str(self.config.data_dir),
-                "training_images": len(training),
-                "validation_images": len(validation),
-                "fingerprint": f"{training.fingerprint()}-{validation.fingerprint()}",
-            }
-        return {
-            "config": as_json(self.config),
-            "model": {"name": self.config.model, "settings": self.settings},
-            "data": {**data, "classes": len(self.classes)},
-        }
-
-    def check_same(self, before: Mapping[str, Any]) -> None:
-        """Check that model and data are those of the run that is resumed."""
-        now = self.facts()
-        # First, since the default of --image-size may go with the model.
-        check_same_model(
-            _without_size(before.get("model", {})),
-            _without_size(now["model"]),
-            self.config.model_options,
-        )
-        check_same(before.get("config", {}), now["config"], {"image_size": "--image-size"})
-        _check_same_images(before, now)
-
-
-def _without_size(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model without the size of its images, which belongs to the configuration."""
-    settings = dict(model.get("settings", {}))
-    settings.pop("image_size", None)
-    return {**model, "settings": settings}
-
-
-def _check_same_images(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    data = before.get("data", {})
-    if data.get("fingerprint") != now["data"]["fingerprint"]:
-        found = f"{now['data']['name']}, other images"
-        expected = f"those of {data.get('name')}, as the run began that --resume goes on"
-        raise OptionError("--data-dir", found, expected)
+        return VisionInputs(self, self.model, images, settings)
 
 
 # -- residual networks -----------------------------------------------------------------------------
@@ -311,20 +227,17 @@ class ImagenetConfig(ImageFolderConfig):
             output=OutputConfig(out=Path("runs/imagenet"), checkpoint_every=1000, eval_every=1),
         )
     )
-    warmup_epochs: NotNegative = field(
-        default=5.0, metadata=option("Epochs of linear warmup of the learning rate.", TRAINING)
+    warmup_epochs: NotNegative = setting(
+        5.0, "Epochs of linear warmup of the learning rate.", TRAINING
     )
-    drop_epochs: Natural = field(
-        default=30,
-        metadata=option(
-            "Epochs from one drop of the learning rate to the next; 0: no drops.",
-            TRAINING,
-            name="--lr-drop-epochs",
-        ),
+    drop_epochs: Natural = setting(
+        30,
+        "Epochs from one drop of the learning rate to the next; 0: no drops.",
+        TRAINING,
+        name="--lr-drop-epochs",
     )
-    drop_factor: Positive = field(
-        default=10.0,
-        metadata=option("Divides the learning rate then.", TRAINING, name="--lr-drop-factor"),
+    drop_factor: Positive = setting(
+        10.0, "Divides the learning rate then.", TRAINING, name="--lr-drop-factor"
     )
 
     def lr(self, epoch: float) -> float:
@@ -356,16 +269,14 @@ class VitConfig(ImageFolderConfig):
     model_options = {"num_hidden_layers": "--layers", "patch_size": "--patch-size"}  # noqa: RUF012
 
     model: str = field(default="vit-tiny", metadata=model_option(VIT_PRESETS))
-    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = field(
-        default=None, metadata=option("Number of blocks.", MODEL, shown=BY_MODEL)
+    layers: Annotated[int, Bounds(least=1, most=10_000)] | None = setting(
+        None, "Number of blocks.", MODEL, shown=BY_MODEL
     )
-    image_size: Annotated[int, Bounds(most=1 << 16)] = field(
-        default=224,
-        metadata=option("Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL),
+    image_size: Annotated[int, Bounds(most=1 << 16)] = setting(
+        224, "Height and width of the model's input, in pixels.", MODEL, shown=BY_MODEL, fixed=True
     )
-    patch_size: Count | None = field(
-        default=None,
-        metadata=option("Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL),
+    patch_size: Count | None = setting(
+        None, "Height and width of a patch, in pixels.", MODEL, shown=BY_MODEL
     )
     train: TrainConfig = field(
         default=TrainConfig(
@@ -377,13 +288,11 @@ class VitConfig(ImageFolderConfig):
             output=OutputConfig(out=Path("runs/vit"), checkpoint_every=1000, eval_every=10),
         )
     )
-    nested: bool = field(
-        default=True,
-        metadata=option(
-            "Shard the model as one group, not each block by itself.",
-            SHARDING,
-            name="--nested-fsdp/--no-nested-fsdp",
-        ),
+    nested: bool = setting(
+        True,
+        "Shard the model as one group, not each block by itself.",
+        SHARDING,
+        name="--nested-fsdp/--no-nested-fsdp",
     )
 
     @classmethod
@@ -429,3 +338,11 @@ class VitConfig(ImageFolderConfig):
 
 def _presets() -> dict[str, dict[str, Any]]:
     return {name: preset.settings() for name, preset in VIT_PRESETS.items()}
+
+
+#: Each training on images with all its defaults, by its name.
+DEFAULTS: dict[str, RecipeConfig] = {
+    "mnist": MnistConfig(),
+    "imagenet": ImagenetConfig(),
+    "vit": VitConfig.for_model("vit-tiny"),
+}

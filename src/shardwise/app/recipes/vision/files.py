@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 import xxhash
 
@@ -144,10 +144,12 @@ class IdxSet:
     Attributes:
         images: one after another, ``SIDE * SIDE`` bytes each, row by row.
         labels: a byte for each, 0 to 9.
+        classes: names of the classes.
     """
 
     images: bytes
     labels: bytes
+    classes: ClassVar[tuple[str, ...]] = tuple(map(str, range(CLASSES)))
 
     def __len__(self) -> int:
         """Return the number of images."""

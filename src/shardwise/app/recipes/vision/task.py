@@ -11,10 +11,10 @@ import functools
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -25,15 +25,16 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise import FSDPModule
+from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
 from shardwise.app.recipes.core.build import average_running_statistics, evaluating, learning_rate
 from shardwise.app.recipes.core.checkpointing import SaveError, on_rank_zero
-from shardwise.app.recipes.core.position import Shuffle
+from shardwise.app.recipes.core.position import Draw
 from shardwise.app.recipes.core.recipe import Example, Schedule, Task, TrainContext
 from shardwise.app.recipes.vision.config import (
     FAKE_TRAINING,
     FAKE_VALIDATION,
     ImageFolderConfig,
-    ImageFolderInputs,
+    VisionConfig,
     VisionInputs,
 )
 from shardwise.app.recipes.vision.files import ImageFolder
@@ -54,8 +55,18 @@ RATIO = (3 / 4, 4 / 3)  # of width to height
 ATTEMPTS = 10  # at a crop that lies inside the image
 CENTER = 224 / 256  # of the shorter side, that evaluation looks at
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 Box = tuple[float, float, float, float]
+
+
+class Batch(NamedTuple):
+    """Images, and their classes."""
+
+    images: torch.Tensor
+    classes: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        """Return the batch on a device."""
+        return Batch(self.images.to(device), self.classes.to(device))
 
 
 class Images(Protocol):
@@ -77,41 +88,9 @@ class Images(Protocol):
         """
 
 
-class TrainingImages:
-    """Batches in an order that the seed and the position alone decide.
-
-    The next batch of this rank is read while the model computes with this one.
-
-    Args:
-        images: where they come from.
-        seed: of the order, and of whatever is random.
-        stride: examples from one batch of this rank to its next: those of one microbatch of all.
-        device: where batches go.
-    """
-
-    def __init__(self, images: Images, seed: int, stride: int, device: torch.device) -> None:
-        self._images = images
-        self._order = Shuffle(len(images), seed)
-        self._stride = stride
-        self._device = device
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="images")
-        self._ahead: tuple[tuple[int, int], Future[Batch]] | None = None
-
-    def batch(self, position: int, count: int) -> Batch:
-        """Return examples ``position`` .. ``position + count`` of the order."""
-        asked = (position, count)
-        if self._ahead is not None and self._ahead[0] == asked:
-            images, classes = self._ahead[1].result()
-        else:
-            images, classes = self._read(*asked)
-        following = (position + self._stride, count)
-        self._ahead = (following, self._reader.submit(self._read, *following))
-        return images.to(self._device), classes.to(self._device)
-
-    def _read(self, position: int, count: int) -> Batch:
-        draws = [self._order.at(p) for p in range(position, position + count)]
-        keys = [mix(draw.key ^ draw.index) for draw in draws]
-        return self._images.read([draw.index for draw in draws], keys)
+def read_drawn(images: Images, draws: Sequence[Draw]) -> Batch:
+    """Read images with the keys that belong to them and their epoch."""
+    return images.read([d.index for d in draws], [mix(d.key ^ d.index) for d in draws])
 
 
 class FakeImages:
@@ -136,7 +115,7 @@ class FakeImages:
         """Return the image, with the classes that go with the indices."""
         del keys
         images = self._image.expand(len(indices), -1, -1, -1)
-        return images, torch.tensor(indices) % self._classes
+        return Batch(images, torch.tensor(indices) % self._classes)
 
 
 class Augment(enum.Enum):
@@ -177,7 +156,7 @@ class FolderImages:
         pixels = np.stack(list(self._threads.map(self._decode, paths, keys)))
         images = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 255
         mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
-        return (images - mean) / std, torch.tensor([number for _, number in found])
+        return Batch((images - mean) / std, torch.tensor([number for _, number in found]))
 
     def _decode(self, path: Path, key: int) -> np.ndarray:
         """Return one image as uint8 of shape (size, size, 3)."""
@@ -218,7 +197,7 @@ def _centered(width: int, height: int, w: float, h: float) -> Box:
     return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ImageData:
     """Images with their classes.
 
@@ -235,29 +214,29 @@ class ImageData:
     classes: Sequence[str]
 
     @classmethod
-    def of(cls, inputs: ImageFolderInputs[ImageFolderConfig]) -> ImageData:
+    def of(cls, inputs: VisionInputs[ImageFolderConfig]) -> ImageData:
         """Open the images that a configuration refers to."""
         config, classes = inputs.config, inputs.classes
         training: Images
         validation: Images
-        if inputs.folders is None:
+        if inputs.images is None:
             training = FakeImages(FAKE_TRAINING, len(classes), config.image_size)
             validation = FakeImages(FAKE_VALIDATION, len(classes), config.image_size)
         else:
-            first, second = inputs.folders
+            first, second = inputs.images
+            assert isinstance(first, ImageFolder)
+            assert isinstance(second, ImageFolder)
             size, threads = config.image_size, config.threads
             training = FolderImages(first, size, Augment.RANDOM_CROP, threads)
             validation = FolderImages(second, size, Augment.CENTER_CROP, threads)
-        name = inputs.facts()["data"]["name"]
-        return cls(name=name, training=training, validation=validation, classes=classes)
+        return cls(inputs.facts()["data"]["name"], training, validation, classes)
 
 
 def vision_task(
-    inputs: VisionInputs,
+    inputs: VisionInputs[VisionConfig],
     place: TrainContext,
     data: ImageData,
     *,
-    name: str,
     model: FSDPModule,
     optimizer: torch.optim.Optimizer,
     schedule: Schedule,
@@ -274,7 +253,6 @@ def vision_task(
         inputs: what the user asks for.
         place: where this rank trains.
         data: images with their classes.
-        name: what the model is called.
         model: after sharding.
         optimizer: over the model's shards.
         schedule: of the learning rate.
@@ -287,6 +265,9 @@ def vision_task(
     at_a_time = inputs.config.eval_batch_size or train.batch_size
     evaluation = Evaluation(data.validation, len(data.classes), at_a_time, world, place.device)
     files = inputs.config.files
+    read = functools.partial(read_drawn, data.training)
+    # One is enough, and many large images would take much memory.
+    batches = ReadAhead(Shuffled(len(data.training), train.seed, read), world.size, ahead=1)
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
@@ -298,18 +279,18 @@ def vision_task(
                 f"reloaded   accuracy {scores.accuracy:.4f} from this file alone, loaded into "
                 f"{loaded_into}; {results['accuracy']:.4f} before"
             )
-            title = f"{name} on {data.name}"
+            title = f"{inputs.model} on {data.name}"
             plot_confusion(scores.confusion.tolist(), data.classes, title, files.confusion)
             say(f"confusion  {files.confusion}")
         return {**results, "accuracy_of_file": scores.accuracy}
 
     return Task(
-        model_name=name,
+        model_name=inputs.model,
         model=model,
         model_config=config_json,
         optimizer=optimizer,
         schedule=schedule,
-        data=TrainingImages(data.training, train.seed, train.batch_size * world.size, place.device),
+        data=batches,
         loss=classification_loss,
         evaluate=lambda: evaluation(model).values(),
         unit="images",
@@ -322,11 +303,12 @@ def vision_task(
             )
         ],
         after_step=functools.partial(average_running_statistics, model),
+        close=batches.close,
         finish=finish,
     )
 
 
-def curve_of(inputs: VisionInputs, world: World) -> Schedule:
+def curve_of(inputs: VisionInputs[VisionConfig], world: World) -> Schedule:
     """Return the schedule of an optimizer's configuration.
 
     By examples: in a resumed run, steps before may have had another number of them.
@@ -388,7 +370,7 @@ def example_of(channels: int, size: int) -> Example:
     """Return batches of images with these channels and pixels, and their loss."""
 
     def batch(count: int) -> Batch:
-        return torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long)
+        return Batch(torch.zeros(count, channels, size, size), torch.zeros(count, dtype=torch.long))
 
     return Example(batch=batch, loss=classification_loss)
 
