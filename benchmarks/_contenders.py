@@ -242,6 +242,38 @@ class OursAhead(Ours):
         gather_in_order(self.model)
 
 
+class OwnOrder(Ours):
+    """The same, and ranks may run different modules; here all run the same."""
+
+    name = "own-order"
+    title = "shardwise, own order"
+
+    def options(self) -> dict[str, Any]:
+        """Ask for it."""
+        return {"order": "own"}
+
+
+class OwnOrderHalf(OwnOrder):
+    """The same, and the last rank runs every second layer."""
+
+    name = "own-order-half"
+    title = "shardwise, own order, half"
+    tolerance = float("inf")  # what it computes is its own
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        if dist.get_rank() == case.ranks - 1:
+            layers: Any = self.model.model.layers
+            layers.__class__ = _EverySecond
+
+
+class _EverySecond(nn.ModuleList):
+    """Layers, of which a model that takes a slice gets every second."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self][index][::2] if isinstance(index, slice) else super().__getitem__(index)
+
+
 class FSDP2(ByModule):
     """``torch.distributed.fsdp.fully_shard``."""
 
@@ -441,7 +473,7 @@ def _rows_of_rank(parameter: nn.Parameter, rank: int, ranks: int) -> slice:
 CONTENDERS: dict[str, type[Contender]] = {
     contender.name: contender
     for contender in (
-        *(Ours, OursAhead, OursInBackward, FSDP2),
+        *(Ours, OursAhead, OursInBackward, OwnOrder, OwnOrderHalf, FSDP2),
         *(DistributedDataParallel, Floor, Copies),
     )
 }

@@ -785,12 +785,14 @@ def test_prefetched_and_kept_parameters_are_never_stale(rank: int, world_size: i
         step_alike(mine, theirs, ordinary, batches(world_size, step)[rank])
 
 
-class Twice(Net):
-    """A block that runs twice, and is recomputed in a backward of its own each time."""
+class Recomputed(Net):
+    """Blocks that are recomputed, each in a backward of its own."""
+
+    numbers: tuple[int, ...] = (0, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
-            x = checkpoint(self.blocks[0], x, use_reentrant=True)  # type: ignore[assignment]
+        for number in self.numbers:
+            x = checkpoint(self.blocks[number], x, use_reentrant=True)  # type: ignore[assignment]
         out: torch.Tensor = self.head(x)
         return out
 
@@ -799,9 +801,20 @@ class Twice(Net):
 def test_backwards_inside_of_a_backward_that_recompute_make_one_step(
     rank: int, world_size: int
 ) -> None:
-    mine, theirs, ordinary = beside(lambda: sharded_net(Twice))
+    mine, theirs, ordinary = beside(lambda: sharded_net(Recomputed))
     for step in range(2):
         step_alike(mine, theirs, ordinary, batches(world_size, step)[rank].requires_grad_())
+
+
+@on_threads(2)
+def test_a_block_of_which_two_such_backwards_add_gradients_cannot_step(
+    rank: int, world_size: int
+) -> None:
+    net = sharded_net(Recomputed)
+    net.numbers = (0, 0)
+    in_backward(net, adamw)
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.\S+ on rank \d: got another gradient"):
+        loss_of(net, batches(world_size)[rank].requires_grad_()).backward()
 
 
 @on_threads(2)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import MixedPrecisionPolicy, Wire, fully_shard
 from tests.sharding.nets import (
@@ -16,6 +17,7 @@ from tests.sharding.nets import (
     assert_same_gradients,
     average_backward,
     batches,
+    check_backward,
     group_of,
     hybrid_mesh,
     loss_of,
@@ -23,6 +25,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_modules,
     sharded_net,
+    twins,
 )
 from tests.worlds import Ranks, on_threads
 
@@ -43,6 +46,26 @@ def test_either_can_be_switched_off_for_one_group(rank: int, world_size: int) ->
     loss_of(net, x).backward()
     assert net.head.weight.grad is None
     assert net.blocks[0].up.weight.grad is not None
+
+
+class Recomputed(Net):
+    """A block that runs twice, and is recomputed each time in a backward inside of the other."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.blocks[0], x, use_reentrant=True)  # type: ignore[assignment]
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@on_threads()
+def test_gradients_of_a_block_that_is_recomputed_twice_are_all_reduced(
+    rank: int, world_size: int
+) -> None:
+    sharded, whole = twins(Recomputed)
+    for step in range(2):
+        check_backward(sharded, whole, batches(world_size, step).requires_grad_(), rank)
 
 
 class Choosy(nn.Module):

@@ -30,6 +30,7 @@ class Activity(enum.Enum):
     FORWARD = "forward"  # a group computes its forward
     BACKWARD = "backward"  # a group computes its backward
     UNSHARD = "unshard"  # an all-gather is issued: memory, conversions, the call itself
+    SUPPLY = "supply"  # other ranks gather a group that this one does not need
     REDUCE = "reduce"  # gradients are prepared, and their reduction is issued
     ALL_GATHER = "all-gather"  # a collective is under way, from its issue to the end of its wait
     REDUCE_SCATTER = "reduce-scatter"

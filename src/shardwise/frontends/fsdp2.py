@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from shardwise.sharding.param import ShardedParam, check_origin
 from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.policy import Precision
 from shardwise.sharding.state import FSDPState, state_of
+from shardwise.sharding.states import GroupOrder
 from shardwise.transport.wire import Wire, Wires
 
 ShardPlacementFn = Callable[[nn.Parameter], Shard | ShardPlacementResult | None]
@@ -52,6 +53,7 @@ class ShardOptions(TypedDict, total=False):
     transport: str | None
     wire: Wire | Mapping[str, Wire] | None
     separate_dims: Collection[str]
+    order: Literal["same", "own"]
 
 
 @overload
@@ -71,6 +73,7 @@ def fully_shard(
     transport: str | None = None,
     wire: Wire | Mapping[str, Wire] | None = None,
     separate_dims: Collection[str] = (),
+    order: Literal["same", "own"] = "same",
 ) -> Any:
     """Shard the parameters of ``module`` over the ranks of ``mesh``, in place.
 
@@ -106,6 +109,8 @@ def fully_shard(
             their names. By default, nothing is encoded.
         separate_dims: the names of dimensions that ``mesh`` was sliced without on purpose: each
             rank along them trains a model of its own, or you average it yourself.
+        order: on the root, whether all ranks run the same modules in each step (``"same"``), or
+            each may run its own (``"own"``); see :meth:`FSDPModule.skip_step`.
 
     Returns:
         ``module``, now an :class:`~shardwise.FSDPModule`.
@@ -125,6 +130,8 @@ def fully_shard(
     # Check everything first, then make the new objects, then change the modules.
     tops = _check_modules((module,) if isinstance(module, nn.Module) else module)
     _check_mp_policy(mp_policy)
+    if order not in ("same", "own"):
+        raise ValueError(f"order: expected 'same' or 'own', found {order!r}")
     classes = ", ".join(type(top).__name__ for top in tops)
     what = f"fully_shard({classes})"
     mesh = device_mesh.default_mesh() if mesh is None else mesh
@@ -177,7 +184,8 @@ def fully_shard(
         note_group(owners, fqn, classes)
     for group in groups:
         group.install()
-    state = FSDPState(tops, groups, data_mesh.device, mp_policy, reshard_after_forward)
+    device = data_mesh.device
+    state = FSDPState(tops, groups, device, mp_policy, reshard_after_forward, GroupOrder(order))
     hooks.install(state)
     _keep_state_dicts_sharded(groups)
     _become_managed(tops, managed)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,18 @@ from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 from typing_extensions import deprecated
 
 from shardwise.base import devices
+from shardwise.base.errors import MisuseError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.hooks import run_as_forward
 from shardwise.sharding.ledger import GradientReductionHandle
 from shardwise.sharding.param import COPIED
-from shardwise.sharding.state import FSDPState, groups_of, require_state, states_of
-from shardwise.sharding.states import GroupState, Phase
+from shardwise.sharding.state import FSDPState, Root, groups_of, require_state, states_of
+from shardwise.sharding.states import GroupOrder, GroupState, Phase
 from shardwise.transport.base import Reduce
 from shardwise.transport.custom import AllGather, ReduceScatter
+
+_B = TypeVar("_B")
+_END = object()
 
 
 class UnshardHandle(TorchUnshardHandle):
@@ -132,6 +136,59 @@ class FSDPModule(_Sharded):
         if state.is_root is False:
             self._refuse_nested("reset_iter_state")
         state.root.reset()
+
+    def skip_step(self) -> None:
+        """Take part in a step in place of forward and backward, on a rank that has no batch.
+
+        Call it on the root, under ``fully_shard(..., order="own")``. It returns when all ranks are
+        through with their backwards, and counts as zeros in the gradients. The optimizer then steps
+        as on any rank. Also call it in place of a backward that does not follow its forward, and
+        under ``torch.no_grad()`` in place of one forward of an evaluation.
+
+        Raises:
+            RuntimeError: this module is not the root, or all ranks run the same modules.
+            PeerLostError: a peer died or stalled.
+        """
+        self._own_order("skip_step").skip()
+
+    def until_all_end(self, batches: Iterable[_B]) -> Iterator[_B | None]:
+        """Yield batches until all ranks have come to the end of theirs.
+
+        A rank that has none left gets ``None``, and calls :meth:`skip_step`. Call it on the root,
+        under ``fully_shard(..., order="own")``, between steps.
+
+        Args:
+            batches: those of this rank.
+
+        Yields:
+            The next batch, or ``None``.
+
+        Raises:
+            RuntimeError: this module is not the root, or all ranks run the same modules.
+            PeerLostError: a peer died or stalled.
+        """
+        root, rest = self._own_order("until_all_end"), iter(batches)
+        while True:
+            batch = next(rest, _END)
+            has_batch = batch is not _END
+            others = root.own_order is not None and root.own_order.any_has(has_batch)
+            if not (has_batch or others):
+                return
+            yield cast(_B, batch) if has_batch else None
+
+    def _own_order(self, what: str) -> Root:
+        """Return the root of a model whose ranks may run different modules."""
+        state = require_state(self)
+        state.lazy_init()
+        if not state.is_root:
+            self._refuse_nested(what)
+        if state.order is not GroupOrder.OWN:
+            raise MisuseError(
+                f"{what} on rank {dist.get_rank()}: expected a model that was sharded by "
+                f'fully_shard(model, order="own"), found order="same", in which all ranks run '
+                "forward and backward in every step"
+            )
+        return state.root
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """The parameters that the modules hold: sharded ones between steps, full ones within.

@@ -265,6 +265,18 @@ class GroupGrads:
             if param.form.parameter.requires_grad:
                 self._due[param] = param.full is not None and param.full.grad is None
 
+    def expect_all(self) -> None:
+        """Have every parameter that requires gradients now take part in the next delivery."""
+        for param in self._params:
+            if param.sharded.requires_grad:
+                self._due.setdefault(param, False)
+
+    def wait(self, options: GroupOptions) -> bool:
+        """Whether there are gradients to deliver."""
+        is_held = bool(self._held) and options.requires_all_reduce
+        unused = options.reduce_scatter_unused_params
+        return is_held or unused or any(param.holds_grad for param in self._params)
+
     def keep(self, name: str) -> None:
         """Accumulate the full gradients of the group ``name``: synchronization is off."""
         self._drop_unwanted()

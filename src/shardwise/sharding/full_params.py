@@ -28,6 +28,7 @@ every k consecutive ranks (say those of one host). Backward gathers among those 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -339,6 +340,14 @@ class FullParams:
         owned = staged + copied
         own = memory(HeapBuffers, owned, [param.layout.numel for param in owned])
         self._buffers = [buffers for buffers in (own, *arriving) if buffers.tensors]
+        # What is received in gathers of which this rank needs nothing.
+        self._gathered = direct + staged
+        self._make_spare = functools.cache(
+            lambda: [
+                memory(gather_into, its, [param.layout.padded_numel for param in its])
+                for its in (direct, staged)
+            ]
+        )
         self._reported = dict.fromkeys(self._buffers, 0)  # how much memory of each
         self.aliased = AliasedParams(aliased)
         self._copied = CopiedParams(copied, own.tensors[len(staged) :])
@@ -384,6 +393,27 @@ class FullParams:
             if shards:
                 transport = self._transport if source is None else source.transport
                 self._works.append(transport.all_gather(shards, buffers, label))
+
+    def supply(self, label: Label) -> None:
+        """Take part in an all-gather for other ranks. What this rank holds stays as it is.
+
+        Args:
+            label: the label of the group.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
+        if not self._gathered:
+            return
+        with autograd.no_grad():
+            spare = self._make_spare()
+            for each in spare:
+                each.allocate()
+            shards = [param.local.view(-1) for param in self._gathered]
+            buffers = [tensor for each in spare for tensor in each.tensors]
+            self._transport.all_gather(shards, buffers, label).wait()
+            for each in spare:
+                each.free()
 
     def finish(self) -> None:
         """Wait for the all-gather. Afterwards every full parameter holds its values.

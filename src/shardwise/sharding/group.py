@@ -95,6 +95,10 @@ class ParamGroup:
         self._observed: dict[Activity, int] = {}
         #: Reduces the gradients through the root. ``torch.distributed.pipelining`` calls this.
         self.post_backward: Callable[[], None] = _no_root_yet
+        #: Has all ranks start the gather, which it is given, now or if none needs another group;
+        #: ``None``: all ranks run the same groups.
+        self.agree: Callable[[Callable[[], None]], None] | None = None
+        self.agree_ahead: Callable[[Callable[[], None]], None] | None = None
         #: Whether an outermost forward of the model is running.
         self.is_in_forward: Callable[[], bool] = lambda: False
 
@@ -210,16 +214,19 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
             MisuseError: a tied parameter was written to in two groups.
         """
+        moves = self._lease is None and (self.fulls is None or self.fulls.moves)
+        if self.agree is not None and moves:
+            self.agree(self._unshard)
+        else:
+            self._unshard()
+
+    def _unshard(self) -> None:
+        """Start the all-gather, as all ranks do now."""
         source = None
         if self.state is states.SHARDED:
             if self.fulls is not None and self.fulls.is_allocated:  # it is left
                 self._free()
-            for owner, param in self._places:
-                if not owner.holds(param.form.parameter):
-                    self._take_over_replaced()
-                    break
-            if self.fulls is not None and not self.fulls.aliased.follow():
-                self.refresh()  # after swap_tensors, say
+            self._adopt_shards()
         elif self.state is states.SHARDED_POST_FORWARD:
             source = self.post_forward
             if source is not None and source.written:
@@ -233,16 +240,47 @@ class ParamGroup:
             return
         if self._tied:
             self._deliver_ties()
+        fulls = self.fulls or self._make_fulls()
+        if source is None and self.pages is not None:
+            self.pages.load(self.label.name)
+        if fulls.moves:
+            with observe.during(Activity.UNSHARD, self.label.name):
+                fulls.start(self.label, source)
+        self._move(states.UNSHARDING)  # unless start() raised
+
+    def _adopt_shards(self) -> None:
+        """Adopt the parameters that the modules hold, if they are others than before."""
+        for owner, param in self._places:
+            if not owner.holds(param.form.parameter):
+                self._take_over_replaced()
+                break
+        if self.fulls is not None and not self.fulls.aliased.follow():
+            self.refresh()  # after swap_tensors, say
+
+    def _make_fulls(self) -> FullParams:
+        """Make the full parameters, without memory, if there are none.
+
+        Raises:
+            RuntimeError: the parameters are on the meta device.
+        """
         if self.fulls is None:
             check_home(self.params, self._offload.home)
             with autograd.no_grad():
                 self.fulls = FullParams(self.params, self.mesh, self._precision, self.post_forward)
-        if source is None and self.pages is not None:
-            self.pages.load(self.label.name)
-        if self.fulls.moves:
-            with observe.during(Activity.UNSHARD, self.label.name):
-                self.fulls.start(self.label, source)
-        self._move(states.UNSHARDING)  # unless start() raised
+        return self.fulls
+
+    def supply(self) -> None:
+        """Take part in an all-gather that other ranks need, and keep nothing of it.
+
+        Raises:
+            PeerLostError: a peer died or stalled.
+        """
+        if self._lease is None:
+            self._adopt_shards()
+        self.deliver_writes()
+        self._deliver_ties()
+        with observe.during(Activity.SUPPLY, self.label.name):
+            self._make_fulls().supply(self.label)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather. Afterwards the modules hold full parameters.
@@ -283,8 +321,12 @@ class ParamGroup:
 
     def prefetch(self) -> None:
         """Start the all-gather of a group that runs soon, if it takes any time."""
-        if self.fulls is None or self.fulls.moves:
-            self.unshard()
+        if self.fulls is not None and not self.fulls.moves:
+            return
+        if self.agree_ahead is None or self._lease is not None:
+            self._unshard()
+        else:
+            self.agree_ahead(self._unshard)
 
     def enter_backward(self) -> None:
         """Unshard for a backward. Only parameters that require gradients now will get them.
@@ -573,22 +615,22 @@ class ParamGroup:
 
     def _reduce_grads(self, completes: bool) -> Delivery | None:
         options, waiting = self.options, self._unreduced
-        if options.requires_gradient_sync and self.passes.has_backward_to_come():
+        syncs = options.requires_gradient_sync
+        # Ranks that agree reduce now, whatever this one finds. It may even use the group again.
+        is_agreed = syncs and self.agree is not None
+        if syncs and not is_agreed and self.passes.has_backward_to_come():
             # Which gradients are complete before the last pass may differ between ranks.
             self.phase = states.DEFERRED
             if options.reshard_after_backward:
                 self.reshard()
             return None
         grads = []
-        if options.requires_gradient_sync:
+        if syncs:
             grads = waiting.take(options, self.mesh, self.label.name)
         else:
             waiting.keep(self.label.name)
-        if options.reshard_after_backward:
-            self.reshard()
-        elif self._lease is not None and self._lease.freshness is not states.AHEAD:
-            self.deliver_writes()
-            self._lease.freshness = self._left_behind
+        if not is_agreed:
+            self.leave_backward()
         if not grads:
             return None
         steps = self.stepper is not None and completes and self.completes_grads
@@ -602,6 +644,25 @@ class ParamGroup:
         label = self.label if all_take_part else self._label_of([grad.param for grad in grads])
         way = waiting.deliver(grads, self.mesh, options, label)
         return Delivery(way, self._step_own if steps else None)
+
+    @property
+    def has_waiting_grads(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return self._unreduced.wait(self.options)
+
+    def leave_backward(self) -> None:
+        """Reshard after a backward if the options say so, and leave the gradients for later."""
+        if self.options.reshard_after_backward:
+            self.reshard()
+        elif self._lease is not None and self._lease.freshness is not states.AHEAD:
+            self.deliver_writes()
+            self._lease.freshness = self._left_behind
+
+    def expect_all(self) -> None:
+        """Have every parameter that requires gradients take part in the next delivery."""
+        with autograd.no_grad():
+            self._make_fulls()
+        self._unreduced.expect_all()
 
     def complete_ties(self) -> None:
         """Complete gradients to which other groups have added, too."""

@@ -49,7 +49,7 @@ def pre_forward(
     """
     if state.phase is BACKWARD and not autograd.in_backward():
         state.root.reset()  # the last backward raised
-    if state.phase is BACKWARD:
+    if state.phase is BACKWARD and not _is_reduced(state):
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
             group.begin(Activity.FORWARD)
@@ -74,6 +74,11 @@ def pre_forward(
     if not (first and state.groups):  # otherwise mark_inputs has waited
         args, kwargs = wait_for_inputs(args, kwargs)
     return args, kwargs
+
+
+def _is_reduced(state: FSDPState) -> bool:
+    """Whether no backward of the groups is running: what is recomputed now may have its own."""
+    return bool(state.groups) and all(group.phase is not BACKWARD for group in state.groups)
 
 
 def post_forward(state: FSDPState, output: Any) -> Any:

@@ -24,7 +24,7 @@ from shardwise.base.errors import MisuseError
 from shardwise.transport.base import LocalTransport, Transport
 from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.peers import Peers, new_group
-from shardwise.transport.select import ChannelOptions, compose
+from shardwise.transport.select import ChannelOptions, compose, select_transport
 from shardwise.transport.wire import PLAIN, Wires
 
 
@@ -199,6 +199,16 @@ class DataMesh:
         Peers(group).name_dimension(_names_of(self.mesh)[-1])
         return group
 
+    def over_all_ranks(self) -> Transport:
+        """Return the transport of host tensors between all ranks of the mesh."""
+        host = self.device.type == devices.CPU.type
+        if host and self.mesh.ndim == 1:
+            return select_transport(self.mesh.get_group(0), devices.CPU, self.requested)
+        with dtensor.real_tensors():
+            ranks = self.mesh.mesh.flatten().tolist()
+        group = _group_for("agreements", ranks, None if host else devices.GLOO.name)
+        return select_transport(group, devices.CPU, self.requested if host else None)
+
     @property
     def encoded(self) -> list[Transport]:
         """The transports that encode what they send, each once."""
@@ -246,12 +256,12 @@ def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:
     return mesh.mesh_dim_names or (("dp",) if mesh.ndim == 1 else ("replicate", "shard"))
 
 
-def _group_for(purpose: str, ranks: Sequence[int]) -> dist.ProcessGroup:
+def _group_for(purpose: str, ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
     """Return the process group of some ranks for a purpose, the same one every time."""
     made = Peers().once(_groups)
     key = (purpose, *ranks)
     if key not in made:
-        made[key] = new_group(ranks)
+        made[key] = new_group(ranks, backend=backend)
     return made[key]
 
 

@@ -21,13 +21,23 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise._torch import autograd
+from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
+from shardwise.sharding.own_order import OwnOrder, check_own_order
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.states import DEFERRED, FORWARD, IDLE, REDUCED, SHARDED, UNSHARDING
+from shardwise.sharding.states import (
+    DEFERRED,
+    FORWARD,
+    IDLE,
+    REDUCED,
+    SHARDED,
+    UNSHARDING,
+    GroupOrder,
+)
 from shardwise.sharding.stepping import Stepper
 
 
@@ -84,10 +94,14 @@ class _End:
     """The callback that ends a backward of a root."""
 
     def __init__(self, root: Root) -> None:
-        self._root = root
+        self.root = root
 
     def __call__(self) -> None:
-        self._root.end_backward()
+        self.root.end_backward()
+
+
+#: For each running backward, the end of the root that it came to first.
+_FIRST_ENDS: weakref.WeakValueDictionary[int | None, _End] = weakref.WeakValueDictionary()
 
 
 class Root:
@@ -99,6 +113,7 @@ class Root:
         forward_root: the state whose forward is the outermost one that is running.
         forward_number: the number of outermost forwards so far.
         order: the order of groups, for prefetching.
+        own_order: what agrees with ranks that may run other groups; ``None``: all run the same.
         ledger: the gradients that are not complete.
         knows_what_is_averaged: whether the user was warned of dimensions without an average.
         post_optim_event: what the first gather of the next forward waits for, instead of all work
@@ -112,6 +127,7 @@ class Root:
         self.forward_number = 0
         self.order = RunOrder()
         self.post_optim_event: torch.Event | None = None
+        self.own_order: OwnOrder | None = None
         self.ledger = Ledger(self.groups, self._complete_or_reset)
         self.knows_what_is_averaged = False
         # The callback that ends the running backward. Autograd holds it, until backward raises.
@@ -147,6 +163,8 @@ class Root:
         self._forget_failed_backward()
         for stepper in self._steppers():
             stepper.check()
+        if self.own_order is not None:
+            check_own_order(self.groups)
         if not self.knows_what_is_averaged and torch.is_grad_enabled():
             self.knows_what_is_averaged = True
             self._warn_of_what_is_not_averaged()
@@ -177,6 +195,8 @@ class Root:
     def end_forward(self) -> None:
         """End the outermost forward."""
         self.forward_root = None
+        if self.own_order is not None:
+            self.own_order.end_forward()
         self._reshard_unused()
         if not torch.is_grad_enabled():
             # No backward needs them, and users expect shards: to step, freeze or clear.
@@ -184,12 +204,25 @@ class Root:
                 group.reshard_if_stale()
 
     def queue_end_of_backward(self) -> None:
-        """Make autograd call :meth:`end_backward` when the running backward is over."""
+        """Make autograd call :meth:`end_backward` when the running backward is over.
+
+        Raises:
+            NotImplementedError: it came through another model, whose ranks have their own order.
+            StepInterruptedError: an exception has interrupted a step in backward.
+        """
         self._forget_failed_backward()
         if self._end is None:
             for stepper in self._steppers():
                 stepper.check()
             end = _End(self)
+            first = _FIRST_ENDS.setdefault(autograd.backward_id(), end).root
+            if first is not self and first.own_order is not None:
+                raise NotImplementedError(
+                    f"backward on rank {dist.get_rank()}: found another sharded model after one "
+                    'with order="own". Ranks that are through with that would run this one, while '
+                    "others wait for them. Put both into one module, and apply "
+                    'fully_shard(..., order="own") to it'
+                )
             self._end = weakref.ref(end)
             autograd.queue_after_backward(end)
             self.ledger.begin_step()
@@ -206,7 +239,27 @@ class Root:
         """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
         group.phase = REDUCED
         group.end(Activity.BACKWARD)
+        if self.own_order is None:
+            self.ledger.start(group)
+        elif not group.options.requires_gradient_sync:
+            group.reduce_grads()  # keeps them; what is in flight moves on with all ranks only
+        else:
+            group.leave_backward()
+            self.own_order.finish(group)
+
+    def reduce_with_others(self, group: ParamGroup) -> None:
+        """Start to deliver the gradients of a group that no rank adds to any more."""
+        group.expect_all()
         self.ledger.start(group)
+
+    def skip(self) -> None:
+        """Take part in the backward of other ranks, or in their forward where gradients are off."""
+        if self.own_order is not None and not torch.is_grad_enabled():
+            self.own_order.end_forward()
+        else:
+            # After a backward that raised, what it has computed stays, as without sharding. Other
+            # ranks complete what it had started.
+            self.end_backward()
 
     def end_backward(self) -> None:
         """Reduce the gradients that no hook has reduced, and complete all reductions.
@@ -237,6 +290,8 @@ class Root:
             state.phase = IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
+        if self.own_order is not None:
+            self.own_order.end_backward()
         if self.ledger.ends_step:
             self._complete()
         else:
@@ -250,6 +305,8 @@ class Root:
             stepper.interrupt()
         self.ledger.end(StepProgress.DROPPED)
         self.order.end_backward()
+        if self.own_order is not None:
+            self.own_order.reset()
         for state in self.states:
             state.modules_to_run.clear()
             state.phase = IDLE
@@ -274,6 +331,8 @@ class Root:
                         group.phase = IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
+            if self.own_order is not None:
+                self.own_order.end_backward()
         handle = self.ledger.begin_step()
         handle.progress = StepProgress.FINALIZED
         return handle
@@ -296,6 +355,9 @@ class Root:
         return self.forward_root is not None and state.phase is FORWARD
 
     def _deliver_or_reset(self) -> None:
+        if self.own_order is not None:
+            with self._or_reset():
+                self.own_order.end_backward()
         if self.ledger.is_manual:
             for group in self.groups:
                 if group.phase is REDUCED and not group.options.requires_gradient_sync:
@@ -383,6 +445,7 @@ class FSDPState:
         forward_prefetch: the states to unshard when the forward of this one begins.
         backward_prefetch: the states to unshard when the backward of this one begins; if empty,
             the one that ran before it.
+        order: which groups ranks run, if this is the root.
         handled: for each forward that is running, the exception that was being handled when it
             began; a new exception is one that the forward raised.
         before_forward: the hook before forward, called with a module, its args and kwargs.
@@ -396,6 +459,7 @@ class FSDPState:
         device: torch.device,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | int | None,
+        order: GroupOrder = GroupOrder.SAME,
     ) -> None:
         self.modules = modules
         self.groups = groups
@@ -412,6 +476,7 @@ class FSDPState:
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
         self._keep_if_root = reshard_after_forward is None
         self.is_root: bool | None = None
+        self.order = order
         for module in modules:
             module.__dict__[_STATE] = self
 
@@ -473,13 +538,26 @@ class FSDPState:
             self.root.states.append(state)
             self.root.groups += state.groups
         self._name_everything(top)
+        groups = self.root.groups
+        if self.order is GroupOrder.OWN and groups and not groups[0].mesh.is_alone:
+            check_own_order(groups)
+            self.root.own_order = OwnOrder(groups, self.root.reduce_with_others)
         for state in self.root.states:
+            if state.order is GroupOrder.OWN and self.order is not GroupOrder.OWN:
+                raise MisuseError(
+                    f"{type(state.modules[0]).__name__} on rank {dist.get_rank()}: found "
+                    f'order="own" inside of a {type(top).__name__} with order="same"; expected it '
+                    "on the outermost module that fully_shard is applied to"
+                )
             state.is_root = state is self
             state.root = self.root
             for group in state.groups:
                 group.refresh()
                 group.post_backward = functools.partial(state.root.post_backward, group)
                 group.is_in_forward = state.root.is_in_forward
+                if state.root.own_order is not None:
+                    group.agree = functools.partial(state.root.own_order.gather, group)
+                    group.agree_ahead = functools.partial(state.root.own_order.offer, group)
         paged = [group.pages for group in self.root.groups if group.pages is not None]
         for pages in paged:
             pages.order = paged[0].order

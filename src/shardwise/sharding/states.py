@@ -105,6 +105,13 @@ CURRENT, STALE, KEPT, AHEAD = Freshness
 IDLE, FORWARD, BACKWARD, REDUCED, DEFERRED = Phase
 
 
+class GroupOrder(enum.Enum):
+    """Which groups the ranks run in a step: all the same ones, or each its own."""
+
+    SAME = "same"
+    OWN = "own"
+
+
 class Pass:
     """One forward of a group, for as long as the graph of its outputs exists.
 

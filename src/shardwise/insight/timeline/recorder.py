@@ -36,8 +36,8 @@ _numbers = itertools.count(1)
 #: What a device works on, or waits for. The rest belongs to the host, or to a wire.
 _ON_DEVICE = frozenset(
     {
-        *(Activity.FORWARD, Activity.BACKWARD, Activity.UNSHARD, Activity.REDUCE),
-        *(Activity.WAIT, Activity.COPY, Activity.OPTIMIZER),
+        *(Activity.FORWARD, Activity.BACKWARD, Activity.UNSHARD, Activity.SUPPLY),
+        *(Activity.REDUCE, Activity.WAIT, Activity.COPY, Activity.OPTIMIZER),
     }
 )
 

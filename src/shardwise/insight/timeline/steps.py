@@ -54,6 +54,7 @@ _PART = {
     Activity.BACKWARD: Part.BACKWARD,
     Activity.OPTIMIZER: Part.OPTIMIZER,
     Activity.UNSHARD: Part.RUNTIME,
+    Activity.SUPPLY: Part.RUNTIME,
     Activity.REDUCE: Part.RUNTIME,
     Activity.COPY: Part.COPY,
     Activity.WAIT: Part.WAIT,

@@ -110,7 +110,7 @@ class SharedBuffers:
         """
         if not self._end or self._piece is not None:
             return
-        self._piece = self._pool.take(self._window.length, self._last)
+        self._piece = self._pool.take(self._window.length, (call.name, self._end))
         if self._piece is not self._last:
             self._written.open(self._pool.arena.fd, self._piece.at)
             self._window.open_private(self._pool.arena.fd, self._piece.at)
@@ -220,17 +220,25 @@ class Pool:
         self._freed: list[PoolPiece] = []
         # What this rank uses. Pieces that are dropped with their windows are never given back.
         self._taken: weakref.WeakSet[PoolPiece] = weakref.WeakSet()
+        # What groups had last. Not what this rank's own had: it may only have supplied them.
+        self._last: weakref.WeakValueDictionary[tuple[str, int], PoolPiece] = (
+            weakref.WeakValueDictionary()
+        )
 
-    def take(self, length: int, last: PoolPiece | None) -> PoolPiece:
-        """Take a piece of at least ``length`` that no rank uses; ``last`` if possible.
+    def take(self, length: int, of: tuple[str, int]) -> PoolPiece:
+        """Take a piece of at least ``length`` that no rank uses; the last one if possible.
 
         All ranks take the same one, once all have posted the last gather.
+
+        Args:
+            length: in bytes.
+            of: the name of the group, and the bytes that it needs.
         """
 
         def fits(each: PoolPiece) -> bool:
             return each.length >= length and each.suits(length) and self._is_free(each)
 
-        piece = last
+        piece = self._last.get(of)
         if piece is None or piece not in self._freed or not fits(piece):
             fitting = filter(fits, self._freed)
             piece = min(fitting, key=lambda each: each.cost(length), default=None)
@@ -240,6 +248,7 @@ class Pool:
             self._freed.remove(piece)
         piece.taken = self._sync.posted
         self._taken.add(piece)
+        self._last[of] = piece
         self._latest = length
         return piece
 
