@@ -23,21 +23,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from shardwise._torch import autograd
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity
+from shardwise.sharding import states
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.ledger import GradientReductionHandle, Ledger, StepProgress
 from shardwise.sharding.mesh import unaveraged_dims
 from shardwise.sharding.own_order import OwnOrder, check_own_order
 from shardwise.sharding.param import COPIED
 from shardwise.sharding.policy import Precision
-from shardwise.sharding.states import (
-    DEFERRED,
-    FORWARD,
-    IDLE,
-    REDUCED,
-    SHARDED,
-    UNSHARDING,
-    GroupOrder,
-)
+from shardwise.sharding.states import GroupOrder
 from shardwise.sharding.stepping import Stepper
 
 
@@ -237,7 +230,7 @@ class Root:
 
     def post_backward(self, group: ParamGroup) -> None:
         """Start to deliver the gradients of ``group``: its backward, or a pass of it, is over."""
-        group.phase = REDUCED
+        group.phase = states.REDUCED
         group.end(Activity.BACKWARD)
         if self.own_order is None:
             self.ledger.start(group)
@@ -277,7 +270,7 @@ class Root:
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
-                is_reduced = group.phase is REDUCED
+                is_reduced = group.phase is states.REDUCED
                 syncs = group.options.requires_gradient_sync
                 if not is_reduced:
                     # The forward inputs needed no gradient, so no hook saw the backward end.
@@ -286,8 +279,8 @@ class Root:
                     if not (is_manual and syncs):
                         self.post_backward(group)
                 is_left = is_manual and not (is_reduced and syncs)
-                group.phase = DEFERRED if is_left else IDLE
-            state.phase = IDLE
+                group.phase = states.DEFERRED if is_left else states.IDLE
+            state.phase = states.IDLE
         if self.forward_root is not None and not any(map(self._is_in_forward, self.states)):
             self.forward_root = None
         if self.own_order is not None:
@@ -309,9 +302,9 @@ class Root:
             self.own_order.reset()
         for state in self.states:
             state.modules_to_run.clear()
-            state.phase = IDLE
+            state.phase = states.IDLE
             for group in state.groups:
-                group.phase = IDLE
+                group.phase = states.IDLE
                 group.forget()
 
     def finalize(self) -> GradientReductionHandle:
@@ -326,9 +319,9 @@ class Root:
         with self._or_reset():
             for state in reversed(self.states):
                 for group in reversed(state.groups):
-                    if group.phase is DEFERRED:
+                    if group.phase is states.DEFERRED:
                         self.post_backward(group)
-                        group.phase = IDLE
+                        group.phase = states.IDLE
                     elif group.options.reshard_after_backward:
                         group.reshard()
             if self.own_order is not None:
@@ -352,7 +345,7 @@ class Root:
 
     def _is_in_forward(self, state: FSDPState) -> bool:
         """Whether the backward that ends now ran inside the forward of ``state``."""
-        return self.forward_root is not None and state.phase is FORWARD
+        return self.forward_root is not None and state.phase is states.FORWARD
 
     def _deliver_or_reset(self) -> None:
         if self.own_order is not None:
@@ -360,8 +353,8 @@ class Root:
                 self.own_order.end_backward()
         if self.ledger.is_manual:
             for group in self.groups:
-                if group.phase is REDUCED and not group.options.requires_gradient_sync:
-                    group.phase = DEFERRED
+                if group.phase is states.REDUCED and not group.options.requires_gradient_sync:
+                    group.phase = states.DEFERRED
         if self.ledger.ends_step:
             with self._or_reset():
                 self._deliver()
@@ -408,7 +401,7 @@ class Root:
         self.ledger.end(StepProgress.COMPLETE)
         for state in self.states:
             for group in state.groups:
-                if group.state is SHARDED or self._is_in_forward(state):
+                if group.state is states.SHARDED or self._is_in_forward(state):
                     continue
                 if group.options.reshard_after_backward and not group.options.keep_unsharded:
                     # Frees parameters for a backward that did not come, and those that a forward
@@ -421,9 +414,9 @@ class Root:
         """Free groups that were prefetched and then did not run, or that a user has resharded."""
         is_over = not self.is_in_forward()
         for group in self.groups:
-            if group.state is UNSHARDING or (is_over and group.is_left):
+            if group.state is states.UNSHARDING or (is_over and group.is_left):
                 group.reshard()
-            elif group.state is not SHARDED:
+            elif group.state is not states.SHARDED:
                 group.mark_stale()
 
 
@@ -464,7 +457,7 @@ class FSDPState:
         self.modules = modules
         self.groups = groups
         self.device = device
-        self.phase = IDLE
+        self.phase = states.IDLE
         self.root: Root = Root()
         self.modules_to_run: set[nn.Module] = set()
         self.forward_prefetch: list[FSDPState] = []
@@ -487,7 +480,7 @@ class FSDPState:
         copied: frozenset[nn.Module] = memo[COPIED]
         made.modules = tuple(copy.deepcopy(m, memo) for m in self.modules if m in copied)
         made.groups = copy.deepcopy(self.groups, memo)
-        made.phase = IDLE
+        made.phase = states.IDLE
         made.root = copy.deepcopy(self.root, memo)
         made.modules_to_run = set()
         for name in ("forward_prefetch", "backward_prefetch"):
