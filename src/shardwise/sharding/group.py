@@ -214,9 +214,9 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
             MisuseError: a tied parameter was written to in two groups.
         """
-        moves = self._lease is None and (self.fulls is None or self.fulls.moves)
-        if self.agree is not None and moves:
-            self.agree(self._unshard)
+        agree, fulls = self.agree, self.fulls
+        if agree is not None and self._lease is None and (fulls is None or fulls.moves):
+            agree(self._unshard)
         else:
             self._unshard()
 
