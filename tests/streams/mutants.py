@@ -9,6 +9,7 @@ from __future__ import annotations
 #: Files and folders without tensors of a device, or without any that two streams use.
 HOST_ONLY = {
     "optim/part.py": "says which elements a rank holds; only reports of the inspector take them",
+    "sharding/own_order.py": "numbers of the host that ranks announce",
     "transport/gloo.py": "messages between tensors of the host",
     "transport/waiter.py": "a thread that waits for gloo",
     "transport/peers.py": "ranks that meet in the store",
@@ -220,6 +221,10 @@ _PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
 UNSEEN = {
+    # Ranks in orders of their own read what others announce, and tensors have no values here.
+    "sharding/full_params.py FullParams.supply: each.allocate()": "in orders of their own",
+    "sharding/full_params.py FullParams.supply: "
+    "self._transport.all_gather(shards, buffers, label).wait()": "in orders of their own",
     "transport/buckets.py add_in_order: column[i].to(out.dtype)": _HOST,
     "transport/buckets.py add_in_order: first[0][i].to(out.dtype)": _HOST,
     "transport/all_to_all.py AllToAll._send: wait(messages.land)": _MESSAGES,

@@ -271,7 +271,7 @@ class GroupGrads:
             if param.sharded.requires_grad:
                 self._due.setdefault(param, False)
 
-    def wait(self, options: GroupOptions) -> bool:
+    def are_left(self, options: GroupOptions) -> bool:
         """Whether there are gradients to deliver."""
         is_held = bool(self._held) and options.requires_all_reduce
         unused = options.reduce_scatter_unused_params

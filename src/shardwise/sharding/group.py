@@ -648,7 +648,7 @@ class ParamGroup:
     @property
     def has_waiting_grads(self) -> bool:
         """Whether gradients wait to be reduced."""
-        return self._unreduced.wait(self.options)
+        return self._unreduced.are_left(self.options)
 
     def leave_backward(self) -> None:
         """Reshard after a backward if the options say so, and leave the gradients for later."""
