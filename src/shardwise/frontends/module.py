@@ -146,7 +146,8 @@ class FSDPModule(_Sharded):
         under ``torch.no_grad()`` in place of one forward of an evaluation.
 
         Raises:
-            RuntimeError: this module is not the root, or all ranks run the same modules.
+            RuntimeError: this module is not the root.
+            MisuseError: all ranks run the same modules.
             PeerLostError: a peer died or stalled.
         """
         self._own_order("skip_step").skip()
@@ -164,7 +165,8 @@ class FSDPModule(_Sharded):
             The next batch, or ``None``.
 
         Raises:
-            RuntimeError: this module is not the root, or all ranks run the same modules.
+            RuntimeError: this module is not the root.
+            MisuseError: all ranks run the same modules.
             PeerLostError: a peer died or stalled.
         """
         root, rest = self._own_order("until_all_end"), iter(batches)

@@ -333,21 +333,20 @@ class FullParams:
 
         # The transport owns the buffers that it gathers into. The rest is plain memory.
         gather_into = self._transport.full_buffers if post_forward is None else HeapBuffers
-        arriving = [
-            memory(gather_into, its, [param.layout.padded_numel for param in its])
-            for its in (direct, staged)
-        ]
+
+        def make_arriving() -> list[FullBuffers]:
+            return [
+                memory(gather_into, its, [param.layout.padded_numel for param in its])
+                for its in (direct, staged)
+            ]
+
+        arriving = make_arriving()
         owned = staged + copied
         own = memory(HeapBuffers, owned, [param.layout.numel for param in owned])
         self._buffers = [buffers for buffers in (own, *arriving) if buffers.tensors]
         # What is received in gathers of which this rank needs nothing.
         self._gathered = direct + staged
-        self._make_spare = functools.cache(
-            lambda: [
-                memory(gather_into, its, [param.layout.padded_numel for param in its])
-                for its in (direct, staged)
-            ]
-        )
+        self._make_spare = functools.cache(make_arriving)
         self._reported = dict.fromkeys(self._buffers, 0)  # how much memory of each
         self.aliased = AliasedParams(aliased)
         self._copied = CopiedParams(copied, own.tensors[len(staged) :])

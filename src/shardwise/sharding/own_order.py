@@ -25,7 +25,7 @@ the training while others go on is missed, as in any collective.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from shardwise._torch import autograd
 from shardwise.base.errors import RanksDivergedError
 from shardwise.sharding.extension import has_extension
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.states import Phase
+from shardwise.sharding.states import BACKWARD
 from shardwise.transport.base import Label
 
 _BITS = 62  # groups in a number of 64 bits
@@ -61,13 +61,12 @@ _WORDS = {
 }
 
 
-def check_own_order(groups: Iterable[ParamGroup]) -> None:
+def check_own_order(groups: Sequence[ParamGroup]) -> None:
     """Check that ranks may run these groups in orders of their own.
 
     Raises:
         NotImplementedError: something was asked for that needs all ranks to run the same groups.
     """
-    groups = list(groups)
     for group in groups:
         found = None
         if group.mesh.mesh != groups[0].mesh.mesh:
@@ -269,7 +268,7 @@ class OwnOrder:
         for number in list(self._open):
             if not self._groups[number].passes.has_backward_to_come():
                 del self._open[number]
-        running = (i for i, group in enumerate(self._groups) if group.phase is Phase.BACKWARD)
+        running = (i for i, group in enumerate(self._groups) if group.phase is BACKWARD)
         return every & ~sum(1 << number for number in {*self._open, *running})
 
     def _cut(self, bits: int) -> list[int]:
