@@ -47,6 +47,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture
+def memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ranks that are threads allocate and free full parameters when they like."""
+    from tests.transport.fake import FakeTransport
+
+    monkeypatch.setattr(FakeTransport, "note_memory", lambda self, what: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _empty_cache(tmp_path_factory: pytest.TempPathFactory) -> Generator[None]:
     """Hide what the user of this machine keeps, such as what ``calibrate`` measured, from tests."""

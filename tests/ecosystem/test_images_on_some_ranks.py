@@ -13,15 +13,11 @@ import torch.distributed as dist
 from shardwise import fully_shard
 from tests.corpus.gathering import whole_parameters
 from tests.corpus.instruments import run
-from tests.transport.fake import FakeTransport
+
+pytestmark = pytest.mark.usefixtures("memory_in_any_order")
 
 IMAGE_TOKEN = 31
 PATCHES = 4
-
-
-@pytest.fixture(autouse=True)
-def _memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FakeTransport, "note_memory", lambda self, what: None)
 
 
 def llava() -> Any:

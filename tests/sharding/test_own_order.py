@@ -29,15 +29,9 @@ from shardwise.transport.base import Transport
 from tests.corpus.gathering import whole_parameters
 from tests.corpus.instruments import run
 from tests.threads import run_transports
-from tests.transport.fake import FakeTransport
 from tests.worlds import on_threads
 
-
-@pytest.fixture(autouse=True)
-def _memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ranks allocate and free full parameters when they like."""
-    monkeypatch.setattr(FakeTransport, "note_memory", lambda self, what: None)
-
+pytestmark = pytest.mark.usefixtures("memory_in_any_order")
 
 WIDTH = 6
 EXPERTS = 4
@@ -368,7 +362,7 @@ def test_only_the_parameters_that_a_rank_has_used_get_gradients(rank: int, world
 
 def test_what_is_sent_encoded_keeps_what_it_lost_for_the_next_step() -> None:
     routes = random_routes(11, 2, 6, 1)
-    wire = Wire(gather="bf16", reduce="int8")
+    wire = Wire(gather="bf16", reduce="int8", error_feedback=True)
     found = run("c10d", train, 2, Way(), routes, {"wire": wire, "transport": "c10d"})[0]
     for name, value in expected(Way(), routes, 2).items():
         torch.testing.assert_close(found[name], value, rtol=0.1, atol=0.02)
