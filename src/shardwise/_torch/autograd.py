@@ -6,7 +6,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
 
 import torch
 from torch._C._dynamo.eval_frame import (
@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise._torch import dtensor
 
-_P = ParamSpec("_P")
+_Ts = TypeVarTuple("_Ts")
 _R = TypeVar("_R")
 
 
@@ -118,11 +118,12 @@ def add_grad_hook(tensor: Any, hook: Callable[[torch.Tensor], Any]) -> None:
     if type(tensor) is not torch.Tensor:
         tensor.register_hook(hook)
         return
-    if tensor._backward_hooks is None:
-        tensor._backward_hooks = OrderedDict()
+    hooks: Any = tensor._backward_hooks
+    if hooks is None:
+        hooks = tensor._backward_hooks = OrderedDict()
         if tensor.grad_fn is not None:
             tensor.grad_fn._register_hook_dict(tensor)
-    tensor._backward_hooks[cast(Any, hook)] = hook
+    hooks[hook] = hook
 
 
 def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
@@ -131,14 +132,19 @@ def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     return list(hooks.values()) if hooks else []
 
 
-def has_post_accumulate_hooks(parameter: torch.Tensor) -> bool:
+def has_grad_hooks(parameter: torch.Tensor) -> bool:
+    """Whether there are hooks registered with ``register_hook``."""
+    return bool(parameter._backward_hooks)
+
+
+def has_post_accumulate_hooks(parameter: Any) -> bool:
     """Whether a hook reads ``parameter.grad`` as soon as it is accumulated."""
-    return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return bool(parameter._post_accumulate_grad_hooks)
 
 
-def run_post_accumulate_hooks(parameter: torch.Tensor) -> None:
+def run_post_accumulate_hooks(parameter: Any) -> None:
     """Run the hooks registered with ``register_post_accumulate_grad_hook``."""
-    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    hooks = parameter._post_accumulate_grad_hooks
     if hooks:
         for hook in hooks.values():
             hook(parameter)
@@ -178,9 +184,16 @@ def version_of_sharded(parameter: Any) -> tuple[int, int]:
         return version_with_local(parameter), id(local)
 
 
-def look_at_sharded(parameter: Any) -> tuple[tuple[int, int], int]:
-    """Return :func:`version_of_sharded` of a ``DTensor``, and where its local tensor is."""
-    return version_of_sharded(parameter), parameter._local_tensor.data_ptr()
+def look_at_sharded(parameter: Any, steps: int) -> tuple[int, int, int, int]:
+    """Return :func:`version_with_local` of a ``DTensor``, ``steps``, and its local tensor's place.
+
+    That place is which tensor it is, and its address.
+    """
+    local = parameter._local_tensor
+    try:
+        return parameter._version + local._version, steps, id(local), local.data_ptr()
+    except RuntimeError:  # one of them is a tensor of inference mode
+        return version_with_local(parameter), steps, id(local), local.data_ptr()
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:
@@ -233,22 +246,22 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def disable_compile(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def disable_compile(function: Callable[[Unpack[_Ts]], _R]) -> Callable[[Unpack[_Ts]], _R]:
     """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 
     Like ``torch.compiler.disable``, but for functions that run thousands of times per step: without
     an active compiler, it costs one lookup per call.
     """
-    disabled: Callable[_P, _R] | None = None
+    disabled: Callable[[Unpack[_Ts]], _R] | None = None
 
     @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def call(*args: *_Ts) -> _R:
         nonlocal disabled
         if get_eval_frame_callback() is None:
-            return function(*args, **kwargs)
+            return function(*args)
         if disabled is None:
             disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*args, **kwargs)
+        return disabled(*args)
 
     # Do not trace the lookup itself either, from a caller's frame or as a frame of its own.
     call.__dict__["_torchdynamo_disable"] = True

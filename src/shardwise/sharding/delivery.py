@@ -103,6 +103,7 @@ def _scalings(
 _usual_scalings = functools.lru_cache(_scalings)
 
 
+_UNSCALED = Scaling(1.0, Reduce.AVG, 1.0)
 #: The dtype of the shard that a :class:`Grad` is for.
 _STORED = operator.attrgetter("param.form.parameter.dtype")
 
@@ -302,15 +303,13 @@ class GroupGrads:
         # backward adds nothing.
         completed = self._held if options.requires_all_reduce else ()
         self._drop_unwanted()
-        taken = []
+        taken, alone = [], mesh.is_alone
         for param in self._params:
-            grad = param.take_grad()
-            is_missing = grad is None and not unused
-            asks = grad is None and (unused or not mesh.is_alone)
-            if asks and (param in due or param in completed):
-                grad = param.zeros_for_grad()
+            grad, is_missing = param.take_grad(), False
+            if grad is None and (unused or not alone) and (param in due or param in completed):
+                grad, is_missing = param.zeros_for_grad(), not unused
             if grad is not None:
-                is_owned = not mesh.is_alone and is_returned(grad) and is_only_reference(grad)
+                is_owned = not alone and is_returned(grad) and is_only_reference(grad)
                 taken.append(Grad(param, grad, is_owned, is_missing))
         if observe.is_observed():
             observe.memory_of(Memory.GRADIENTS, name, *[grad.value for grad in taken])
@@ -333,14 +332,15 @@ class GroupGrads:
             if param.full is not None and self._due.get(param):
                 param.full.grad = None
 
-    def complete(self, grads: list[Grad], mesh: DataMesh, options: GroupOptions) -> None:
+    def complete(self, grads: list[Grad], options: GroupOptions) -> None:
         """Add gradients that were taken to the sharded ones: there is nothing to reduce."""
-        dtypes = tuple(map(self._reduce_dtype, map(_STORED, grads)))
-        scalings = _scalings_for(dtypes, mesh.world_size, options)
-        for dtype, scaling in zip(dtypes, scalings, strict=True):
+        factor, keeps_dtype = options.gradient_divide_factor, options.keep_low_precision_grads
+        while grads:
             grad = grads.pop(0)
+            dtype = self._reduce_dtype(grad.param.form.local.dtype)
+            scaling = _UNSCALED if factor is None else Scaling.of(dtype, 1, factor)
             grad.value = _scaled(grad.value, dtype, scaling).contiguous()
-            _add_to_shard(grad, scaling, options.keep_low_precision_grads)
+            _add_to_shard(grad, scaling, keeps_dtype)
 
     def deliver(
         self, grads: list[Grad], mesh: DataMesh, options: GroupOptions, label: Label

@@ -62,13 +62,13 @@ class AliasedParams:
         self._forms = [param.form for param in params]
         _make_fulls(params, [param.local.detach().view(-1) for param in params])
         self._looks = self._look()
-        addresses = [address for (_, address), _ in self._looks]
+        addresses = [address for *_, address in self._looks]
         self._fulls = list(zip(params, _fulls_of(params), addresses, strict=True))
         self._is_in_place = True
 
-    def _look(self) -> list[tuple[tuple[tuple[int, int], int], int]]:
+    def _look(self) -> list[tuple[int, int, int, int]]:
         """Return what changes when shards are written to, exchanged or moved; see ``Version``."""
-        return [(autograd.look_at_sharded(form.parameter), form.steps) for form in self._forms]
+        return [autograd.look_at_sharded(form.parameter, form.steps) for form in self._forms]
 
     def follow(self) -> bool:
         """Let autograd see writes to the shards as writes to the full parameters.
@@ -82,11 +82,11 @@ class AliasedParams:
         if before != self._looks:
             self._is_in_place = True
             for (_, full, address), old, new in zip(self._fulls, before, self._looks, strict=True):
-                ((version, _), steps), ((version_now, address_now), steps_now) = old, new
+                *written, local, _ = old
+                *written_now, local_now, address_now = new
                 self._is_in_place &= address_now == address
-                is_written = (version, steps) != (version_now, steps_now)
                 # What `to()` or `swap_tensors` put in the place of a shard wrote nothing.
-                if is_written and version[1] == version_now[1]:
+                if written != written_now and local == local_now:
                     autograd.set_versions([full], [autograd.version_of(full) + 1])
         return self._is_in_place
 

@@ -313,8 +313,9 @@ class ParamGroup:
             RuntimeError: the parameters are summoned, or on the meta device.
         """
         is_followed = self.state is states.SHARDED and not self._tied and self.pages is None
-        self.unshard()
-        self.wait_for_unshard()
+        if self.state is not states.UNSHARDED:
+            self.unshard()
+            self.wait_for_unshard()
         assert self.fulls is not None
         if not is_followed:
             self.fulls.aliased.follow()
@@ -610,6 +611,8 @@ class ParamGroup:
             The delivery. ``None`` if no parameter takes part, or a rank that is alone is done; or
             synchronization is off, or another pass of this backward is to come: gradients stay.
         """
+        if not observe.is_observed():
+            return self._reduce_grads(completes)
         with observe.during(Activity.REDUCE, self.label.name):
             return self._reduce_grads(completes)
 
@@ -636,7 +639,7 @@ class ParamGroup:
         steps = self.stepper is not None and completes and self.completes_grads
         if self.mesh.is_alone and options.all_reduce_hook is None:
             with autograd.no_grad():
-                waiting.complete(grads, self.mesh, options)
+                waiting.complete(grads, options)
                 if steps:
                     self._step_own()
             return None
@@ -841,14 +844,18 @@ class ParamGroup:
     def _free_memory(self) -> None:
         if self.pages is not None:
             self.pages.let_go()
-        if self.fulls is not None:
-            try:
-                self.deliver_writes()
-            finally:
-                if self.options.keep_unsharded_storage:
-                    self.fulls.retain()
-                else:
-                    self.fulls.free()
+        if self.fulls is None:
+            return
+        if not self.fulls.moves:
+            self.fulls.aliased.take_back()
+            return
+        try:
+            self.deliver_writes()
+        finally:
+            if self.options.keep_unsharded_storage:
+                self.fulls.retain()
+            else:
+                self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
         if (self.state, to) not in states.MOVES:

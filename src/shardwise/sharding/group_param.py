@@ -254,8 +254,8 @@ class GroupParam:
         """Take the unreduced gradient of the full parameter. The caller owns it from now on."""
         full, grad = self.full, self.accumulated_grad
         self.accumulated_grad = None
-        if full is not None and full.grad is not None:
-            new = self._plain(full.grad)
+        if full is not None and (found := full.grad) is not None:
+            new = self._plain(found)
             full.grad = None
             grad = new if grad is None else grad.add_(new)
         return grad

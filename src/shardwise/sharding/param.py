@@ -294,7 +294,7 @@ class ShardedParam:
         parameter = self.parameter
         own = dtensor.local_of(parameter)
         local = shard if shard.shape == own.shape else shard[: own.numel()].view(own.shape)
-        if autograd.grad_hooks(parameter):
+        if autograd.has_grad_hooks(parameter):
             local = self._through_hooks(local)
         grad = parameter.grad
         if grad is None:
@@ -303,7 +303,8 @@ class ShardedParam:
             if self.offload.enabled:
                 with observe.during(Activity.COPY, self.fqn):
                     local = self.offload.grad_to_host(local, parameter)
-            observe.memory_of(Memory.GRADIENTS, self.fqn, local)
+            if observe.is_observed():
+                observe.memory_of(Memory.GRADIENTS, self.fqn, local)
             spec = self.spec
             if local.dtype != own.dtype:
                 spec = dtensor.with_dtype(spec, local.dtype)

@@ -265,8 +265,9 @@ class Root:
 
     def _end_backward(self) -> None:
         self._end, is_manual = None, self.ledger.is_manual
+        in_forward = self.forward_root is not None
         for state in self.states:
-            if self._is_in_forward(state):
+            if in_forward and state.phase is states.FORWARD:
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):
