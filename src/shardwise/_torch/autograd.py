@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar, TypeVarTuple, Unpack, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch._C._dynamo.eval_frame import (
     _FrameAction,
     _FrameExecStrategy,
-    get_eval_frame_callback,
     set_code_exec_strategy,
 )
 from torch._C._functorch import get_unwrapped, is_batchedtensor, peek_interpreter_stack
@@ -21,8 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from shardwise._torch import dtensor
 
-_Ts = TypeVarTuple("_Ts")
-_R = TypeVar("_R")
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def backward_id() -> int | None:
@@ -246,29 +243,16 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
     optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def disable_compile(function: Callable[[Unpack[_Ts]], _R]) -> Callable[[Unpack[_Ts]], _R]:
+def disable_compile(function: _F) -> _F:
     """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 
-    Like ``torch.compiler.disable``, but for functions that run thousands of times per step: without
-    an active compiler, it costs one lookup per call.
+    Like ``torch.compiler.disable``, but for functions that run thousands of times per step: it adds
+    no call. Neither the function nor what it calls is traced.
     """
-    disabled: Callable[[Unpack[_Ts]], _R] | None = None
-
-    @functools.wraps(function)
-    def call(*args: *_Ts) -> _R:
-        nonlocal disabled
-        if get_eval_frame_callback() is None:
-            return function(*args)
-        if disabled is None:
-            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-        return disabled(*args)
-
-    # Do not trace the lookup itself either, from a caller's frame or as a frame of its own.
-    call.__dict__["_torchdynamo_disable"] = True
-    set_code_exec_strategy(
-        cast(Any, call).__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.DEFAULT)
-    )
-    return call
+    function.__dict__["_torchdynamo_disable"] = True
+    skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+    set_code_exec_strategy(cast(Any, function).__code__, skip)
+    return function
 
 
 def in_transform() -> bool:
