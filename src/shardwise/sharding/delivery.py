@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise._torch import autograd, fake
-from shardwise._torch.dtensor import is_only_reference
+from shardwise._torch.dtensor import is_only_reference, local_of
 from shardwise.base import devices, observe
 from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam
@@ -337,7 +337,7 @@ class GroupGrads:
         factor, keeps_dtype = options.gradient_divide_factor, options.keep_low_precision_grads
         while grads:
             grad = grads.pop(0)
-            dtype = self._reduce_dtype(grad.param.form.local.dtype)
+            dtype = self._reduce_dtype(local_of(grad.param.form.parameter).dtype)
             scaling = _UNSCALED if factor is None else Scaling.of(dtype, 1, factor)
             grad.value = _scaled(grad.value, dtype, scaling).contiguous()
             _add_to_shard(grad, scaling, keeps_dtype)
@@ -564,7 +564,7 @@ def _add_to_shard(grad: Grad, scaling: Scaling, keeps_dtype: bool) -> None:
     form, shard = grad.param.form, grad.value
     if scaling.after != 1.0:
         shard /= scaling.after
-    dtype = form.local.dtype
+    dtype = local_of(form.parameter).dtype
     form.add_grad(shard if keeps_dtype or shard.dtype == dtype else shard.to(dtype))
     if not form.is_tied and autograd.has_post_accumulate_hooks(form.parameter):
         form.run_hooks()

@@ -300,6 +300,10 @@ class ParamGroup:
                 raise
         if self.post_forward is not None:
             self.post_forward.release()
+        self._use_fulls()
+
+    def _use_fulls(self) -> None:
+        """Put the full parameters, which hold their values, into the modules."""
         GroupParam.freeze_or_unfreeze_all(self.params)
         for owner, param in self._places:
             owner.register(param.full)
@@ -312,7 +316,13 @@ class ParamGroup:
             PeerLostError: a peer died or stalled; the message names the group.
             RuntimeError: the parameters are summoned, or on the meta device.
         """
+        fulls = self.fulls
         is_followed = self.state is states.SHARDED and not self._tied and self.pages is None
+        if is_followed and fulls is not None and not fulls.moves:
+            self._adopt_shards()
+            if self.fulls is fulls:  # they share all memory with the shards: nothing has to move
+                self._use_fulls()
+                return
         if self.state is not states.UNSHARDED:
             self.unshard()
             self.wait_for_unshard()

@@ -38,6 +38,8 @@ from shardwise.sharding.tree import (
     tensors_and_those_in_objects,
 )
 
+_FORWARD, _BACKWARD = Activity.FORWARD, Activity.BACKWARD  # as in ``states.py``
+
 
 def pre_forward(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -52,7 +54,7 @@ def pre_forward(
     if state.phase is BACKWARD and not _is_reduced(state):
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
         for group in state.groups:
-            group.begin(Activity.FORWARD)
+            group.begin(_FORWARD)
             group.use_now()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not FORWARD
@@ -62,7 +64,7 @@ def pre_forward(
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
         if first:
-            group.begin(Activity.FORWARD)
+            group.begin(_FORWARD)
         group.enter_forward(state.root.forward_number)
     if first:
         if state.forward_prefetch:
@@ -88,7 +90,7 @@ def post_forward(state: FSDPState, output: Any) -> Any:
         The output for the caller of ``forward()``.
     """
     for group in state.groups:
-        group.end(Activity.FORWARD)
+        group.end(_FORWARD)
     if state.phase is BACKWARD:
         return state.precision.cast_outputs(output)
     recomputing = autograd.in_backward()
@@ -223,7 +225,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     """Return to the state before this forward, which raised ``error``."""
     state.modules_to_run.clear()
     for group in state.groups:
-        group.end(Activity.FORWARD)
+        group.end(_FORWARD)
         group.passes.end()
         is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
         if group.state is SHARDED and "DTensor" in str(error) and not is_named:
@@ -373,7 +375,7 @@ def _pre_backward(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch
         if group.phase is BACKWARD:
             continue  # another output of the same forward came first
         group.phase = BACKWARD
-        group.begin(Activity.BACKWARD)
+        group.begin(_BACKWARD)
         group.enter_backward()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:

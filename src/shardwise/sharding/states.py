@@ -10,7 +10,8 @@
                            reshard()
 
 A group is ``SHARDED_POST_FORWARD`` between forward and backward under an integer
-``reshard_after_forward``. A gather that fails leads from ``UNSHARDING`` back to ``SHARDED``.
+``reshard_after_forward``. A gather that fails leads from ``UNSHARDING`` back to ``SHARDED``. One in
+which nothing moves, for a rank that is alone, leads from ``SHARDED`` to ``UNSHARDED``.
 Between steps a user may summon full parameters: ``SHARDED`` to ``SUMMONED`` and back.
 """
 
@@ -41,6 +42,7 @@ class GroupState(enum.Enum):
 #: The moves between states that are allowed.
 MOVES = {
     (GroupState.SHARDED, GroupState.UNSHARDING),
+    (GroupState.SHARDED, GroupState.UNSHARDED),
     (GroupState.UNSHARDING, GroupState.UNSHARDED),
     (GroupState.UNSHARDING, GroupState.SHARDED),
     (GroupState.UNSHARDED, GroupState.SHARDED),
@@ -183,7 +185,7 @@ class Pass:
             if marked.grad_fn is not node
         ]
         self._is_marked = bool(self._nodes) and not written
-        self._inputs = []
+        self._inputs.clear()
         return written
 
     def precedes(self, node: torch.autograd.graph.Node | None) -> bool:
