@@ -129,11 +129,6 @@ def grad_hooks(parameter: torch.Tensor) -> list[Callable[[torch.Tensor], Any]]:
     return list(hooks.values()) if hooks else []
 
 
-def has_grad_hooks(parameter: torch.Tensor) -> bool:
-    """Whether there are hooks registered with ``register_hook``."""
-    return bool(parameter._backward_hooks)
-
-
 def has_post_accumulate_hooks(parameter: Any) -> bool:
     """Whether a hook reads ``parameter.grad`` as soon as it is accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)
@@ -141,10 +136,8 @@ def has_post_accumulate_hooks(parameter: Any) -> bool:
 
 def run_post_accumulate_hooks(parameter: Any) -> None:
     """Run the hooks registered with ``register_post_accumulate_grad_hook``."""
-    hooks = parameter._post_accumulate_grad_hooks
-    if hooks:
-        for hook in hooks.values():
-            hook(parameter)
+    for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+        hook(parameter)
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -182,15 +175,13 @@ def version_of_sharded(parameter: Any) -> tuple[int, int]:
 
 
 def look_at_sharded(parameter: Any, steps: int) -> tuple[int, int, int, int]:
-    """Return :func:`version_with_local` of a ``DTensor``, ``steps``, and its local tensor's place.
-
-    That place is which tensor it is, and its address.
-    """
+    """Return :func:`version_of_sharded` of a ``DTensor``, and its steps and address, in a row."""
     local = parameter._local_tensor
     try:
-        return parameter._version + local._version, steps, id(local), local.data_ptr()
+        version = parameter._version + local._version
     except RuntimeError:  # one of them is a tensor of inference mode
-        return version_with_local(parameter), steps, id(local), local.data_ptr()
+        version = version_with_local(parameter)
+    return version, steps, id(local), local.data_ptr()
 
 
 def look_at(parameters: Sequence[torch.nn.Parameter]) -> list[tuple[int, int]]:

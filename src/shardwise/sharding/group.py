@@ -854,18 +854,16 @@ class ParamGroup:
     def _free_memory(self) -> None:
         if self.pages is not None:
             self.pages.let_go()
-        if self.fulls is None:
-            return
-        if not self.fulls.moves:
+        if self.fulls is not None and not self.fulls.moves:
             self.fulls.aliased.take_back()
-            return
-        try:
-            self.deliver_writes()
-        finally:
-            if self.options.keep_unsharded_storage:
-                self.fulls.retain()
-            else:
-                self.fulls.free()
+        elif self.fulls is not None:
+            try:
+                self.deliver_writes()
+            finally:
+                if self.options.keep_unsharded_storage:
+                    self.fulls.retain()
+                else:
+                    self.fulls.free()
 
     def _move(self, to: GroupState) -> None:
         if (self.state, to) not in states.MOVES:

@@ -38,8 +38,6 @@ from shardwise.sharding.tree import (
     tensors_and_those_in_objects,
 )
 
-_FORWARD, _BACKWARD = Activity.FORWARD, Activity.BACKWARD  # as in ``states.py``
-
 
 def pre_forward(
     state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -51,10 +49,13 @@ def pre_forward(
     """
     if state.phase is BACKWARD and not autograd.in_backward():
         state.root.reset()  # the last backward raised
-    if state.phase is BACKWARD and not _is_reduced(state):
+    if state.phase is BACKWARD and not (
+        state.groups and all(group.phase is not BACKWARD for group in state.groups)
+    ):
         # Activation checkpointing recomputes this forward. The hooks of backward do the rest.
+        # If no backward of the groups is running, what is recomputed may have its own.
         for group in state.groups:
-            group.begin(_FORWARD)
+            group.begin(Activity.FORWARD)
             group.use_now()
         return state.precision.cast_inputs(*wait_for_inputs(args, kwargs))
     first = state.phase is not FORWARD
@@ -64,7 +65,7 @@ def pre_forward(
     args, kwargs = state.precision.cast_inputs(args, kwargs)
     for group in state.groups:
         if first:
-            group.begin(_FORWARD)
+            group.begin(Activity.FORWARD)
         group.enter_forward(state.root.forward_number)
     if first:
         if state.forward_prefetch:
@@ -78,11 +79,6 @@ def pre_forward(
     return args, kwargs
 
 
-def _is_reduced(state: FSDPState) -> bool:
-    """Whether no backward of the groups is running: what is recomputed now may have its own."""
-    return bool(state.groups) and all(group.phase is not BACKWARD for group in state.groups)
-
-
 def post_forward(state: FSDPState, output: Any) -> Any:
     """Reshard the group, and prepare the outputs.
 
@@ -90,7 +86,7 @@ def post_forward(state: FSDPState, output: Any) -> Any:
         The output for the caller of ``forward()``.
     """
     for group in state.groups:
-        group.end(_FORWARD)
+        group.end(Activity.FORWARD)
     if state.phase is BACKWARD:
         return state.precision.cast_outputs(output)
     recomputing = autograd.in_backward()
@@ -225,7 +221,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
     """Return to the state before this forward, which raised ``error``."""
     state.modules_to_run.clear()
     for group in state.groups:
-        group.end(_FORWARD)
+        group.end(Activity.FORWARD)
         group.passes.end()
         is_named = hasattr(error, "__notes__")  # a module inside this one has named itself
         if group.state is SHARDED and "DTensor" in str(error) and not is_named:
@@ -375,7 +371,7 @@ def _pre_backward(state: FSDPState, passes: tuple[Pass | None, ...], grad: torch
         if group.phase is BACKWARD:
             continue  # another output of the same forward came first
         group.phase = BACKWARD
-        group.begin(_BACKWARD)
+        group.begin(Activity.BACKWARD)
         group.enter_backward()
         before = state.root.order.enter_backward(group)
         if before is not None and not state.backward_prefetch:

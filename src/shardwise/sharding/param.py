@@ -294,7 +294,7 @@ class ShardedParam:
         parameter = self.parameter
         own = dtensor.local_of(parameter)
         local = shard if shard.shape == own.shape else shard[: own.numel()].view(own.shape)
-        if autograd.has_grad_hooks(parameter):
+        if autograd.grad_hooks(parameter):
             local = self._through_hooks(local)
         grad = parameter.grad
         if grad is None:

@@ -265,9 +265,8 @@ class Root:
 
     def _end_backward(self) -> None:
         self._end, is_manual = None, self.ledger.is_manual
-        in_forward = self.forward_root is not None
         for state in self.states:
-            if in_forward and state.phase is states.FORWARD:
+            if self._is_in_forward(state):
                 continue  # its forward computes a gradient (forces, say), and is still running
             state.modules_to_run.clear()
             for group in reversed(state.groups):

@@ -10,9 +10,9 @@
                            reshard()
 
 A group is ``SHARDED_POST_FORWARD`` between forward and backward under an integer
-``reshard_after_forward``. A gather that fails leads from ``UNSHARDING`` back to ``SHARDED``. One in
-which nothing moves, for a rank that is alone, leads from ``SHARDED`` to ``UNSHARDED``.
-Between steps a user may summon full parameters: ``SHARDED`` to ``SUMMONED`` and back.
+``reshard_after_forward``. A gather that fails leads from ``UNSHARDING`` back to ``SHARDED``; one in
+which nothing moves, from ``SHARDED`` to ``UNSHARDED``. Between steps a user may summon full
+parameters: ``SHARDED`` to ``SUMMONED`` and back.
 """
 
 from __future__ import annotations
@@ -179,11 +179,8 @@ class Pass:
             The inputs that were written to in place.
         """
         # A write takes the node of the input out of the graph.
-        written = [
-            marked
-            for marked, node in zip(self._inputs, self._nodes, strict=True)
-            if marked.grad_fn is not node
-        ]
+        inputs = zip(self._inputs, self._nodes, strict=True)
+        written = [marked for marked, node in inputs if marked.grad_fn is not node]
         self._is_marked = bool(self._nodes) and not written
         self._inputs.clear()
         return written
