@@ -237,8 +237,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def disable_compile(function: _F) -> _F:
     """Keep ``torch.compile`` from tracing ``function``, which then runs between graphs.
 
-    Like ``torch.compiler.disable``, but for functions that run thousands of times per step: it adds
-    no call. Neither the function nor what it calls is traced.
+    Like ``torch.compiler.disable``, but without a wrapper: it runs thousands of times per step.
     """
     function.__dict__["_torchdynamo_disable"] = True
     skip = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
