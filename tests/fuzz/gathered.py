@@ -45,9 +45,9 @@ class Clock:
         uncounted: parameters that were written to in a way that autograd does not count for a
             ``DTensor``. Ours does not see it either, and goes on with what is kept, as torch does.
         missed: whether a backward computed with values from before a write in it, or with those
-            that a later forward gathered, or a forward with those that were prefetched:
-            docs/torch-compatibility.md has the former under "Not detected", and
-            ``FSDPModule.set_modules_to_forward_prefetch`` the latter.
+            that a later forward gathered, or a forward with those that were prefetched and then
+            written to uncounted: docs/torch-compatibility.md has the former under "Not detected",
+            and ``FSDPModule.set_modules_to_forward_prefetch`` the latter.
     """
 
     is_running: bool = False
@@ -163,10 +163,9 @@ class Group:
             if not self._is_for_forward:
                 self.free_left()
             self._is_for_forward = False
-        if self._is_left:
-            if self.between is not Between.ALIASED:  # where a write is one to what is gathered
-                self._refuse_stale()
-            self._is_left = False  # one of its modules may write to it before the next one runs
+        if self.between is not Between.ALIASED:  # where a write is one to what is gathered
+            self._refuse_stale(module)
+        self._is_left = False
         self._gather()
         self._hold()
         if begins:
@@ -345,18 +344,25 @@ class Group:
             values = self._values.items()
             clock.missed |= any(not torch.equal(now[at], then) for at, then in values)
 
-    def _refuse_stale(self) -> None:
-        """Raise where a forward would go on with values that were written to since: it has none."""
-        for (owner, name), now in self._look().items():
-            counted = owner._parameters[name] not in self.gathers.clock.uncounted
-            if counted and not torch.equal(now, self._values[owner, name]):
+    def _refuse_stale(self, module: nn.Module) -> None:
+        """Raise where a module would compute with values that were written to since."""
+        gathered = self._values if self._is_whole else self._snapshot or {}
+        for (owner, name), param in self._params([module]).items():
+            then = gathered.get((owner, name))
+            counted = param not in self.gathers.clock.uncounted
+            if counted and then is not None and not torch.equal(param, then):
                 raise StaleError(f"{name} was written to since it was gathered")
 
     def _look(self) -> dict[_Place, torch.Tensor]:
+        found = self._params(self.modules)
+        return {place: param.detach().clone() for place, param in found.items()}
+
+    def _params(self, modules: Sequence[nn.Module]) -> dict[_Place, nn.Parameter]:
+        """The parameters of the modules, not what these hold of them."""
         held = {(each.owner, each.name): each.param for each in self._held}
         return {
-            (owner, name): held.get((owner, name), param).detach().clone()
-            for module in self.modules
+            (owner, name): held.get((owner, name), param)
+            for module in modules
             for owner in _owners(module)
             for name, param in owner._parameters.items()
             if param is not None

@@ -373,6 +373,11 @@ def returns_views_in_objects(program: Program) -> bool:
     )
 
 
+def returns_views_twice(program: Program) -> bool:
+    """Whether a block that runs twice in a forward returns a view of its parameter each time."""
+    return any(block.beside == "parameter" and "twice" in block.traits for block in program.blocks)
+
+
 def runs_copies_on_parted_ranks(program: Program) -> bool:
     """Whether ranks that part may run different models whose groups have the same names."""
     return program.parts_ranks and any(isinstance(step, Copy) for step in program.steps)

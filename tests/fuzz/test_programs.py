@@ -94,6 +94,13 @@ _TOLD = [
             "Program(blocks=(Block(traits=('checkpoint',)),), root=('last',), reshard='false', "
             "steps=(Forward(at=(At(do=Write(form='live')),)), Backward(), "
             "Forward(at=(At(do=Write(block=-1)),))))",
+            "Program(width=5, dtype='bfloat16', blocks=(Block(), Block(shard='with_previous', "
+            "beside='parameter', traits=('twice', 'frozen'))), steps=(Forward(at=("
+            "At(when='pre', block=1, do=Write(block=1)),)), Forward()))",
+            "Program(blocks=(Block(), Block(shard='with_previous')), precision='bf16', steps=("
+            "Forward(at=(At(do=Write(block=1)),)), Backward()))",
+            "Program(blocks=(Block(), Block(shard='with_previous')), steps=("
+            "Forward('no_grad', at=(At(do=Write()),)), Forward()))",
             "Program(blocks=(Block(returns='object', beside='parameter'),), "
             "steps=(Forward(at=(At(do=Raise()),)),))",
             "Program(blocks=(Block(), Block(shard='with_previous')), "

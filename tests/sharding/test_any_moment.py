@@ -40,6 +40,7 @@ from tests.sharding.nets import (
     run_backward,
     run_over,
     seeded,
+    shard_blocks,
     sharded_net,
 )
 from tests.worlds import Ranks, on_processes, on_threads, on_transport
@@ -172,6 +173,98 @@ def test_what_is_written_in_the_middle_of_a_forward_is_used_from_then_on(
             if program in _OF_SHARDS and reshard is False:
                 continue  # then modules hold full parameters where these programs expect shards
             _run(rank, world_size, make, program, transport, reshard)
+
+
+def _in_one_call(net: nn.Module, **kwargs: Any) -> nn.Module:
+    """The first two of three blocks are one group."""
+    fully_shard(list(net.blocks[:2]), **kwargs)
+    fully_shard(net.blocks[2], **kwargs)
+    return fully_shard(net, **kwargs)
+
+
+def _ahead(net: nn.Module, **kwargs: Any) -> nn.Module:
+    """The second block is gathered when the forward of the first begins."""
+    shard_blocks(net, **kwargs)
+    net.blocks[0].set_modules_to_forward_prefetch([net.blocks[1]])
+    return net
+
+
+#: When the second block is gathered, but has yet to run.
+MOMENTS: dict[str, Callable[[nn.Module, Callable[..., None]], object]] = {
+    "before the first": lambda net, hook: net.blocks[0].register_forward_pre_hook(hook),
+    "in the first": lambda net, hook: net.blocks[0].up.register_forward_hook(hook),
+    "after the first": lambda net, hook: net.blocks[0].register_forward_hook(hook),
+}
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda param: param.mul_(2.0),
+    "by copying": lambda param: param.copy_(param * 2.0),
+    "to rows": lambda param: (param.to_local() if isinstance(param, DTensor) else param).mul_(2.0),
+}
+
+
+def _writes(
+    net: nn.Module, block: int, write: Callable[[torch.Tensor], object]
+) -> Callable[..., None]:
+    """A hook that writes to the parameters that a block has between steps."""
+    params = list(net.blocks[block].parameters())
+
+    @torch.no_grad()
+    def hook(*_: object) -> None:
+        for param in params:
+            write(param)
+
+    return hook
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("shard", [_in_one_call, _ahead])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@on_threads()
+def test_a_block_that_is_gathered_and_then_written_to_before_it_runs_is_refused(
+    rank: int, world_size: int, shard: Callable[..., nn.Module], moment: str
+) -> None:
+    """On one rank full parameters are the shards: there it computes with what was written."""
+    x = batches(world_size)[rank]
+    bf16 = MixedPrecisionPolicy(torch.bfloat16)
+    for write in WRITES.values():
+        for options in ({}, {"mp_policy": bf16}, {"reshard_after_forward": False}):
+            net, whole = shard(seeded(Net), **options), seeded(Net)
+            for each in (net, whole):
+                MOMENTS[moment](each, _writes(each, 1, write))
+            if world_size == 1 and "mp_policy" not in options:
+                torch.testing.assert_close(net(x), whole(x))
+                continue
+            with pytest.raises(MisuseError, match=r"blocks\.1\..* was written to while group"):
+                net(x)
+
+
+@pytest.mark.parametrize("shard", [_in_one_call, _ahead])
+@on_threads(2)
+def test_a_block_that_is_resharded_after_a_write_to_it_computes_with_what_was_written(
+    rank: int, world_size: int, shard: Callable[..., nn.Module]
+) -> None:
+    net, whole = shard(seeded(Net)), seeded(Net)
+    for each in (net, whole):
+        MOMENTS["after the first"](each, _writes(each, 1, WRITES["in place"]))
+    net.blocks[0].register_forward_hook(lambda *_: net.blocks[1].reshard())
+    x = batches(1)[0]  # the same on all ranks, as each forward writes
+    for each in (net, whole):
+        loss_of(each, x).backward()
+    assert_same_gradients(net, whole)
+
+
+@pytest.mark.parametrize("shard", [_in_one_call, _ahead])
+@on_threads(2)
+def test_a_block_may_be_written_to_after_it_has_run_while_another_one_of_its_group_has_not(
+    rank: int, world_size: int, shard: Callable[..., nn.Module]
+) -> None:
+    net, whole = shard(seeded(Net)), seeded(Net)
+    for each in (net, whole):
+        MOMENTS["after the first"](each, _writes(each, 0, WRITES["in place"]))
+    x = batches(world_size)[rank]
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(net(x), whole(x))
 
 
 # -- writes between forwards -------------------------------------------------------------------
@@ -701,7 +794,7 @@ def test_parameters_are_kept_for_many_forwards_where_asked_for(
         net(x)
         for param in shards:
             param.mul_(2.0)
-        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        with pytest.raises(MisuseError, match="was written to while group"):
             net(x)
 
 
@@ -1234,7 +1327,7 @@ def _steps_while_kept(rank: int, world_size: int, transport: str) -> None:
         with torch.no_grad(), net.keep_unsharded():
             net(x[rank])
             optimizer.step()
-            with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+            with pytest.raises(MisuseError, match="was written to while group"):
                 net(x[rank])
 
 
@@ -1266,7 +1359,7 @@ def test_a_write_between_unshard_and_forward_is_noticed(
     net.blocks[0].unshard()
     for param in shards:
         change(param)
-    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+    with pytest.raises(MisuseError, match="was written to while group"):
         net(x)
 
 
@@ -1320,7 +1413,7 @@ def _writes_in_a_forward_that_keeps(rank: int, world_size: int, transport: str) 
     x = batches(world_size)[rank]
     net(x)
     handle.remove()
-    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+    with pytest.raises(MisuseError, match="was written to while group"):
         net(x)
 
 
@@ -1337,7 +1430,7 @@ def _writes_before_the_last_microbatch(rank: int, world_size: int, transport: st
             param.mul_(2.0)
     net.set_reshard_after_backward(True)
     net.set_requires_gradient_sync(True)
-    with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+    with pytest.raises(MisuseError, match="was written to while group"):
         net(x)
     net.reset_iter_state()
     net.zero_grad()
@@ -1392,7 +1485,7 @@ def _writes_before_the_first_forward(rank: int, world_size: int, transport: str)
     with torch.no_grad(), net.keep_unsharded():
         for param in shards:
             param.mul_(2.0)
-        with pytest.raises(MisuseError, match="were written to while it was kept unsharded"):
+        with pytest.raises(MisuseError, match="was written to while group"):
             net(batches(world_size)[rank])
 
 

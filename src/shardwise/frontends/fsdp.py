@@ -82,7 +82,7 @@ class FullyShardedDataParallel(OptimSavingModule):
         device_id: the device to compute on: the CPU, or the current accelerator.
         sync_module_states: broadcast parameters and buffers from the first rank.
         forward_prefetch: gather one unit ahead in forward, in the order of ``modules()``. A write
-            to a unit's parameters after the forward of the previous unit has begun is then missed.
+            to a unit's parameters once the forward before it has begun then raises an error.
         limit_all_gathers: without effect: at most two units are gathered at a time.
         use_orig_params: without effect: parameters are never flattened.
         ignored_states: modules or parameters that are not sharded.

@@ -318,7 +318,7 @@ class FSDPModule(_Sharded):
         """Unshard ``modules`` when this module's forward begins.
 
         By default, forward does not prefetch. A write to the parameters of ``modules`` between
-        their prefetch and their own forward is missed.
+        their prefetch and their own forward raises an error, if autograd counts it.
 
         Args:
             modules: sharded modules of the same root, in the order in which to gather them.

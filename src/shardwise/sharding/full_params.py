@@ -128,9 +128,10 @@ class FilledParams:
         self._shards = [form.version for form in self._forms]
 
     @property
-    def is_current(self) -> bool:
-        """Whether the shards have not been written to since they were gathered."""
-        return self._shards == [form.version for form in self._forms]
+    def outdated(self) -> list[GroupParam]:
+        """The parameters whose shards were written to since they were gathered."""
+        looks = zip(self.params, self._shards, strict=True)
+        return [param for param, before in looks if param.form.version != before]
 
     @property
     def holds_values(self) -> bool:

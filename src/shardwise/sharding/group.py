@@ -483,15 +483,16 @@ class ParamGroup:
         if not kept or lease.steps != self.steps_in_backward:
             self.reshard()
 
-    def enter_forward(self, number: int) -> None:
-        """Unshard for a forward of the modules, with the values that the shards have now.
+    def enter_forward(self, module: nn.Module, number: int) -> None:
+        """Unshard for a forward of ``module``, with the values that its shards have now.
 
         Args:
+            module: one of those of the group.
             number: the number of the outermost forward. A group that runs twice in it and is left
                 unsharded in between is gathered once.
 
         Raises:
-            MisuseError: the full parameters were kept, and a shard was written to since.
+            MisuseError: a shard of ``module`` was written to since it was gathered.
             PeerLostError: a peer died or stalled.
         """
         lease = self._lease
@@ -499,13 +500,14 @@ class ParamGroup:
             self.reshard_if_stale()
         lease, fulls = self._lease, self.fulls
         if lease is not None and fulls is not None:
-            if lease.freshness is not states.CURRENT and not fulls.filled.is_current:
-                raise MisuseError(
-                    f"group {self.fqn!r} on rank {dist.get_rank()}: its parameters were written to "
-                    "while it was kept unsharded for another forward, so its full parameters are "
-                    "out of date. Call reshard() on its module, on every rank, after such a write, "
-                    "or shard it with reshard_after_forward=True"
-                )
+            for param in fulls.filled.outdated:
+                # What only other modules have, these may have used before the write.
+                if any(owner.module in module.modules() for owner in param.owners):
+                    raise MisuseError(
+                        f"{param.fqn} on rank {dist.get_rank()}: it was written to while group "
+                        f"{self.fqn!r} was unsharded, so its full parameter is out of date. Call "
+                        "reshard() on its module, on every rank, after such a write"
+                    )
             self._deliver_ties()  # otherwise this is done before the gather
             if lease.freshness is not states.CURRENT:  # and this with it
                 GroupParam.freeze_or_unfreeze_all(self.params)

@@ -40,9 +40,9 @@ from shardwise.sharding.tree import (
 
 
 def pre_forward(
-    state: FSDPState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: FSDPState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Unshard the group, and prepare the inputs.
+    """Unshard the group for a forward of ``module``, and prepare the inputs.
 
     Returns:
         The args and kwargs to call ``forward()`` with.
@@ -66,7 +66,7 @@ def pre_forward(
     for group in state.groups:
         if first:
             group.begin(Activity.FORWARD)
-        group.enter_forward(state.root.forward_number)
+        group.enter_forward(module, state.root.forward_number)
     if first:
         if state.forward_prefetch:
             _prefetch_in_forward(state)
@@ -250,7 +250,7 @@ def fail_forward(state: FSDPState, error: BaseException) -> None:
 def _prefetch_in_forward(state: FSDPState) -> None:
     """Prefetch what the user asked for, and nothing else.
 
-    A write to a group between its gather and its forward would be missed.
+    A write to a group between its gather and its forward would be refused, or missed.
     """
     if not autograd.in_backward():  # activation checkpointing does not follow the order of forward
         for other in state.forward_prefetch:
@@ -505,7 +505,7 @@ def _before_forward(
     state.handled.append(sys.exc_info()[1])
     if len(state.modules) > 1 and not state.modules_to_run:
         state.modules_to_run.update(state.modules)
-    return pre_forward(state, args, kwargs)
+    return pre_forward(state, module, args, kwargs)
 
 
 @autograd.disable_compile

@@ -634,7 +634,7 @@ def gather_in_order(module: object) -> None:
     """Make every forward prefetch the next group, in the order in which modules are registered.
 
     For models that run their modules in that order, and programs that write to parameters between
-    steps only: a write to a group after the forward of the one before it began is missed.
+    steps only: a write to a group after the forward of the one before it began is refused.
     """
     states = [state for state in states_of(module) if state.groups]
     for state, following in itertools.pairwise(states):
