@@ -47,6 +47,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_once() -> None:
+    """Let ranks that are threads know what earlier ones have worked out."""
+    from tests.shapes import remember_shapes
+
+    remember_shapes()
+
+
 @pytest.fixture
 def memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks that are threads allocate and free full parameters when they like."""
