@@ -47,6 +47,14 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _shapes_once() -> None:
+    """Let ranks that are threads know what earlier ones have worked out."""
+    from tests.shapes import remember_shapes
+
+    remember_shapes()
+
+
 @pytest.fixture
 def memory_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks that are threads allocate and free full parameters when they like."""
@@ -73,9 +81,9 @@ def _one_tree_of_commands() -> Generator[None]:
         yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _worlds_of_a_file() -> Generator[None]:
-    """End the ranks that waited for the next test of a file, and their store, with the file."""
+@pytest.fixture(scope="session", autouse=True)
+def _kept_worlds() -> Generator[None]:
+    """End the ranks that wait for the next test, and their stores, after the last one."""
     yield
     if "tests.harness" in sys.modules:
         sys.modules["tests.harness"].end_kept_worlds()
@@ -98,8 +106,9 @@ def threads() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def new_ranks() -> None:
+def new_ranks() -> Generator[None]:
     """Give a test ranks that have run nothing: it looks at what they hold, or at their start."""
-    from tests.harness import end_kept_worlds
+    from tests.harness import worlds_of_its_own
 
-    end_kept_worlds()
+    with worlds_of_its_own():
+        yield

@@ -22,6 +22,7 @@ seconds, with the stacks of every rank that was still running.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import enum
 import faulthandler
@@ -39,8 +40,8 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -188,6 +189,7 @@ def run_ranks(
         then = _Then.STAY if usual and len(world.ran) < _RUNS_OF_A_WORLD else _Then.LEAVE
         outcomes = world.run(jobs, then, timeout, stop_at_failure=not expect_failures)
     if not world.ends:
+        world.send(signal.SIGSTOP)
         _kept[world_size] = world
     for outcome in outcomes:
         if outcome.output:
@@ -208,9 +210,25 @@ def end_kept_worlds() -> None:
     _kept.clear()
 
 
+@contextmanager
+def worlds_of_its_own() -> Iterator[None]:
+    """Leave the worlds that wait alone: a test has new ones, which end with it."""
+    others = dict(_kept)
+    _kept.clear()
+    try:
+        yield
+    finally:
+        end_kept_worlds()
+        _kept.update(others)
+
+
 def _take_world(world_size: int) -> _World:
     """Take a world that waits, or a new one."""
-    return _kept.pop(world_size, None) or _World(world_size)
+    world = _kept.pop(world_size, None)
+    if world is None:
+        return _World(world_size)
+    world.send(signal.SIGCONT)
+    return world
 
 
 class _World:
@@ -241,6 +259,13 @@ class _World:
             self.ends = True
         if self.ends:
             self.end()
+
+    def send(self, number: signal.Signals) -> None:
+        """Suspend all processes, or wake them: each thread of gloo looks for work all the time."""
+        for process in self.processes:
+            assert process.pid is not None
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, number)
 
     def end(self) -> None:
         """End all processes."""
@@ -391,6 +416,8 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
+    if sys.platform == "linux":  # with the server, also while it is suspended
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     inbox = _watch_parent(pipe)
     handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = _Surroundings(dict(os.environ), Path.cwd(), handlers)

@@ -17,6 +17,7 @@ with importing():
     import torch.distributed.fsdp
     import torch.distributed.tensor
     import torch.distributed.tensor.parallel
+    import torch.profiler
     import transformers.models.llama.modeling_llama
 
     import shardwise.elastic.agent
@@ -27,6 +28,7 @@ with importing():
     # A machine with a GPU, to which nothing can be added, may not have all of these.
     with suppress(ImportError):
         import datasets  # and pandas with it: what ranks that train on streams of text need
+        import typer._adapters  # and pydantic with it, as soon as a command has an option
 
         import shardwise.app.cli.main
         import shardwise.app.cli.train
@@ -39,5 +41,7 @@ with importing():
         import tests.recipes.small
 
     import tests.harness
+    import tests.shapes
 
     tests.harness.remember()
+    tests.shapes.remember_shapes()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardwise import checkpoint
 from shardwise.diloco import OuterSGD, Overlapped, Streaming, WireFormat
@@ -34,7 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "feedback": {"every": 1, "wire": WireFormat.INT8, "error_feedback": True},
 }
 SAVED = ("plain", "warming", "streaming", "late", "feedback", "ternary")
-STEPS = 8
+STEPS, SAVED_AFTER = 8, 5
 
 
 def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
@@ -43,7 +42,11 @@ def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
         replica = Replica(mesh, **settings)
-        replica.train(1, STEPS)
+        replica.train(1, SAVED_AFTER)
+        if name in SAVED and world_size == 4:
+            group = mesh.get_group("shard")
+            checkpoint.save(_file(folder, name, mesh), replica.model, replica.diloco, group=group)
+        replica.train(SAVED_AFTER + 1, STEPS)
         found[name] = {
             "inner": replica.inner_values(),
             "outer": replica.outer_values(),
@@ -53,25 +56,23 @@ def _train_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
             "numel": [view.numel() for view in replica.outer_bits()[::2]],
         }
     for name in SAVED:
-        found[name]["resumed"] = _resume(mesh, folder / name, saves=world_size == 4, name=name)
+        found[name]["resumed"] = _resume(mesh, folder, name)
     replica.diloco.flush()
     found["flushed"] = equal_everywhere(list(replica.inner_values().values()), mesh)
     return found
 
 
-def _resume(mesh: Any, folder: Path, *, saves: bool, name: str) -> Any:
-    """Train, save and continue in another object, or only the latter, in the middle of a round."""
-    group = mesh.get_group("shard")
-    path = folder / f"replica-{mesh.get_coordinate()[0]}"
-    if saves:
-        replica = Replica(mesh, **SETTINGS[name])
-        replica.train(1, 5)
-        checkpoint.save(path, replica.model, replica.diloco, group=group)
-    dist.barrier()
+def _file(folder: Path, name: str, mesh: Any) -> Path:
+    return folder / name / f"replica-{mesh.get_coordinate()[0]}"
+
+
+def _resume(mesh: Any, folder: Path, name: str) -> Any:
+    """Continue in another object, in the middle of a round."""
     other = Replica(mesh, **SETTINGS[name])
-    checkpoint.load(path, other.model, other.diloco, group=group)
+    group = mesh.get_group("shard")
+    checkpoint.load(_file(folder, name, mesh), other.model, other.diloco, group=group)
     errors = other.errors()
-    other.train(6, STEPS)
+    other.train(SAVED_AFTER + 1, STEPS)
     return {"inner": other.inner_values(), "outer": other.outer_values(), "errors": errors}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import subprocess
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from shardwise.app.cli.main import app
-from shardwise.app.doctor import probe
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
-from shardwise.app.doctor.probe import START, PairLink, Probe, probe_ranks
+from shardwise.app.doctor.probe import START, PairLink, Probe
 from shardwise.base import devices
 from shardwise.base.scratch import libc
+from tests.programs import shell_environment, start_program
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
 
@@ -70,20 +71,33 @@ sys.exit("torch" in sys.modules)
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = list[Probe]()
+# The command, and what it has measured, in a file.
+MEASURING = """
+import pickle
+from pathlib import Path
+from shardwise.app.cli.main import app
+from shardwise.app.doctor import probe
 
-    def measuring() -> Probe:
-        measured.append(probe_ranks())
-        return measured[0]
+probe_ranks = probe.probe_ranks
 
-    monkeypatch.setattr(probe, "probe_ranks", measuring)
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    [found] = measured
+def measuring():
+    found = probe_ranks()
+    Path("found").write_bytes(pickle.dumps(found))
+    return found
+
+probe.probe_ranks = measuring
+app()
+"""
+
+
+def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(tmp_path: Path) -> None:
+    (tmp_path / "measuring.py").write_text(MEASURING)
+    words = ["measuring.py", "doctor", "--nproc", "2"]
+    command = start_program(words, folder=tmp_path, env=shell_environment())
+    out, err = command.communicate(timeout=120)
+    assert not err, err
+    found = pickle.loads((tmp_path / "found").read_bytes())
+    assert isinstance(found, Probe)
     assert found.error == ""
     assert found.kind == ("" if devices.accelerator() is None else devices.default_type())
     assert len(found.models) == devices.count()
@@ -92,8 +106,8 @@ def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
         assert found.memory.error == ""
         assert found.memory.gbit > 0
         assert 0 < found.memory.ms < 1000
-    lines = capsys.readouterr().out.splitlines()
-    assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
+    lines = out.splitlines()
+    assert (command.returncode == 0) == (not any(line.startswith("fail") for line in lines))
     assert {line[5:17].strip() for line in lines} == set(CHECKS) - {"links"}
     [inside] = [line for line in lines if line[5:11] == "inside"]
     figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
