@@ -38,7 +38,7 @@ pytestmark = needs_hosts
 Jobs = Mapping[str, Future[Ended]]
 
 STEPS = 24
-STRANGERS = 3_000
+STRANGERS = 10_000
 TOKEN = {"SHARDWISE_RDZV_TOKEN": "a token that strangers do not have"}
 OPTIONS = f"{LM} --steps {STEPS} --nproc 1 {OVER_HOSTS}".replace(
     "--batch-tokens 128", "--batch-tokens 192 --streams 12"
