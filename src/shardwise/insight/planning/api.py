@@ -365,7 +365,7 @@ def _reserved(log: Log, settings: Settings) -> int | None:
 def observed_error(machine: Machine | None, settings: Settings) -> str:
     """How far plans of this kind were from published trainings, if that was much.
 
-    See "Held against published tables" in docs/plan.md.
+    See "How accurate it is" in docs/plan.md.
     """
     if machine is None or machine.device.execution is Execution.DIRECT or machine.device.costs:
         return ""
