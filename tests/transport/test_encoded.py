@@ -115,13 +115,13 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
 
 @pytest.mark.parametrize("wire", [*WIRES[:3], FEEDBACK, RANDOM], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_all_ranks_end_with_thesame_bits(wire: Wire, world_size: int) -> None:
+def test_all_ranks_end_with_the_same_bits(wire: Wire, world_size: int) -> None:
     first, *others = run_threads(_reduced, world_size, wire, 3)
     assert all(same_bits(first, other) for other in others)
 
 
 @pytest.mark.parametrize("wire", [INT8, RANDOM], ids=str)
-def test_a_repeated_training_has_thesame_bits(wire: Wire) -> None:
+def test_a_repeated_training_has_the_same_bits(wire: Wire) -> None:
     once, again = (run_threads(_reduced, 2, wire, 3)[0] for _ in range(2))
     assert same_bits(once, again)
 
