@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli.main import app
 from shardwise.app.doctor import probe
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
 from shardwise.app.doctor.probe import START, PairLink, Probe, probe_ranks
 from shardwise.base import devices
 from shardwise.base.scratch import libc
+from tests.cli.shell import call
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
 
@@ -46,15 +46,9 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    message: str,
+    capsys: pytest.CaptureFixture[str], options: str, message: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", *options.split()])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert ended.value.code == 2
+    assert call("doctor", *options.split()) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 
@@ -80,9 +74,7 @@ def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
         return measured[0]
 
     monkeypatch.setattr(probe, "probe_ranks", measuring)
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", "--nproc", "2"])
-    with pytest.raises(SystemExit) as ended:
-        app()
+    code = call("doctor", "--nproc", "2")
     [found] = measured
     assert found.error == ""
     assert found.kind == ("" if devices.accelerator() is None else devices.default_type())
@@ -93,7 +85,7 @@ def test_a_host_alone_starts_ranks_and_is_looked_at_without_any_other(
         assert found.memory.gbit > 0
         assert 0 < found.memory.ms < 1000
     lines = capsys.readouterr().out.splitlines()
-    assert (ended.value.code == 0) == (not any(line.startswith("fail") for line in lines))
+    assert (code == 0) == (not any(line.startswith("fail") for line in lines))
     assert {line[5:17].strip() for line in lines} == set(CHECKS) - {"links"}
     [inside] = [line for line in lines if line[5:11] == "inside"]
     figures = r"\d+\.\d\d Gbit/s, \d+\.\d\d ms"
