@@ -36,6 +36,7 @@ from tests.sharding.nets import (
     seeded,
     shard_blocks,
     sharded_net,
+    step_all,
     train_alike,
     twins,
 )
@@ -77,9 +78,7 @@ def test_an_optimizer_made_anew_from_its_state_dict_trains_on(rank: int, world_s
                 optimizer.load_state_dict(state)
         x = batches(world_size, step)
         run_backward(net, whole, x, rank)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(net, whole)
 
 
