@@ -59,7 +59,7 @@ def draw(path: Path, name: str, panels: Sequence[Panel], size: tuple[float, floa
         figure.suptitle(name, x=0.01, ha="left")
         handles, labels = figure.axes[0].get_legend_handles_labels()
         if handles:
-            where = {"loc": "outside lower left", "ncols": len(labels), "frameon": False}
+            where: Content = {"loc": "outside lower left", "ncols": len(labels), "frameon": False}
             figure.legend(handles, labels, **where)
         draft, kind = path.with_name(f".{path.name}"), path.suffix.removeprefix(".")
         clock = {"metadata": {"Date": None}} if kind == "svg" else {}

@@ -23,12 +23,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from _models import build, groups, numel
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing, PrecisionName
+from shardwise.insight.schema.sharding import PrecisionName
 
 #: Losses that agree to four decimals differ by less.
 FOUR_DECIMALS = 5e-5
@@ -122,7 +122,7 @@ class Contender(ABC):
     exchanges: ClassVar[bool] = True
     tolerance: ClassVar[float] = FOUR_DECIMALS
 
-    model: nn.Module
+    model: Any
     optimizer: torch.optim.Optimizer
 
     @abstractmethod
@@ -160,8 +160,8 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def _model(case: Case) -> nn.Module:
-    model = build(case.params, case.seed, case.device)
+def _model(case: Case) -> Any:
+    model: Any = build(case.params, case.seed, case.device)
     if case.dtype == "bf16-params":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
@@ -263,8 +263,7 @@ class OwnOrderHalf(OwnOrder):
     def __init__(self, case: Case) -> None:
         super().__init__(case)
         if dist.get_rank() == case.ranks - 1:
-            layers: Any = self.model.model.layers
-            layers.__class__ = _EverySecond
+            self.model.model.layers.__class__ = _EverySecond
 
 
 class _EverySecond(nn.ModuleList):
@@ -431,7 +430,8 @@ class Copies(Floor):
                 modules[-1].register_forward_hook(_before_backward(_copying(pairs)))
             for parameter, own in zip(owned, rows, strict=True):
                 self._laid_out[parameter] = torch.zeros_like(parameter)
-                parameter.register_post_accumulate_grad_hook(self._reducing(own))
+                reduce = self._reducing(own)
+                parameter.register_post_accumulate_grad_hook(reduce)  # type: ignore[no-untyped-call]
 
     def _reducing(self, own: slice) -> Callable[[torch.Tensor], None]:
         def reduce(parameter: torch.Tensor) -> None:

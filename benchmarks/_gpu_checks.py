@@ -55,7 +55,7 @@ class SanitizedWorker(StepWorker):
         if case.device == "cuda":
             from torch.cuda import _sanitizer
 
-            _sanitizer.enable_cuda_sanitizer()
+            _sanitizer.enable_cuda_sanitizer()  # type: ignore[no-untyped-call]
             self._races = (_sanitizer.CUDASanitizerErrors,)
         super().__init__(name, case)
 
@@ -120,7 +120,7 @@ class GraphWorker(StepWorker):
         if not self._cuda:
             losses = self._warm_up(self._contender)
             return lambda: self._contender.step(self._static), losses
-        side = torch.cuda.Stream()
+        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             losses = self._warm_up(self._contender)

@@ -16,6 +16,7 @@ import traceback
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,7 +254,7 @@ def _tests(setup: Setup, cases: Cases) -> None:
         cases.case("pytest", lambda: _pytest(TESTS[0], "-k", "no_step_synchronizes"))
         return
     for path in TESTS:
-        cases.case(path, lambda p=path: _pytest(p))
+        cases.case(path, partial(_pytest, path))
 
 
 def _pytest(*chosen: str) -> dict[str, Any]:
@@ -381,7 +382,7 @@ def _losses(setup: Setup, cases: Cases) -> None:
     ):
         case = setup.case(ranks=ranks, params=params, tokens=tokens)
         backend = _backend(setup, cases, ranks)
-        cases.case(case.label(), lambda c=case, n=steps, b=backend: _trained(c, n, b))
+        cases.case(case.label(), partial(_trained, case, steps, backend))
 
 
 def _trained(case: Case, steps: int, backend: str | None) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _nbytes(value: Any) -> int:
-    local = value.to_local() if isinstance(value, DTensor) else value
+    local: Any = value.to_local() if isinstance(value, DTensor) else value
     if hasattr(local, "codes"):  # torchao's
         return int(local.codes.nbytes + local.scale.nbytes + local.qmap.nbytes)
     return local.nbytes if isinstance(local, torch.Tensor) else 0

@@ -169,8 +169,7 @@ def end(main: Callable[[], int]) -> None:
 
 def step_cases(options: argparse.Namespace) -> list[Case]:
     """List the cases that the options ask for: every combination."""
-    asked = {"params": [], "ranks": [], "dtype": ["fp32"], "zero": ["3"], "tokens": 256}
-    asked |= vars(options)
+    asked: Content = {"dtype": ["fp32"], "zero": ["3"], "tokens": 256, **vars(options)}
     return [
         Case(ranks, params, dtype, int(zero), asked["tokens"], seed=options.seed)
         for params, ranks, dtype, zero in product(

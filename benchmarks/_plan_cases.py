@@ -12,11 +12,11 @@ from _models import PRESETS, build
 from shardwise import materialize
 from shardwise.app.recipes.core.build import DTYPES
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks
-from shardwise.frontends.strategies import Strategy, WantedMesh
+from shardwise.frontends.strategies import Checkpointing, Strategy, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import find_model, of_module
 from shardwise.insight.planning.settings import Settings
-from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import PrecisionName, TransportName
 from shardwise.optim.norms import clip_grad_norm_
 
 
@@ -60,8 +60,8 @@ class Case:
             strategy=Strategy(self.strategy),
             batch_size=1 if self.is_text else self.size,
             seq_length=self.size if self.is_text else None,
-            param_dtype=None if self.dtype == "fp32" else self.dtype,
-            transport=self.transport,
+            param_dtype=None if self.dtype == "fp32" else PrecisionName(self.dtype),
+            transport=TransportName(self.transport),
             activation_checkpointing=Checkpointing(self.checkpointing),
             accumulate=self.accumulate,
             ranks_per_host=mesh.size // (2 if self.gbit else 1),
@@ -92,13 +92,12 @@ class Training:
         settings, blueprint = case.settings, case.blueprint()
         plan = settings.sharding
         checkpoint_blocks(blueprint.blocks, settings.activation_checkpointing)
-        reduced = {"reduce_dtype": torch.float32}
         shard_blocks(
             blueprint.model,
             blueprint.blocks,
             mesh=plan.sharding_mesh(plan.make_mesh("cpu")),
             reshard_after_forward=plan.reshard_after_forward,
-            precision=MixedPrecisionPolicy(param_dtype=DTYPES[settings.param_dtype], **reduced),
+            precision=MixedPrecisionPolicy(DTYPES[settings.param_dtype], torch.float32),
             placement=blueprint.placement,
             transport=case.transport,
         )

@@ -80,7 +80,7 @@ class CheckpointWorker:
         return total
 
     def _locals(self) -> list[torch.Tensor]:
-        tensors = list(self._model.parameters())
+        tensors: list[torch.Tensor] = list(self._model.parameters())
         for state in self._optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
         return [each.to_local() if isinstance(each, DTensor) else each.detach() for each in tensors]
@@ -92,11 +92,12 @@ class CheckpointWorker:
         shardwise.checkpoint.load(folder, self._model, self._optimizer)
 
     def _save_dcp(self, folder: Path) -> None:
-        dcp.save(state_for_dcp(self._model, self._optimizer), checkpoint_id=folder)
+        state = state_for_dcp(self._model, self._optimizer)
+        dcp.save(state, checkpoint_id=folder)  # type: ignore[attr-defined]
 
     def _load_dcp(self, folder: Path) -> None:
         state = state_for_dcp(self._model, self._optimizer)
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, checkpoint_id=folder)  # type: ignore[attr-defined]
         loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
         set_state_dict(self._model, self._optimizer, **loaded)
 

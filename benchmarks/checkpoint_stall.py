@@ -86,7 +86,9 @@ class StallWorker(StepWorker):
 
     def _begin_dcp(self, folder: Path) -> Wait:
         state = state_for_dcp(self._model, self._optimizer)
-        return dcp.async_save(state, checkpoint_id=folder, process_group=self._others).result
+        saving: Any = dcp.async_save  # type: ignore[attr-defined]
+        begun = saving(state, checkpoint_id=folder, process_group=self._others)
+        return begun.result  # type: ignore[no-any-return]
 
 
 def play(case: Case, options: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from shardwise.app.recipes.core.replicas import replicas_of
 from shardwise.app.recipes.core.training import place_for
 from shardwise.app.recipes.text.config import PRESETS, LmConfig, LmInputs
 from shardwise.app.recipes.text.data import load_text
-from shardwise.base.observe import Activity, Observer, Route, observing
+from shardwise.base.observe import Activity, Memory, Route, observing
 from shardwise.diloco import DiLoCo, OuterSGD, WireFormat
 from shardwise.elastic.world import World as Ranks
 from shardwise.frontends.strategies import Strategy
@@ -64,7 +64,7 @@ LEAST_RATIOS = {
 JUDGED = 512  # sequences
 
 
-class Meter(Observer):
+class Meter:
     """Counts what this rank sends in all-reduces over gloo.
 
     An all-reduce is a ring: each rank sends ``2 (R - 1) / R`` of the tensor.
@@ -87,6 +87,12 @@ class Meter(Observer):
         if activity is Activity.ALL_REDUCE:
             self.sent += round(2 * (wire.ranks - 1) * nbytes / wire.ranks)
         return 1
+
+    def end(self, number: int) -> None:
+        """Count nothing."""
+
+    def memory(self, kind: Memory, name: str, nbytes: int) -> None:
+        """Count nothing."""
 
 
 class DilocoWorker:

@@ -96,7 +96,7 @@ def run_all(
         seconds = min(part.seconds, budget - (time.monotonic() - begun))
         if seconds < min(SHORTEST_S, part.seconds):
             over = "the time of all parts was over"
-            found = {"part": part.name, "status": "not begun", "seconds": 0.0}
+            found: dict[str, Any] = {"part": part.name, "status": "not begun", "seconds": 0.0}
             found |= {"error": over, "cases": []}
         else:
             found = watched(part, seconds)

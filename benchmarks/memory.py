@@ -35,8 +35,9 @@ from _options import Content, contender_env, end, one_of, parser, run, step_case
 from _report import Table, mib
 from _turns import StepWorker
 from _worlds import World
+from shardwise.base.observe import Memory
 from shardwise.frontends.strategies import Strategy
-from shardwise.insight.planning.events import Change, Memory
+from shardwise.insight.planning.events import Change
 
 WARMUP = 2  # steps: the first makes the optimizer's state
 #: Ours may take this much of the formula's peak, and of FSDP2's.
@@ -142,9 +143,9 @@ def measure_all(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 def peak(case: Content, name: str) -> int | None:
     """Return the peak of a contender over the phases of a step, or of the formula, in bytes."""
     if name == FORMULA:
-        return sum(case["formula"].values())
+        return int(sum(case["formula"].values()))
     measured = case["contenders"].get(name)
-    return max(measured["peak"].values()) if measured else None
+    return int(max(measured["peak"].values())) if measured else None
 
 
 def too_high(case: Content) -> str | None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import importlib
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from _options import contender_env, end, parser, positive_int, run
 from _report import Table, compared
 from _turns import Turns, transposed
 from _worlds import World
+from shardwise.base.devices import synchronize
 
 TITLES = {"ours": "shardwise", "fsdp2": "torch FSDP2"}
 CONTENDERS = (*TITLES, "floor")
@@ -51,8 +53,7 @@ class OverheadWorker:
 
     def __init__(self, name: str, groups: int, device: str = "cpu") -> None:
         torch.manual_seed(0)
-        self._synchronize = torch.cuda.synchronize if device == "cuda" else _nothing_to_wait_for
-        self._name, self._device = name, device
+        self._name, self._device = name, torch.device(device)
         self._model = self._layers(groups)
         self._shard(self._model)
         self._input = torch.ones(2, WIDTH, device=device)
@@ -71,10 +72,10 @@ class OverheadWorker:
         seconds = []
         for _ in range(count):
             dist.barrier()
-            self._synchronize()
+            synchronize(self._device)
             start = time.perf_counter()
             self._model(self._input).sum().backward()
-            self._synchronize()
+            synchronize(self._device)
             seconds.append(time.perf_counter() - start)
             self._model.zero_grad()
         return seconds
@@ -157,10 +158,8 @@ def shard(name: str, model: nn.Sequential, **options: Any) -> None:
         for layer in model:
             _ask_torch(layer, **options)
         return
-    if name == "ours":
-        from shardwise import fully_shard
-    else:
-        from torch.distributed.fsdp import fully_shard  # type: ignore[assignment]
+    package = "shardwise" if name == "ours" else "torch.distributed.fsdp"
+    fully_shard = importlib.import_module(package).fully_shard
     for layer in model:
         fully_shard(layer, **options)
     fully_shard(model)
@@ -174,7 +173,7 @@ def _ask_torch(layer: nn.Module, reshard_after_forward: bool) -> None:
     """
     parameters = layer._parameters
     mesh = init_device_mesh("cpu", (1,))
-    shards = {
+    shards: dict[str, Any] = {
         name: nn.Parameter(distribute_tensor(each.detach(), mesh, [Shard(0)]))
         for name, each in layer.named_parameters()
     }
@@ -185,7 +184,7 @@ def _ask_torch(layer: nn.Module, reshard_after_forward: bool) -> None:
         with torch.no_grad():
             for name, full in fulls.items():
                 local: Any = full.grad
-                spec = shards[name]._spec  # type: ignore[attr-defined]
+                spec = shards[name]._spec
                 full.grad = None
                 shards[name].grad = DTensor.__new__(DTensor, local, spec, requires_grad=False)
         put_shards()
@@ -204,10 +203,6 @@ def _ask_torch(layer: nn.Module, reshard_after_forward: bool) -> None:
 
     layer.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
     layer.register_forward_hook(after_forward, always_call=True)
-
-
-def _nothing_to_wait_for() -> None:
-    """Take the place of a device's ``synchronize`` on CPUs."""
 
 
 def play(ranks: int, options: argparse.Namespace, device: str = "cpu") -> dict[str, Any]:

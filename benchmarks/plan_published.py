@@ -18,7 +18,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from _report import Table, wide_console
-from shardwise.frontends.strategies import WantedMesh
+from shardwise.frontends.strategies import Checkpointing, WantedMesh
 from shardwise.insight.planning.clock import step_time
 from shardwise.insight.planning.events import Log
 from shardwise.insight.planning.machine import Machine
@@ -26,7 +26,7 @@ from shardwise.insight.planning.memory import reserved
 from shardwise.insight.planning.models import find_model
 from shardwise.insight.planning.rehearsal import rehearse
 from shardwise.insight.planning.settings import Products, Settings
-from shardwise.insight.schema.sharding import Checkpointing
+from shardwise.insight.schema.sharding import PrecisionName
 
 H100 = Machine.named("h100-hbm2e", "ib-400", ranks_per_host=8)
 A100 = Machine.named("a100", "ib-200", ranks_per_host=8)
@@ -76,8 +76,8 @@ def _settings(
         mesh=WantedMesh.parse(f"dp={ranks}"),
         batch_size=batch,
         seq_length=length,
-        param_dtype="bf16",
-        reduce_dtype="fp32",
+        param_dtype=PrecisionName.BF16,
+        reduce_dtype=PrecisionName.FP32,
         activation_checkpointing=recomputed,
         recompute_every=every,
         device_type="cuda",

@@ -66,6 +66,14 @@ def build(setup: Setup, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW([group for group in groups if group["params"]], fused=True)
 
 
+def filled(setup: Setup) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, sharded, and an optimizer, with everything that its name asks for."""
+    model, optimizer = build(setup, seed=0)
+    give_state(optimizer)
+    fill(model, optimizer)
+    return model, optimizer
+
+
 def give_state(optimizer: torch.optim.Optimizer) -> None:
     """Take a step, in which frozen parameters take no part."""
     for group in optimizer.param_groups:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from shardwise import checkpoint
-from shardwise.app.cli.main import app
 from tests.checkpoint.meshes import Setup, build, fill, give_state
+from tests.cli.shell import call
 from tests.harness import run_ranks
 
 Capture = pytest.CaptureFixture[str]
@@ -54,18 +54,14 @@ def _here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 class Shell:
     """Runs the command line in this process."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-        self._monkeypatch = monkeypatch
+    def __init__(self, capsys: Capture) -> None:
         self._capsys = capsys
 
     def __call__(self, *arguments: object, code: int = 0) -> str:
         """Run it, and expect an exit code; what it printed: to stderr if it failed."""
-        argv = ["shardwise", "checkpoint", *map(str, arguments)]
-        self._monkeypatch.setattr(sys, "argv", argv)
-        with pytest.raises(SystemExit) as ended:
-            app()
+        ended = call("checkpoint", *map(str, arguments))
         shown = self._capsys.readouterr()
-        assert ended.value.code == code, shown
+        assert ended == code, shown
         if code == 0:
             assert not shown.err
             return shown.out
@@ -84,8 +80,8 @@ class Shell:
 
 
 @pytest.fixture
-def shell(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Shell:
-    return Shell(monkeypatch, capsys)
+def shell(capsys: Capture) -> Shell:
+    return Shell(capsys)
 
 
 # -- showing --

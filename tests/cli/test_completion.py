@@ -12,6 +12,7 @@ import typer
 import typer.main
 
 from shardwise.app.cli import main
+from tests.cli.shell import call
 
 
 class Ended(NamedTuple):
@@ -91,11 +92,6 @@ def commands(of: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
 @pytest.mark.parametrize(
     "words", list(commands(typer.main.get_command(main.commands([])))), ids=str
 )
-def test_h_is_help_everywhere(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardwise", *words, "-h"])
-    with pytest.raises(SystemExit) as ended:
-        main.app()
-    assert ended.value.code == 0
+def test_h_is_help_everywhere(capsys: pytest.CaptureFixture[str], words: tuple[str, ...]) -> None:
+    assert call(*words, "-h") == 0
     assert "Usage: " in capsys.readouterr().out

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
 from shardwise.app.recipes.rank import received
+from tests.cli.shell import call
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
@@ -40,23 +40,15 @@ def make_run(folder: str) -> bytes:
     return Path(folder, "run.json").read_bytes()
 
 
-def train(monkeypatch: pytest.MonkeyPatch, *options: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "train", "lm", *options])
-    with pytest.raises(SystemExit) as ended:
-        main.app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
 def test_a_second_run_takes_the_next_number_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
+    capsys: Capture, started: list[Path]
 ) -> None:
-    assert train(monkeypatch, "--steps", "3") == 0
+    assert call("train", "lm", "--steps", "3") == 0
     assert started == [Path("runs/lm")], "the default folder is free"
     before = make_run("runs/lm-2"), make_run("runs/lm-3")
     (Path("runs/lm") / "run.json").write_text("{}")
     capsys.readouterr()
-    assert train(monkeypatch, "--steps", "3") == 0
+    assert call("train", "lm", "--steps", "3") == 0
     assert started[1] == Path("runs/lm-4")
     line = "run        runs/lm-4; runs/lm has a run; --resume --out runs/lm goes on with it"
     assert line in capsys.readouterr().out.splitlines()
@@ -64,32 +56,28 @@ def test_a_second_run_takes_the_next_number_and_says_so(
 
 
 def test_a_folder_that_the_user_names_is_never_another_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
+    capsys: Capture, started: list[Path]
 ) -> None:
     before = make_run("runs/lm")
-    assert train(monkeypatch, "--out", "runs/lm") == 2
+    assert call("train", "lm", "--out", "runs/lm") == 2
     assert "--out: found a run in runs/lm already" in capsys.readouterr().err
     assert not started
     assert Path("runs/lm/run.json").read_bytes() == before
 
 
-def test_overwrite_means_the_default_folder(
-    monkeypatch: pytest.MonkeyPatch, started: list[Path]
-) -> None:
+def test_overwrite_means_the_default_folder(started: list[Path]) -> None:
     make_run("runs/lm")
     second = make_run("runs/lm-2")
-    assert train(monkeypatch, "--overwrite") == 0
+    assert call("train", "lm", "--overwrite") == 0
     assert started == [Path("runs/lm")]
     assert Path("runs/lm-2/run.json").read_bytes() == second
 
 
-def test_resume_goes_on_with_the_newest_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, started: list[Path]
-) -> None:
+def test_resume_goes_on_with_the_newest_run(capsys: Capture, started: list[Path]) -> None:
     make_run("runs/lm")
     make_run("runs/lm-2")
     RunDir(Path("runs/lm-2")).write({"recipe": "mnist", "sessions": []})
-    assert train(monkeypatch, "--resume") == 2
+    assert call("train", "lm", "--resume") == 2
     shown = capsys.readouterr()
     assert shown.out == "", "a mistake is one line"
     assert (
@@ -98,12 +86,10 @@ def test_resume_goes_on_with_the_newest_run(
     assert not started
 
 
-def test_several_hosts_share_one_folder_that_none_of_them_counts_up(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_several_hosts_share_one_folder_that_none_of_them_counts_up(capsys: Capture) -> None:
     make_run("runs/lm")
     hosts = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "here:99"]
-    assert train(monkeypatch, *hosts) == 2
+    assert call("train", "lm", *hosts) == 2
     assert "--out: found a run in runs/lm already" in capsys.readouterr().err
 
 
@@ -119,7 +105,7 @@ def test_ranks_of_a_world_that_is_there_agree_on_the_default_folder(
     names = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    assert train(monkeypatch) == 0
+    assert call("train", "lm") == 0
     assert jobs[0].config.train.output.out == Path("runs/lm")  # type: ignore[attr-defined]
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.app.cli.main import app
 from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
+from tests.cli.shell import call
 from tests.pretrained.small import save_llama
 from tests.programs import shell_environment, start_program
 from tests.recipes.running import train
@@ -40,12 +40,9 @@ def shell(
     """``shell(*words)``: what ``shardwise generate`` prints; with ``code``, what it fails with."""
 
     def run(*words: str, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["shardwise", "generate", *words])
         capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app()
-        out, err = capfd.readouterr()
-        assert ended.value.code == code, err
+        ended, (out, err) = call("generate", *words), capfd.readouterr()
+        assert ended == code, err
         assert code or not err or err.startswith("warning "), err
         return err or out
 

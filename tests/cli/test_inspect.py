@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.app.cli.main import app
+from tests.cli.shell import call, refused
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
-
-
-def call(monkeypatch: Patch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "inspect", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -43,14 +34,9 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
     ],
 )
 def test_mistakes_that_are_found_without_the_model(
-    monkeypatch: Patch, capsys: Capture, arguments: str, message: str
+    capsys: Capture, arguments: str, message: str
 ) -> None:
-    assert call(monkeypatch, *arguments.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: ")
-    assert shown.err.count("\n") == 1
-    assert message in shown.err
+    assert message in refused(capsys, "inspect", *arguments.split())
 
 
 @pytest.mark.parametrize(
@@ -66,37 +52,35 @@ def test_mistakes_that_are_found_with_the_model(
     monkeypatch: Patch, capsys: Capture, tmp_path: Path, arguments: str, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert call(monkeypatch, "--model", "llama-tiny", *arguments.split()) == 2
+    assert call("inspect", "--model", "llama-tiny", *arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_plan_of_a_vision_transformer_is_that_of_its_training(
-    monkeypatch: Patch, capsys: Capture
-) -> None:
-    assert call(monkeypatch, "--model", "vit-base", "--mesh", "dp=4", "--json") == 0
+def test_a_plan_of_a_vision_transformer_is_that_of_its_training(capsys: Capture) -> None:
+    assert call("inspect", "--model", "vit-base", "--mesh", "dp=4", "--json") == 0
     report = json.loads(capsys.readouterr().out)
     placements = {p["name"]: p["placements"] for p in report["parameters"]}
     assert placements["vit.embeddings.position_embeddings"] == [["dp", "Shard(2)"]]
     assert placements["classifier.weight"] == [["dp", "Shard(0)"]]
-    assert call(monkeypatch, "--model", "vit-base", "--json", "--param", "classifier.*") == 0
+    assert call("inspect", "--model", "vit-base", "--json", "--param", "classifier.*") == 0
     some = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in some["parameters"]] == ["classifier.weight", "classifier.bias"]
     assert {p["tiling"] for p in some["parameters"]} == set(range(len(some["tilings"])))
     assert some["numel"] == report["numel"], "totals are those of the model"
-    assert call(monkeypatch, "--model", "vit-tiny", "--mesh", "dp=2,tp=2") == 2
+    assert call("inspect", "--model", "vit-tiny", "--mesh", "dp=2,tp=2") == 2
     assert "no tensor parallel plan" in capsys.readouterr().err
 
 
 def test_a_plan_of_a_preset(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    assert call(monkeypatch, "--model", "llama-tiny", "--mesh", "dp=2,tp=4") == 0
+    assert call("inspect", "--model", "llama-tiny", "--mesh", "dp=2,tp=4") == 0
     shown = capsys.readouterr().out
     assert "llama-tiny: 920,704 parameters" in shown, "as many as `train lm` has"
     assert "model.layers.0..3  (4 alike)" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_a_config_of_transformers(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+def test_a_config_of_transformers(capsys: Capture, tmp_path: Path) -> None:
     """Its own vocabulary; grouped heads; an embedding that is the head too; uneven rows."""
     settings = {
         "model_type": "llama",
@@ -109,7 +93,7 @@ def test_a_config_of_transformers(monkeypatch: Patch, capsys: Capture, tmp_path:
         "tie_word_embeddings": True,
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert call(monkeypatch, "--model", str(tmp_path), "--mesh", "dp=3,tp=2", "--json") == 0
+    assert call("inspect", "--model", str(tmp_path), "--mesh", "dp=3,tp=2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     parameters = {each["name"]: each for each in found["parameters"]}
     embedding = parameters["model.embed_tokens.weight"]
@@ -129,13 +113,13 @@ def test_a_config_of_transformers(monkeypatch: Patch, capsys: Capture, tmp_path:
     down = parameters["model.layers.1.mlp.down_proj.weight"]
     assert down["placements"] == [["dp", "Shard(0)"], ["tp", "Shard(1)"]]
 
-    assert call(monkeypatch, "--model", str(tmp_path), "--mesh", "tp=4") == 2
+    assert call("inspect", "--model", str(tmp_path), "--mesh", "tp=4") == 2
     assert "expected a tp that divides the 2 key and value heads" in capsys.readouterr().err
 
 
-def test_values_count_in_rows(monkeypatch: Patch, capsys: Capture) -> None:
+def test_values_count_in_rows(capsys: Capture) -> None:
     arguments = "--model llama-tiny --mesh dp=3,tp=2 --param model.norm.weight --values --json"
-    assert call(monkeypatch, *arguments.split()) == 0
+    assert call("inspect", *arguments.split()) == 0
     held = json.loads(capsys.readouterr().out)["values"]["model.norm.weight"]
     assert held["0"] == held["1"] == list(range(43))
     assert held["5"] == list(range(86, 128))
@@ -147,7 +131,7 @@ def test_files_are_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) 
         "--model llama-tiny --mesh dp=4,tp=2 --html plan.html "
         "--param model.layers.3.mlp.up_proj.weight --svg up.svg --rank 3"
     )
-    assert call(monkeypatch, *arguments.split()) == 0
+    assert call("inspect", *arguments.split()) == 0
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "wrote up.svg" in shown.err
@@ -205,7 +189,7 @@ def write_run(
 
 
 def report_of(monkeypatch: Patch, capsys: Capture, *arguments: str) -> dict[str, Any]:
-    assert call(monkeypatch, *arguments, "--json") == 0
+    assert call("inspect", *arguments, "--json") == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     return report
 
@@ -299,7 +283,7 @@ def test_mistakes_about_runs(
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()
     write_run(Path("run"), mesh, model=model)
-    assert call(monkeypatch, *arguments.split()) == 2
+    assert call("inspect", *arguments.split()) == 2
     assert message in capsys.readouterr().err
 
 
@@ -320,5 +304,5 @@ def test_a_damaged_run_is_a_mistake_about_run(
     for name in ("run.json", "config.json"):
         (folder / name).write_text("{}")
     (folder / file).write_text("{")
-    assert call(monkeypatch, "run") == 2
+    assert call("inspect", "run") == 2
     assert message in capsys.readouterr().err

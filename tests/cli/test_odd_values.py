@@ -14,11 +14,12 @@ import pytest
 
 from shardwise.app.cli import run as cli_run
 from shardwise.app.cli.hosts import DoctorConfig
-from shardwise.app.cli.main import app
 from shardwise.app.cli.options import Options
 from shardwise.app.cli.plan import PlanConfig
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.insight.schema.option import Bounds, OptionError
+from tests.cli import shell
+from tests.cli.shell import call
 from tests.recipes.small import RECIPES
 
 Capture = pytest.CaptureFixture[str]
@@ -49,14 +50,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, words: list[str]) 
         raise AssertionError("something was started")
 
     monkeypatch.setattr(cli_run, "run_job", started)
-    monkeypatch.setattr(sys, "argv", ["shardwise", *words])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    shown = capsys.readouterr()
-    assert ended.value.code == 2, shown
-    assert shown.err.startswith("error: ")
-    assert shown.err.count("\n") == 1
-    return shown.err
+    return shell.refused(capsys, *words)
 
 
 @pytest.mark.parametrize(("command", "name", "kind"), list(_numbers()))
@@ -102,10 +96,7 @@ def test_integers_may_be_written_as_large_ones_are(
     monkeypatch.setattr("shardwise.app.cli.train.run", run)
     Path("run.yaml").write_text(f"steps: {text}\n")
     for words in (["--steps", text], ["--config", "run.yaml"]):
-        monkeypatch.setattr(sys, "argv", ["shardwise", "train", "lm", *words])
-        with pytest.raises(SystemExit) as ended:
-            app()
-        assert ended.value.code == 0
+        assert call("train", "lm", *words) == 0
     assert found == [steps, steps]
 
 

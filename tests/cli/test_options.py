@@ -15,25 +15,17 @@ import pytest
 from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
 from shardwise.app.cli import train as cli_train
-from shardwise.app.cli.main import app
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.recipes.rank import received
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.insight.schema.option import OptionError
+from tests.cli import shell
+from tests.cli.shell import call
 
 Capture = pytest.CaptureFixture[str]
 pytestmark = pytest.mark.usefixtures("no_world")
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """Run the command line in this process; its exit code."""
-    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -127,33 +119,24 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("--steps", "Option '--steps' requires an argument."),
     ],
 )
-def test_bad_options(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str
-) -> None:
+def test_bad_options(capsys: Capture, arguments: str, message: str) -> None:
     Path("empty.txt").touch()
     Path("short.txt").write_text("short")
     Path("taken").mkdir()
     Path("taken", "thesis.tex").touch()
-    refused(monkeypatch, capsys, f"lm {arguments}", message)
+    refused(capsys, f"lm {arguments}", message)
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str) -> None:
+def refused(capsys: Capture, arguments: str, message: str) -> None:
     """Check that a training is refused in one line, before anything happens."""
-    assert call(monkeypatch, "train", *arguments.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == "", "nothing was started"
-    assert shown.err.startswith("error: ")
-    assert message in shown.err
-    assert shown.err.count("\n") == 1
+    assert message in shell.refused(capsys, "train", *arguments.split())
     assert not Path("runs").exists(), "nothing was written"
 
 
-def test_a_folder_that_another_run_trains_into_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_folder_that_another_run_trains_into_is_refused(capsys: Capture) -> None:
     with locked(RunDir(Path("runs/lm"))):
         for options in (("--out", "runs/lm"), ("--auto-resume",)):
-            assert call(monkeypatch, "train", "lm", *options) == 2
+            assert call("train", "lm", *options) == 2
             shown = capsys.readouterr()
             assert shown.out == "", "nothing was started"
             assert re.fullmatch(r"error: --out: found a run that is under way in .*\n", shown.err)
@@ -173,7 +156,7 @@ def test_ranks_are_asked_for_the_same_in_every_attempt(
 
     monkeypatch.setattr(cli_run, "run_job", launch)
     options = ("--device", "cpu", "--max-restarts", "1", *option)
-    assert call(monkeypatch, "train", "lm", *options) == 0
+    assert call("train", "lm", *options) == 0
     assert asked[0].train.output.existing.value == (option or ("--refuse",))[0][2:]
     assert asked[1] == asked[0]
 
@@ -187,7 +170,7 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
         return 7
 
     monkeypatch.setattr(cli_run, "run_job", launch)
-    assert call(monkeypatch, "train", "lm", "--device", "cpu") == 7
+    assert call("train", "lm", "--device", "cpu") == 7
     with locked(RunDir(Path("runs/lm"))):
         pass  # it has let go
 
@@ -240,21 +223,19 @@ def test_a_job_holds_its_folder_while_its_ranks_run_and_begin_again(
         ("vit --fake-data --peer-timeout nan", "--peer-timeout: found nan, expected a number"),
     ],
 )
-def test_bad_options_of_trainings_on_images(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: str, message: str
-) -> None:
+def test_bad_options_of_trainings_on_images(capsys: Capture, arguments: str, message: str) -> None:
     Path("mnist").mkdir()
     Path("mnist", "train-images-idx3-ubyte").write_text("<!doctype html>")
     Path("mnist", "train-labels-idx1-ubyte").touch()
     Path("vit.json").write_text('{"model_type": "vit", "num_hidden_layers": "many"}')
-    refused(monkeypatch, capsys, arguments, message)
+    refused(capsys, arguments, message)
 
 
 def test_a_bad_environment_variable_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setenv("SHARDWISE_TRANSPORT", "pigeon")
-    assert call(monkeypatch, "train", "lm") == 2
+    assert call("train", "lm") == 2
     assert capsys.readouterr().err.startswith("error: --transport: found 'pigeon', expected one of")
 
 
@@ -265,14 +246,14 @@ def test_a_world_and_another_nproc_contradict(
         "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
-    assert call(monkeypatch, "train", "lm", "--nproc", "3") == 2
+    assert call("train", "lm", "--nproc", "3") == 2
     assert capsys.readouterr().err.startswith("error: --nproc: found 3, expected 2 or none given")
     hosts = ["--nnodes", "2", "--node-rank", "0", "--rdzv", "a:1"]
     for more, message in (
         (hosts, "--nnodes: found 2"),
         (["--max-restarts", "1"], "--max-restarts"),
     ):
-        assert call(monkeypatch, "train", "lm", *more) == 2
+        assert call("train", "lm", *more) == 2
         assert capsys.readouterr().err.startswith(f"error: {message}")
 
 
@@ -299,8 +280,8 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
     monkeypatch.setattr(cli_run, "run_job", start)
     hosts = "--lr 0.25 --nnodes 1:4 --rdzv a:1 --node-rank"
     for rank in ("0", "3"):
-        assert call(monkeypatch, "train", *arguments.split(), *hosts.split(), rank) == 0
-    assert call(monkeypatch, "train", *arguments.split(), *hosts.split()[:-1]) == 0
+        assert call("train", *arguments.split(), *hosts.split(), rank) == 0
+    assert call("train", *arguments.split(), *hosts.split()[:-1]) == 0
     assert [nodes.rank for nodes, _ in jobs] == [0, 3, UNNUMBERED]
     nodes, terms = jobs[0]
     assert (nodes.least, nodes.count) == (1, 4)
@@ -321,7 +302,7 @@ def test_a_missing_extra_says_what_to_install(
     monkeypatch.setattr(
         util, "find_spec", lambda name, *a: None if name == missing else find_spec(name, *a)
     )
-    assert call(monkeypatch, "train", "lm") == 2
+    assert call("train", "lm") == 2
     assert capsys.readouterr().err == (
         f"error: training needs {missing}, which the extra 'train' installs: "
         f"pip install '.[train]' in a clone of Shardwise, or pip install {missing} anywhere\n"
@@ -345,7 +326,7 @@ def test_optimizers_have_defaults_of_their_own(
 ) -> None:
     jobs: list[TrainingJob] = []
     monkeypatch.setattr(cli_train, "run", lambda job, launch: jobs.append(job))
-    assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
+    assert call("train", "lm", *arguments.split()) == 0
     found: Any = jobs[0].config.train.optimizer
     assert (found.lr, found.weight_decay, found.betas) == expected
 
@@ -365,7 +346,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "--tensorboard --log wandb,jsonl --overwrite --prompt x --sample-tokens 3 --temperature 0 "
         "--param-group *norm*:lr=1 --param-group embed*:lr=0.1,weight-decay=0"
     )
-    assert call(monkeypatch, "train", "lm", *arguments.split()) == 0
+    assert call("train", "lm", *arguments.split()) == 0
     from shardwise.insight.schema.option import as_json, flatten
 
     assert flatten(as_json(jobs[0].config)) == {
@@ -411,8 +392,8 @@ def test_options_for_several_hosts_reach_the_launcher(
         "--nproc 2 --nnodes 3 --node-rank 1 --rdzv here:99 --rdzv-timeout 9 --max-restarts 4 "
         "--peer-timeout 60"
     )
-    assert call(monkeypatch, "train", *more.split(), *options.split()) == 0
-    assert call(monkeypatch, "train", *more.split(), *options.split()[:2]) == 0
+    assert call("train", *more.split(), *options.split()) == 0
+    assert call("train", *more.split(), *options.split()[:2]) == 0
     (several, launch), (one, alone) = calls
     assert (launch.nproc, launch.max_restarts) == (2, 4)
     assert launch.nodes() == Nodes(3, 1, "here", 99, 9.0)
@@ -429,7 +410,7 @@ def test_options_for_streams_become_a_configuration(monkeypatch: pytest.MonkeyPa
     options = (
         "--tokenizer gpt2 --streams 12 --shuffle-buffer 9 --batch-tokens 256 --peak-flops 1e12"
     )
-    assert call(monkeypatch, "train", "lm", *options.split()) == 0
+    assert call("train", "lm", *options.split()) == 0
     recipe: Any = jobs[0].config
     found = (recipe.tokenizer, recipe.streams, recipe.batch_tokens, recipe.peak_flops)
     assert found == ("gpt2", 12, 256, 1e12)
@@ -447,15 +428,15 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
         "--data-dir d --model tiny --image-size 64 --workers 3 --warmup-epochs 2.5 "
         "--lr-drop-epochs 8 --lr-drop-factor 2 --momentum 0.5 --eval-batch-size 11"
     )
-    assert call(monkeypatch, "train", "mnist", *common.split(), *mnist.split()) == 0
-    assert call(monkeypatch, "train", "imagenet", *common.split(), *imagenet.split()) == 0
-    assert call(monkeypatch, "train", "imagenet", "--fake-data") == 0
+    assert call("train", "mnist", *common.split(), *mnist.split()) == 0
+    assert call("train", "imagenet", *common.split(), *imagenet.split()) == 0
+    assert call("train", "imagenet", "--fake-data") == 0
     vit = (
         "--data-dir d --model vit-huge --layers 3 --image-size 28 --patch-size 7 --workers 3 "
         "--no-nested-fsdp --lr 0.5 --warmup 4 --weight-decay 0"
     )
-    assert call(monkeypatch, "train", "vit", *common.split(), *vit.split()) == 0
-    assert call(monkeypatch, "train", "vit", "--fake-data", "--model", "vit-10b") == 0
+    assert call("train", "vit", *common.split(), *vit.split()) == 0
+    assert call("train", "vit", "--fake-data", "--model", "vit-10b") == 0
     first, second, default, third, huge = (flatten(as_json(job.config)) for job in jobs)
     asked = {
         "data_dir": "d", "epochs": 3, "steps": 9, "batch_size": 5, "eval_every": 7,
@@ -489,10 +470,8 @@ def test_options_for_images_become_a_configuration(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["train"], ["train", "lm", "--help"]])
-def test_help_is_shown(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]
-) -> None:
-    assert call(monkeypatch, *arguments) == 0
+def test_help_is_shown(capsys: Capture, arguments: list[str]) -> None:
+    assert call(*arguments) == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert "Usage: " in shown
     if "lm" in arguments:
@@ -509,7 +488,7 @@ def test_every_option_is_explained_and_legible_in_80_columns(
     options = [p for p in command.params if not p.hidden]
     assert [p.name for p in options if not p.help] == []
     monkeypatch.setenv("COLUMNS", "80")
-    assert call(monkeypatch, "train", recipe, "--help") == 0
+    assert call("train", recipe, "--help") == 0
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     assert [p.opts[0] for p in options if p.opts[0] not in shown] == []
     assert "…" not in shown
@@ -535,8 +514,8 @@ def test_no_line_of_help_is_broken_in_two_in_80_columns() -> None:
     assert not broken
 
 
-def test_the_version_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    assert call(monkeypatch, "--version") == 0
+def test_the_version_is_shown(capsys: Capture) -> None:
+    assert call("--version") == 0
     assert re.fullmatch(r"shardwise \d+\.\d+\.\d+\S*\n", capsys.readouterr().out)
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardwise.app.cli import run as cli_run
-from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.base import devices
+from tests.cli.shell import call, refused
 from tests.recipes.small import write_model
 
 Capture = pytest.CaptureFixture[str]
@@ -34,13 +34,9 @@ def batch(count: int) -> torch.Tensor:
     return torch.zeros(count, 4)
 
 
-def call(monkeypatch: Patch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "plan", *arguments])
+@pytest.fixture(autouse=True)
+def _own_path(monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
 
 
 @pytest.mark.parametrize(
@@ -76,20 +72,13 @@ def call(monkeypatch: Patch, *arguments: str) -> int:
         (f"{_NETS}:build --batch {_NETS}:batch --fit 99B", "--fit: found no --device"),
     ],
 )
-def test_mistakes_are_one_line(
-    monkeypatch: Patch, capsys: Capture, arguments: str, message: str
-) -> None:
-    assert call(monkeypatch, *arguments.split()) == 2
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert shown.err.startswith("error: ")
-    assert shown.err.count("\n") == 1
-    assert message in shown.err
+def test_mistakes_are_one_line(capsys: Capture, arguments: str, message: str) -> None:
+    assert message in refused(capsys, "plan", *arguments.split())
 
 
-def test_json_is_one_object(monkeypatch: Patch, capsys: Capture) -> None:
+def test_json_is_one_object(capsys: Capture) -> None:
     words = "llama-tiny --mesh dp=4 --seq-length 16 --device h100 --link ib-200 --json"
-    assert call(monkeypatch, *words.split()) == 0
+    assert call("plan", *words.split()) == 0
     shown = capsys.readouterr()
     assert shown.out.count("\n") == 1
     found = json.loads(shown.out)
@@ -99,8 +88,8 @@ def test_json_is_one_object(monkeypatch: Patch, capsys: Capture) -> None:
     assert set(found["step"]["parts"]) == {"compute", "exposed_communication", "optimizer", "host"}
 
 
-def test_a_table_is_for_people(monkeypatch: Patch, capsys: Capture) -> None:
-    assert call(monkeypatch, *f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2".split()) == 0
+def test_a_table_is_for_people(capsys: Capture) -> None:
+    assert call("plan", *f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2".split()) == 0
     shown = capsys.readouterr().out
     assert f"model      {_NETS}:build, 40 parameters" in shown
     assert "peak: " in shown
@@ -118,22 +107,22 @@ def test_a_model_in_code_is_found_in_the_current_folder(
     )
     monkeypatch.chdir(tmp_path)
     words = "nets_of_a_user:build --batch nets_of_a_user:batch --mesh dp=2"
-    assert call(monkeypatch, *words.split()) == 0
+    assert call("plan", *words.split()) == 0
     assert "nets_of_a_user:build, 60 parameters" in capsys.readouterr().out
 
 
-def test_a_page_is_written(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:
+def test_a_page_is_written(capsys: Capture, tmp_path: Path) -> None:
     page = tmp_path / "plan.html"
     words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2 --html {page}"
-    assert call(monkeypatch, *words.split()) == 0
+    assert call("plan", *words.split()) == 0
     assert capsys.readouterr().out == ""
     assert page.read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_is_one_line(monkeypatch: Patch, capsys: Capture) -> None:
+def test_a_full_disk_is_one_line(capsys: Capture) -> None:
     words = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2 --html /dev/full"
-    assert call(monkeypatch, *words.split()) == 1
+    assert call("plan", *words.split()) == 1
     assert capsys.readouterr().err == "error: cannot write: No space left on device\n"
 
 
@@ -145,12 +134,8 @@ def _train(monkeypatch: Patch, folder: Path, launch: Callable[..., int]) -> int:
     monkeypatch.chdir(folder)
     monkeypatch.setattr(cli_run, "run_job", launch)
     model = write_model(folder, num_hidden_layers=1).name
-    words = f"shardwise train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
-    monkeypatch.setattr(sys, "argv", [*words.split(), "--batch-size", "1"])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+    words = f"train lm --plan --nproc 2 --device cpu --seq-length 16 --model {model}"
+    return call(*words.split(), "--batch-size", "1")
 
 
 @pytest.mark.usefixtures("no_world")

@@ -8,16 +8,17 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from shardwise.elastic.network import listening
-from tests.cli.test_options import Capture, call
+from tests.cli.shell import call, refused
 from tests.programs import Program, shell_environment, start_program
+from tests.waiting import wait_until
 
+Capture = pytest.CaptureFixture[str]
 WAIT = 60.0  # seconds that anything may take on a busy machine
 
 
@@ -42,10 +43,7 @@ class Script:
 
     def wait_for(self, *names: str) -> None:
         """Wait until the script has made these files."""
-        deadline = time.monotonic() + WAIT
-        while not all((self.folder / name).exists() for name in names):
-            assert time.monotonic() < deadline, "this never happened"
-            time.sleep(0.01)
+        wait_until(lambda: all((self.folder / name).exists() for name in names))
 
 
 @pytest.fixture
@@ -334,13 +332,10 @@ def test_hosts_whose_scripts_differ_are_told(tmp_path: Path) -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, no_world: Path, arguments: str, message: str
+    capsys: Capture, no_world: Path, arguments: str, message: str
 ) -> None:
     (no_world / "there.py").write_text("raise AssertionError('it was started')")
-    assert call(monkeypatch, "run", *arguments.split()) == 2
-    out, err = capsys.readouterr()
-    assert (out, len(err.splitlines())) == ("", 1)
-    assert err.startswith(f"error: {message}")
+    assert refused(capsys, "run", *arguments.split()).startswith(f"error: {message}")
 
 
 def test_a_script_that_cannot_be_read_is_one_line(
@@ -349,7 +344,7 @@ def test_a_script_that_cannot_be_read_is_one_line(
     (no_world / "there.py").write_text("")
     # An administrator may read every file.
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.R_OK)
-    assert call(monkeypatch, "run", "there.py") == 2
+    assert call("run", "there.py") == 2
     assert capsys.readouterr().err == (
         "error: SCRIPT: found there.py, which is not readable, expected a Python file\n"
     )
@@ -363,7 +358,7 @@ def test_a_rank_of_another_launcher_starts_no_ranks(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "a")
     monkeypatch.setenv("MASTER_PORT", "1")
-    assert call(monkeypatch, "run", "there.py") == 2
+    assert call("run", "there.py") == 2
     assert "found rank 1 of 2, expected no RANK" in capsys.readouterr().err
 
 

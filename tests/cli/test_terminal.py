@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from shardwise.app.cli.main import app
 from shardwise.app.runs.serve import Server
+from tests.cli.shell import call
 from tests.runs import folders
 
 #: Sets the clipboard and the title, clears the screen (as 7 and as 8 bits), turns text around.
@@ -122,10 +121,7 @@ def test_nothing_that_a_file_says_controls_the_terminal(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Server, "serve_forever", stopped)
-    monkeypatch.setattr(sys, "argv", ["shardwise", *words])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert ended.value.code in (0, 1, 2, 130)
+    assert call(*words) in (0, 1, 2, 130)
     shown = "".join(capfd.readouterr())
     assert shown
     control = {each for each in shown if each != "\n" and not each.isprintable()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -18,6 +17,7 @@ from shardwise.app.cli import main
 from shardwise.app.cli import run as cli_run
 from shardwise.app.cli.options import read_name, read_path, read_size
 from shardwise.elastic.network import parse_endpoint
+from tests.cli.shell import call, refused
 
 Capture = pytest.CaptureFixture[str]
 
@@ -72,19 +72,6 @@ def here(monkeypatch: pytest.MonkeyPatch, no_world: Path) -> Path:
     return no_world
 
 
-def refused(monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]) -> str:
-    """Run a command, and expect one line and exit code 2."""
-    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        main.app()
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out) == (2, ""), err
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert err[:-1].isprintable()
-    return err
-
-
 @pytest.mark.parametrize("read", [read_name, read_path])
 @pytest.mark.parametrize("bad", BAD, ids=["empty", "null", "nobody", "of nobody", "name", "path"])
 def test_a_name_that_none_can_have_is_refused(read: Callable[[str], object], bad: str) -> None:
@@ -94,12 +81,12 @@ def test_a_name_that_none_can_have_is_refused(read: Callable[[str], object], bad
 
 @pytest.mark.parametrize("bad", ["", "a\0b"], ids=["empty", "null"])
 def test_a_name_that_none_can_have_is_refused_everywhere(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, here: Path, bad: str
+    capsys: Capture, here: Path, bad: str
 ) -> None:
     before = sorted(here.iterdir())
     for command in COMMANDS:
         words = [bad if word == "*" else word for word in command.split()]
-        told = refused(monkeypatch, capsys, words)
+        told = refused(capsys, *words)
         assert BAD[bad] in told, command
         *_, option = command.partition("*")[0].split()
         if option.startswith("--"):
@@ -150,19 +137,16 @@ def test_sizes_are_read_as_people_write_them(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("more", ["--to dcp", ""])
 def test_a_name_needs_room_for_what_stands_beside_it_while_it_is_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, here: Path, more: str
+    capsys: Capture, here: Path, more: str
 ) -> None:
     command = "convert" if more else "consolidate"
     words = ["checkpoint", command, "good.safetensors", "x" * 250, *more.split()]
-    told = refused(monkeypatch, capsys, words)
+    told = refused(capsys, *words)
     assert (
         told
         == "error: found a name of 250 bytes for the file or folder to make, expected 5 fewer\n"
     )
-    monkeypatch.setattr(sys, "argv", ["shardwise", *words[:3], "x" * 245, *more.split()])
-    with pytest.raises(SystemExit) as ended:
-        main.app()
-    assert ended.value.code == 0
+    assert call(*words[:3], "x" * 245, *more.split()) == 0
 
 
 def test_a_file_that_may_not_be_looked_at_is_named(
@@ -173,7 +157,7 @@ def test_a_file_that_may_not_be_looked_at_is_named(
         raise PermissionError(13, os.strerror(13), str(path))
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
-    told = refused(monkeypatch, capsys, ["train", "mnist", "--data-dir", "secret"])
+    told = refused(capsys, "train", "mnist", "--data-dir", "secret")
     assert told == "error: secret: Permission denied\n"
 
 
@@ -188,9 +172,9 @@ def test_a_file_that_may_not_be_looked_at_is_named(
     ],
 )
 def test_whatever_is_typed_the_answer_is_one_short_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str]
+    capsys: Capture, arguments: list[str]
 ) -> None:
-    assert len(refused(monkeypatch, capsys, arguments)) < 2100
+    assert len(refused(capsys, *arguments)) < 2100
 
 
 @pytest.mark.parametrize(

@@ -13,31 +13,21 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli.main import app
+from tests.cli.shell import call
 from tests.runs import folders
 
 Capture = pytest.CaptureFixture[str]
 Patch = pytest.MonkeyPatch
 
 
-def call(monkeypatch: Patch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["shardwise", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def test_compare_prints_a_table_json_and_a_page(
-    monkeypatch: Patch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_compare_prints_a_table_json_and_a_page(capsys: Capture, tmp_path: Path) -> None:
     one, other = (str(folders.make(tmp_path / name)) for name in ("one", "other"))
-    assert call(monkeypatch, "compare", one, other) == 0
+    assert call("compare", one, other) == 0
     assert "all 3 settings are the same" in capsys.readouterr().out
-    assert call(monkeypatch, "compare", one, other, "--json") == 0
+    assert call("compare", one, other, "--json") == 0
     assert json.loads(capsys.readouterr().out)["same"] == 3
     page = tmp_path / "page.html"
-    assert call(monkeypatch, "compare", one, other, "--html", str(page)) == 0
+    assert call("compare", one, other, "--html", str(page)) == 0
     shown = capsys.readouterr()
     assert (shown.out, "wrote" in shown.err) == ("", True)
     assert '"name":"other"' in page.read_text()
@@ -58,7 +48,7 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     folders.make(tmp_path / "one")
     (tmp_path / "empty").mkdir()
-    assert call(monkeypatch, *arguments.split()) == 2
+    assert call(*arguments.split()) == 2
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
@@ -89,25 +79,21 @@ def test_watch_serves_until_it_is_stopped_and_imports_no_torch(tmp_path: Path) -
         assert process.wait() == 130
 
 
-def test_a_page_goes_to_a_device_and_leaves_the_device(
-    monkeypatch: Patch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_a_page_goes_to_a_device_and_leaves_the_device(capsys: Capture, tmp_path: Path) -> None:
     one, other = (str(folders.make(tmp_path / name)) for name in ("one", "other"))
     (link := tmp_path / "link").symlink_to("/dev/null")
-    assert call(monkeypatch, "compare", one, other, "--html", str(link)) == 0
+    assert call("compare", one, other, "--html", str(link)) == 0
     assert link.is_symlink()
-    assert call(monkeypatch, "compare", one, other, "--html", str(tmp_path)) == 2
+    assert call("compare", one, other, "--html", str(tmp_path)) == 2
     assert "Is a directory" in capsys.readouterr().err
 
 
-def test_runs_with_text_that_no_encoding_has_are_compared(
-    monkeypatch: Patch, capsys: Capture, tmp_path: Path
-) -> None:
+def test_runs_with_text_that_no_encoding_has_are_compared(capsys: Capture, tmp_path: Path) -> None:
     odd = tmp_path / os.fsdecode(b"odd\xff")
     folders.make(odd, config={"a": "\ud800"})
     other = str(folders.make(tmp_path / "other"))
-    assert call(monkeypatch, "compare", str(odd), other, "--json") == 0
+    assert call("compare", str(odd), other, "--json") == 0
     capsys.readouterr().out.encode()
     page = tmp_path / "page.html"
-    assert call(monkeypatch, "compare", str(odd), other, "--html", str(page)) == 0
+    assert call("compare", str(odd), other, "--html", str(page)) == 0
     assert "<title>" in page.read_text(encoding="utf-8")

@@ -22,6 +22,16 @@ from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 from tests import packing
 
 
+def in_full(tensor: Tensor) -> Tensor:
+    """All of a ``DTensor``, by a collective; any other tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def own_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a ``DTensor``, in the same memory; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
     """What one rank holds of a tensor: a copy.

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from shardwise import (
     CPUOffload,
@@ -45,6 +45,7 @@ from tests.corpus.collectives import customize
 from tests.corpus.gathering import (
     Part,
     gather,
+    in_full,
     part_of,
     parts_of_optimizer_state,
     parts_of_parameters,
@@ -350,7 +351,7 @@ def train_in_parts(
         )
         if case.max_norm is not None:
             norm = _clip(model, case.max_norm)
-            norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).cpu()
+            norm = in_full(norm).cpu()
             history.norms.append(Part(norm, (), norm.shape))
         optimizer.step()
         optimizer.zero_grad()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise.checkpoint.ranks.saving import copies
+from tests.corpus.gathering import own_part
 from tests.corpus.models import MODELS, make_batch
 from tests.corpus.oracle import Case, make_sharded
 from tests.devices.device import NAME
@@ -34,11 +34,7 @@ def _state(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.
     named = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     for name, param in net.named_parameters():
         named |= {f"{name}.{key}": value for key, value in optimizer.state[param].items()}
-    return {name: _local(tensor).detach().cpu().clone() for name, tensor in named.items()}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return {name: own_part(tensor).detach().cpu().clone() for name, tensor in named.items()}
 
 
 def _assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -73,14 +69,14 @@ def test_a_save_and_a_save_in_the_background_load_on_the_device_and_on_cpus(
 
 def _weights(rank: int, world_size: int, folder: Path) -> None:
     net, _ = _sharded(NAME)
-    expected = [_local(each).detach().cpu().clone() for each in net.parameters()]
+    expected = [own_part(each).detach().cpu().clone() for each in net.parameters()]
     checkpoint.save_hf(folder, net)
     with torch.no_grad():
         for param in net.parameters():
             param.zero_()
     checkpoint.load_weights(folder, net)
     for param, value in zip(net.parameters(), expected, strict=True):
-        assert torch.equal(_local(param).detach().cpu(), value)
+        assert torch.equal(own_part(param).detach().cpu(), value)
     full = net.state_dict()
     assert {each.device.type for each in full.values()} == {NAME}
     assert {each.device.type for each in copies(full).values()} == {"cpu"}

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from shardwise import FullyShardedDataParallel, fully_shard, init_mesh
@@ -19,6 +18,7 @@ from shardwise.base.scratch import file as scratch_file
 from shardwise.optim import in_backward, offload
 from shardwise.optim.offloaded import optimizer as optimizer_of_offload
 from tests.corpus.collectives import customize
+from tests.corpus.gathering import own_part
 from tests.corpus.models import MODELS, make_batch, make_model
 from tests.corpus.oracle import Case, make_sharded
 from tests.devices.device import NAME, figures
@@ -146,15 +146,11 @@ def _states_elsewhere(rank: int, world_size: int, folder: Path) -> None:
                 found = optimizer.state[mine][key]
                 assert torch.equal(_host(found), _host(value)), f"{way}: {key}"
                 if key != "step" and _host(found).numel() > 1:
-                    assert _plain(found).device.type == "cpu", f"{way}: {key}"
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
+                    assert own_part(found).device.type == "cpu", f"{way}: {key}"
 
 
 def _host(value: torch.Tensor) -> torch.Tensor:
-    return _plain(value.detach()).cpu()
+    return own_part(value.detach()).cpu()
 
 
 def test_offloaded_states_are_those_on_the_device(tmp_path: Path) -> None:

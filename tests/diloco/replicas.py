@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, fully_shard
 from shardwise.diloco import DiLoCo
+from tests.corpus.gathering import in_full, own_part
 from tests.diloco.reference import ROWS, adamw_of, batch_of
 from tests.sharding.nets import Net, loss_of, seeded
 
@@ -85,26 +85,22 @@ class Replica:
         """Return this rank's part of the outer state."""
         packed = self.diloco.state_dict()["state"].values()
         found = [each["diloco"][name] for each in packed for name in ("outer", "momentum")]
-        return [each.to_local() if isinstance(each, DTensor) else each for each in found]
+        return [own_part(each) for each in found]
 
     def errors(self) -> Values:
         """Return what encoding has lost, in full, by parameter; nothing without error feedback."""
         names = [name for name, _ in self.model.named_parameters()]
         packed = [self.diloco.state_dict()["state"][i]["diloco"] for i in range(len(names))]
         return {
-            name: _in_full(each["error"]).clone()
+            name: in_full(each["error"]).clone()
             for name, each in zip(names, packed, strict=True)
             if "error" in each
         }
 
 
-def _in_full(value: torch.Tensor) -> torch.Tensor:
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
 def whole(model: nn.Module) -> Values:
     """Return copies of all parameters, unsharded."""
-    return {name: _in_full(each).detach().clone() for name, each in model.named_parameters()}
+    return {name: in_full(each).detach().clone() for name, each in model.named_parameters()}
 
 
 def equal_everywhere(tensors: list[torch.Tensor], mesh: DeviceMesh) -> bool:

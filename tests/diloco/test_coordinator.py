@@ -143,6 +143,14 @@ def three() -> World:
     return world
 
 
+def three_ready() -> World:
+    world = three()
+    for each in world.replicas.values():
+        each.ready()
+    world.look()
+    return world
+
+
 def test_a_round_is_committed_once_all_have_averaged() -> None:
     world = three()
     for number, tokens in ((0, 300), (1, 200), (2, 100)):
@@ -205,10 +213,7 @@ def test_nobody_waits_for_a_replica_that_has_died() -> None:
 
 
 def test_an_attempt_is_given_up_when_a_member_dies_in_the_exchange() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     first = world.attempt
     world.average([0])
     world.replicas[2].is_connected = False
@@ -223,10 +228,7 @@ def test_an_attempt_is_given_up_when_a_member_dies_in_the_exchange() -> None:
 
 def test_a_member_that_dies_before_the_commit_takes_its_part_with_it() -> None:
     """It has the result, and so has another: neither may apply it."""
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     world.average([1, 2])
     world.replicas[2].is_connected = False
     world.average([0])
@@ -235,10 +237,7 @@ def test_a_member_that_dies_before_the_commit_takes_its_part_with_it() -> None:
 
 
 def test_a_member_that_dies_after_the_commit_changes_nothing() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     world.average([0, 1, 2])
     world.replicas[2].is_connected = False
     world.apply([0, 1])
@@ -247,10 +246,7 @@ def test_a_member_that_dies_after_the_commit_changes_nothing() -> None:
 
 
 def test_a_member_that_pauses_in_the_exchange_is_left_out_after_the_deadline() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     world.pause(2)
     world.average([0, 1])
     world.look(DEADLINE - 1)
@@ -266,10 +262,7 @@ def test_a_member_that_pauses_in_the_exchange_is_left_out_after_the_deadline() -
 
 
 def test_a_member_that_pauses_with_its_result_does_not_hold_up_the_commit() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     world.average([2])
     world.pause(2)
     world.look(DEADLINE + 1)
@@ -285,10 +278,7 @@ def test_a_member_that_pauses_with_its_result_does_not_hold_up_the_commit() -> N
 
 
 def test_nobody_begins_a_round_while_others_apply_the_last_one() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     world.average([0, 1, 2])
     world.apply([0])
     world.replicas[0].ready()
@@ -349,10 +339,7 @@ def test_a_replica_that_returns_twice_is_a_new_one_each_time() -> None:
 
 
 def test_a_new_start_takes_the_place_of_one_that_the_server_still_hears() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     old = world.replicas[2].report.incarnation
     world.add(Replica(2))
     world.look()
@@ -406,10 +393,7 @@ def test_the_group_is_kept_while_the_members_are_the_same() -> None:
 
 
 def test_a_failed_attempt_is_made_again_with_new_connections() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     first = world.attempt
     world.replicas[1].reports(State.FAILED, attempt=first.number)
     world.look()
@@ -419,10 +403,7 @@ def test_a_failed_attempt_is_made_again_with_new_connections() -> None:
 
 
 def test_members_that_cannot_reach_each_other_do_without_one_of_them() -> None:
-    world = three()
-    for each in world.replicas.values():
-        each.ready()
-    world.look()
+    world = three_ready()
     left_out = []
     for _ in range(5):
         attempt = world.attempt

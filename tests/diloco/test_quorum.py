@@ -112,6 +112,12 @@ class Trial:
     def join(self, *replicas: Replica) -> None:
         self.together(*(each.optimizer.join for each in replicas))
 
+    def joined(self, count: int) -> list[Replica]:
+        """Make replicas that have joined."""
+        made = [self.replica(number) for number in range(count)]
+        self.join(*made)
+        return made
+
     @property
     def members(self) -> list[list[int]]:
         """The members of each round."""
@@ -133,8 +139,7 @@ def trial(replicas: int, deadline: float = LONG) -> Iterator[Trial]:
 
 def test_contributions_count_by_their_tokens() -> None:
     with trial(2) as world:
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         found = world.together(lambda: a.step(1.0, 300), lambda: b.step(5.0, 100))
         assert found == [2.0, 2.0]  # (300 x 1 + 100 x 5) / 400
 
@@ -160,8 +165,7 @@ def test_the_others_come_after_their_step_when_one_is_ready() -> None:
 
 def test_a_late_replica_keeps_what_it_has_done() -> None:
     with trial(2, SHORT) as world:
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         assert a.step(10.0) == 10.0  # without the other one
         # It takes over what the first has done, moves on by its own step, and contributes that.
         b.step(4.0)
@@ -175,9 +179,7 @@ def test_a_late_replica_keeps_what_it_has_done() -> None:
 
 def test_a_replica_that_is_killed_in_the_exchange_does_not_stop_the_others() -> None:
     with trial(3) as world:
-        replicas = [world.replica(number) for number in range(3)]
-        a, b, killed = replicas
-        world.join(*replicas)
+        a, b, killed = world.joined(3)
 
         def die(*_: object) -> None:
             killed.die()
@@ -236,8 +238,7 @@ def test_one_that_leaves_while_the_server_looks_is_not_taken_for_lost(
 
 def test_the_last_replica_goes_on_alone() -> None:
     with trial(2) as world:
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         b.die()
         assert [a.step(1.0), a.step(1.0)] == [1.0, 2.0]
         assert world.members == [[0], [0]]
@@ -265,8 +266,7 @@ def test_a_replica_trains_on_while_the_server_is_away_and_finds_it_again(rounds:
 
 def test_a_replica_that_loses_the_server_in_an_exchange_trains_on() -> None:
     with trial(2) as world:
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         world.together(lambda: a.step(2.0), lambda: b.step(2.0))  # now they are connected
         begun, over = threading.Event(), threading.Event()
 
@@ -322,8 +322,7 @@ def test_a_server_that_was_suspended_waits_for_those_who_are_late(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with trial(2) as world:
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         clock, plans = time.monotonic, world.server._coordinator
 
         def step_late() -> float:
@@ -343,8 +342,7 @@ def test_garbage_in_the_store_harms_nobody() -> None:
             store.set(f"{REPORT}{key}", value)
         with pytest.raises(ValueError, match="expected none that begins with"):
             store.set("server/quorum", b"")
-        a, b = (world.replica(number) for number in range(2))
-        world.join(a, b)
+        a, b = world.joined(2)
         assert world.together(lambda: a.step(1.0), lambda: b.step(3.0)) == [2.0, 2.0]
         store.close()
 

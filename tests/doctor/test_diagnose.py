@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli.main import app
 from shardwise.app.doctor.diagnose import CHECKS, SECONDS, _ahead
 from shardwise.app.doctor.probe import START, PairLink, Probe
 from shardwise.base import devices
 from shardwise.base.scratch import libc
+from tests.cli.shell import call
 from tests.programs import shell_environment, start_program
 
 GUIDE = Path(__file__).parents[2] / "docs" / "multi-node.md"
@@ -47,15 +47,9 @@ def test_the_documented_limits_are_those_of_the_code() -> None:
     ],
 )
 def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: str,
-    message: str,
+    capsys: pytest.CaptureFixture[str], options: str, message: str
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "doctor", *options.split()])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    assert ended.value.code == 2
+    assert call("doctor", *options.split()) == 2
     assert capsys.readouterr() == ("", f"error: {message}\n")
 
 

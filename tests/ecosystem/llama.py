@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from tests.corpus.gathering import in_full
 
 ROWS = 2
 
@@ -64,7 +65,7 @@ def train(
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor, or all of a ``DTensor``."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+    return in_full(tensor).detach()
 
 
 def assert_equal(found: nn.Module, expected: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import FSDPModule, fully_shard
-from tests.sharding.nets import Net, batches, run_backward, seeded
+from tests.sharding.nets import Net, batches, run_backward, seeded, step_all
 from tests.worlds import on_processes
 
 # Dynamo and the compiler behind it warn of what they do themselves.
@@ -70,9 +70,7 @@ def test_compiled_and_checkpointed_blocks_train_as_on_one_process(
             for step in range(2):
                 x = batches(world_size, step)
                 run_backward(net, twin, x, rank)
-                for optimizer in optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
+                step_all(optimizers)
             pairs = zip(net.parameters(), twin.parameters(), strict=True)
             for found, wanted in pairs:
                 torch.testing.assert_close(

@@ -16,8 +16,9 @@ import random
 import socket
 import statistics
 import struct
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from shardwise.elastic.network import listening
 from shardwise.elastic.store import GuardedStore, StoreServer
@@ -59,6 +60,21 @@ def _talkative(connection: socket.socket, chance: random.Random) -> None:
 def _reset(connection: socket.socket, chance: random.Random) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+@contextlib.contextmanager
+def server_of(talk: Callable[[socket.socket], object]) -> Iterator[int]:
+    """Be another program, which talks to the first that connects; yield its port."""
+
+    def serve() -> None:
+        with listener.accept()[0] as connection, contextlib.suppress(ConnectionResetError):
+            talk(connection)
+
+    with socket.create_server((HERE, 0)) as listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield listener.getsockname()[1]
+        thread.join()
 
 
 KINDS: dict[str, Callable[[socket.socket, random.Random], None]] = {

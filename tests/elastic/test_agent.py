@@ -20,6 +20,7 @@ from shardwise.elastic.agent import Agent, LocalRank, Signals, agents_environmen
 from shardwise.elastic.hosts import HERE
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from tests.programs import start_program
+from tests.waiting import wait_until
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 
@@ -82,14 +83,7 @@ class Run:
 
     def wait_until_ready(self) -> None:
         """Wait until every rank runs its body."""
-        self.wait_for(lambda: len(list(self.folder.glob("ranks/ready-*"))) == self.nproc)
-
-    def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds."""
-        deadline = time.monotonic() + WAIT
-        while not condition():
-            assert time.monotonic() < deadline, "this never happened"
-            time.sleep(0.01)
+        wait_until(lambda: len(list(self.folder.glob("ranks/ready-*"))) == self.nproc)
 
     def end(self) -> tuple[int, str, str]:
         """Return exit code, stdout and stderr; nothing may be left running."""
@@ -290,7 +284,7 @@ def test_a_signal_reaches_every_rank_and_lets_it_save(
     launch: Callable[..., Run], signum: signal.Signals
 ) -> None:
     run = launch(2, STOPPABLE)
-    run.wait_for(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
+    wait_until(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
     run.parent.send_signal(signum)
     assert run.end() == (128 + signum, "", "saved by rank 0\n")
     assert len(list(run.folder.glob("ranks/saved-*"))) == 2
@@ -298,7 +292,7 @@ def test_a_signal_reaches_every_rank_and_lets_it_save(
 
 def test_a_second_signal_kills(launch: Callable[..., Run]) -> None:
     run = launch(2, "with signals.deferred():\n    (here / f'up-{world.rank}').touch(); sleep()")
-    run.wait_for(lambda: len(list(run.folder.glob("ranks/up-*"))) == 2)
+    wait_until(lambda: len(list(run.folder.glob("ranks/up-*"))) == 2)
     run.parent.send_signal(signal.SIGINT)
     time.sleep(0.7)  # at once it would count as the same Ctrl-C
     run.parent.send_signal(signal.SIGINT)
@@ -371,7 +365,7 @@ def test_a_failure_while_stopping_is_shown(launch: Callable[..., Run]) -> None:
     sleep()
     """
     run = launch(2, body)
-    run.wait_for(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
+    wait_until(lambda: len(list(run.folder.glob("ranks/waiting-*"))) == 2)
     run.parent.send_signal(signal.SIGTERM)
     code, _, err = run.end()
     assert code == 1
@@ -384,7 +378,7 @@ def test_ranks_die_with_a_launcher_that_is_killed(launch: Callable[..., Run]) ->
     assert len(run.alive()) == 3
     run.parent.kill()
     run.parent.wait(WAIT)
-    run.wait_for(lambda: not run.alive())
+    wait_until(lambda: not run.alive())
 
 
 def test_ranks_meet_at_a_store_that_needs_no_fixed_port(launch: Callable[..., Run]) -> None:

@@ -26,6 +26,7 @@ from shardwise import RankFailedError
 from shardwise.elastic import call
 from tests.harness import start_server
 from tests.programs import Program, shell_environment, start_program
+from tests.waiting import wait_until
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
 
@@ -257,10 +258,7 @@ except KeyboardInterrupt:
 
 
 def _ranks_of(folder: Path) -> list[psutil.Process]:
-    deadline = time.monotonic() + WAIT
-    while not all((folder / f"up-{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline, "the ranks never came up"
-        time.sleep(0.01)
+    wait_until(lambda: all((folder / f"up-{rank}").exists() for rank in range(2)))
     time.sleep(0.1)
     return [psutil.Process(int((folder / f"up-{rank}").read_text())) for rank in range(2)]
 

@@ -6,35 +6,25 @@ import dataclasses
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from shardwise.app.cli.main import app
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.hosts import Nodes, read_token
+from tests.cli.shell import call
 
 COMMAND = ["train", "lm", "--data", "my notes/*.md", "--strategy", "hybrid"]
 
 
-def output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str
-) -> tuple[int, str, str]:
-    monkeypatch.setattr(sys, "argv", ["shardwise", "launch-lines", *options])
-    with pytest.raises(SystemExit) as ended:
-        app()
-    printed = capsys.readouterr()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code, printed.out, printed.err
+def output(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str, str]:
+    return call("launch-lines", *options), *capsys.readouterr()
 
 
-def test_every_host_has_a_line_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_host_has_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--hosts", "a,b", "--nproc", "4", "--rdzv-port", "29500", "--", *COMMAND]
-    code, out, err = output(monkeypatch, capsys, *options)
+    code, out, err = output(capsys, *options)
     assert code == 0
     assert "--rdzv-token-file" in err and "SHARDWISE_RDZV_TOKEN" in err
     heads, lines = out.splitlines()[::2], out.splitlines()[1::2]
@@ -42,28 +32,26 @@ def test_every_host_has_a_line_of_its_own(
     for rank, line in enumerate(lines):
         words = ["shardwise", *COMMAND, "--nproc", "4", "--nnodes", "2"]
         assert shlex.split(line) == [*words, "--node-rank", str(rank), "--rdzv", "a:29500"]
-    code, again, _ = output(monkeypatch, capsys, "--hosts", "a, b", *options[2:])
+    code, again, _ = output(capsys, "--hosts", "a, b", *options[2:])
     assert (code, again) == (0, out)
     for spelled in ("2001:db8::1,b", "[2001:db8::1],b"):
-        code, again, _ = output(monkeypatch, capsys, "--hosts", spelled, "--", "train", "lm")
+        code, again, _ = output(capsys, "--hosts", spelled, "--", "train", "lm")
         assert code == 0
         assert shlex.split(again.splitlines()[1])[-1] == "[2001:db8::1]:29400"
-    code, out, _ = output(monkeypatch, capsys, "--nnodes", "1:3", *options)
+    code, out, _ = output(capsys, "--nnodes", "1:3", *options)
     heads, lines = out.splitlines()[::2], out.splitlines()[1::2]
     assert heads == ["# on a", "# on b", "# on every host that joins later"]
     for own, line in zip((["--node-rank", "0"], ["--node-rank", "1"], []), lines, strict=True):
         words = ["shardwise", *COMMAND, "--nproc", "4", "--nnodes", "1:3"]
         assert shlex.split(line) == [*words, *own, "--rdzv", "a:29500"]
-    code, out, _ = output(monkeypatch, capsys, "--torchrun", *options)
+    code, out, _ = output(capsys, "--torchrun", *options)
     line = out.splitlines()[3]
     assert line.startswith("torchrun --nnodes=2 --node-rank=1 --nproc-per-node=4 --master-addr a ")
     assert shlex.split(line)[-len(COMMAND) :] == COMMAND
 
 
-def test_the_script_for_slurm_is_one_that_bash_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, _ = output(monkeypatch, capsys, "--slurm", "4", "--nproc", "8", "--", *COMMAND)
+def test_the_script_for_slurm_is_one_that_bash_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = output(capsys, "--slurm", "4", "--nproc", "8", "--", *COMMAND)
     assert code == 0
     checked = subprocess.run(["bash", "-n"], input=out, capture_output=True, text=True, check=False)
     assert (checked.returncode, checked.stderr) == (0, "")
@@ -88,26 +76,22 @@ def test_the_script_for_slurm_is_one_that_bash_takes(
     assert train == f"{'|'.join(COMMAND)}|--nproc|8|{where}"
 
 
-def test_slurm_leaves_it_to_the_job_who_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_slurm_leaves_it_to_the_job_who_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """srun would end the hosts that are left, or those that still save."""
     for more, keeps in ((["--max-restarts=1"], True), ([], False)):
-        _, out, _ = output(monkeypatch, capsys, "--slurm", "4", "--", *COMMAND, *more)
+        _, out, _ = output(capsys, "--slurm", "4", "--", *COMMAND, *more)
         *_, train = out.splitlines()
         assert train.startswith("srun --kill-on-bad-exit=0 --wait=0 ")
         assert ("--no-kill" in train.split(), "#SBATCH --no-kill" in out) == (keeps, keeps)
 
 
-def test_options_for_hosts_come_before_a_script(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_options_for_hosts_come_before_a_script(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["run", "--max-restarts", "3", "my script.py", "--nproc", "9", "--rdzv", "x"]
-    code, out, _ = output(monkeypatch, capsys, "--hosts", "a,b", "--", *command)
+    code, out, _ = output(capsys, "--hosts", "a,b", "--", *command)
     assert code == 0
     where = ["--nproc", "1", "--nnodes", "2", "--node-rank", "1", "--rdzv", "a:29400"]
     assert shlex.split(out.splitlines()[3]) == ["shardwise", "run", *where, *command[1:]]
-    code, out, _ = output(monkeypatch, capsys, "--slurm", "2", "--", *command)
+    code, out, _ = output(capsys, "--slurm", "2", "--", *command)
     assert code == 0
     *_, quoted = shlex.split(out.splitlines()[-1])
     words = shlex.split(quoted.replace("$", ""))
@@ -115,20 +99,20 @@ def test_options_for_hosts_come_before_a_script(
     assert words == ["exec", "shardwise", "run", "--nproc", "1", "--nnodes", *where, *command[1:]]
     for module in (["--module", "package.train"], ["-m", "package.train"], ["train.py"]):
         command = ["run", *module, "--max-restarts", "3"]
-        code, out, _ = output(monkeypatch, capsys, "--hosts", "a", "--torchrun", "--", *command)
+        code, out, _ = output(capsys, "--hosts", "a", "--torchrun", "--", *command)
         assert code == 0
         words = shlex.split(out.splitlines()[1])
         assert words[-len(command) :] == ["29400", *command[1:]]
 
 
 def test_a_line_in_bash_is_the_command_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     odd = ["it's", 'a "word"', "$HOME `pwd` *.md", "two\nlines", "", "back\\slash", "-x", "ü"]
     command = ["train", "lm", "--strategy", "diloco", "--local-steps", "50", "--data", *odd]
     shown = 'shardwise() { printf \'%s\\0\' "$@"; }; torchrun() { shardwise "$@"; }\n'
     for more in ([], ["--torchrun"]):
-        code, out, _ = output(monkeypatch, capsys, "--hosts", "::1", *more, "--", *command)
+        code, out, _ = output(capsys, "--hosts", "::1", *more, "--", *command)
         assert code == 0
         ran = subprocess.run(
             ["bash", "-c", shown + out], capture_output=True, text=True, check=True
@@ -136,19 +120,17 @@ def test_a_line_in_bash_is_the_command_that_was_asked_for(
         words = ran.stdout.split("\0")
         start = words.index("train")
         assert words[start : start + len(command)] == command
-    _, out, _ = output(monkeypatch, capsys, "--hosts", "::1,::2", "--", "train", "lm")
+    _, out, _ = output(capsys, "--hosts", "::1,::2", "--", "train", "lm")
     assert Nodes.of(2, 0, shlex.split(out.splitlines()[1])[-1], 1.0) == Nodes(2, 0, "::1", 29400, 1)
 
 
-def test_lines_that_name_a_token_need_no_hint(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lines_that_name_a_token_need_no_hint(capsys: pytest.CaptureFixture[str]) -> None:
     for given in (["--rdzv-token-file", "t"], ["--rdzv-token-file=t"]):
-        _, out, err = output(monkeypatch, capsys, "--hosts", "a,b", "--", "train", "lm", *given)
+        _, out, err = output(capsys, "--hosts", "a,b", "--", "train", "lm", *given)
         assert err == ""
         assert shlex.join(given) in out.splitlines()[1]
     for alone in (["--hosts", "a"], ["--hosts", "a,b", "--torchrun"]):
-        assert output(monkeypatch, capsys, *alone, "--", "train", "lm")[2] == ""
+        assert output(capsys, *alone, "--", "train", "lm")[2] == ""
 
 
 SECRET = "0123456789abcdef"
@@ -252,9 +234,9 @@ def test_the_options_carry_a_token_to_the_job_and_it_is_not_printed(
     ],
 )
 def test_mistakes_are_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], options: str, message: str
+    capsys: pytest.CaptureFixture[str], options: str, message: str
 ) -> None:
-    code, out, err = output(monkeypatch, capsys, *options.split())
+    code, out, err = output(capsys, *options.split())
     assert (code, out) == (2, "")
     assert message in err
 

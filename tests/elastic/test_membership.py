@@ -117,6 +117,22 @@ class Job:
         self.reports = {id_: each for id_, each in self.reports.items() if id_ in here}
         return self.state.verdict
 
+    def decide(self) -> Verdict:
+        """Advance to what follows this generation."""
+        verdict = self.advance()
+        assert verdict is not None
+        return verdict
+
+    def come(self, number: int) -> Host:
+        """Let a host come, and wait until no other may."""
+        host = make_host(number)
+        assert self.admit(host) is None
+        self.ready(host)
+        self.advance()
+        self.clock.now += membership.LAST_CALL + 1
+        self.advance()
+        return host
+
     def step(self, *hosts: Host) -> None:
         for host in hosts:
             self.tell(host, stepped=self.state.generation)
@@ -129,12 +145,7 @@ class Job:
 
     def join(self, number: int) -> Host:
         """Let a host join the generation that runs, and start another with it."""
-        host = make_host(number)
-        assert self.admit(host) is None
-        self.ready(host)
-        self.advance()
-        self.clock.now += membership.LAST_CALL + 1
-        self.advance()
+        host = self.come(number)
         assert self.state.regrouping
         before = list(self.state.members)
         for each in before:
@@ -204,9 +215,7 @@ def test_a_host_that_failed_while_it_joined_rests(clock: Clock) -> None:
     job.begin(1)
     joined = job.join(1)
     job.end(joined, Result.CRASHED)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.EXPEL
+    assert job.decide().next is Next.EXPEL
     clock.now += membership.REST - 1
     found = job.admit(Host("again", 1, joined.address))
     assert found is not None
@@ -274,12 +283,7 @@ def test_an_elastic_job_starts_with_fewer_hosts_when_no_more_come(clock: Clock) 
 
 def test_host_0_starts_a_job_and_a_later_generation_needs_none(clock: Clock) -> None:
     job = Job(Nodes(2, 0, "a", 1, least=1), clock, restarts=1)
-    second = make_host(1)
-    assert job.admit(second) is None
-    job.ready(second)
-    job.advance()
-    clock.now += membership.LAST_CALL + 1
-    job.advance()
+    second = job.come(1)
     assert not job.state.is_running
     first = make_host(0)
     assert job.admit(first) is None
@@ -297,17 +301,14 @@ def test_below_the_least_the_job_waits_for_another_and_gives_up_in_time(clock: C
     job = Job(Nodes(2, 0, "a", 1, timeout=60.0, least=2), clock, restarts=1)
     first, second = job.begin(2)
     job.lose(second)
-    verdict = job.advance()
-    assert verdict is not None
+    verdict = job.decide()
     assert verdict.text.endswith("waiting for more hosts than 1")
     job.ready(first)
     for _ in range(2):
         assert job.advance() is verdict
         clock.now += 60
     clock.now += 1
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.REFUSE
+    assert job.decide().next is Next.REFUSE
 
 
 def test_ready_for_an_earlier_generation_is_not_ready(clock: Clock) -> None:
@@ -315,9 +316,7 @@ def test_ready_for_an_earlier_generation_is_not_ready(clock: Clock) -> None:
     hosts = job.begin(2)
     for host in hosts:
         job.end(host, Result.CRASHED)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.RESTART
+    assert job.decide().next is Next.RESTART
     for host in hosts:
         assert job.reports[host.id].awaits == -1
     job.advance()
@@ -331,12 +330,7 @@ def test_the_hosts_that_were_there_stay_if_not_all_fit(clock: Clock) -> None:
     nodes = Nodes(4, 0, "a", 1, least=1)
     job = Job(nodes, clock, why_not=lambda hosts: "odd" if hosts == 3 else None)
     job.begin(2)
-    third = make_host(2)
-    assert job.admit(third) is None
-    job.ready(third)
-    job.advance()
-    clock.now += membership.LAST_CALL + 1
-    job.advance()
+    third = job.come(2)
     assert not job.state.regrouping
     assert job.state.parted[third.id].text == "the job cannot run over 3 hosts: odd"
     assert job.state.generation == 0
@@ -384,8 +378,7 @@ def test_a_failure_restarts_the_job_if_that_may_help(
     job = Job(FIXED, clock, restarts=restarts)
     hosts = job.begin(2)
     job.end(hosts[1], result)
-    verdict = job.advance()
-    assert verdict is not None
+    verdict = job.decide()
     assert verdict.next is follows
     assert verdict.text.partition(";")[0] == "a rank of host 1 (10.0.0.1) failed"
 
@@ -414,18 +407,14 @@ def test_a_lost_host_is_named_and_one_that_had_ended_well_is_no_loss(clock: Cloc
     job = Job(FIXED, clock)
     hosts = job.begin(2)
     job.lose(hosts[1])
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.text == "host 1 (10.0.0.1) was lost: no sign of life for 10 s"
+    assert job.decide().text == "host 1 (10.0.0.1) was lost: no sign of life for 10 s"
     job = Job(FIXED, clock)
     hosts = job.begin(2)
     job.end(hosts[1], Result.COMPLETED)
     job.lose(hosts[1])
     assert job.advance() is None
     job.end(hosts[0], Result.COMPLETED)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.END
+    assert job.decide().next is Next.END
 
 
 def test_a_signal_stops_a_fixed_job_after_the_grace_at_the_latest(clock: Clock) -> None:
@@ -460,9 +449,7 @@ def test_a_host_that_leaves_before_a_step_is_not_waited_for(clock: Clock) -> Non
     job = Job(ELASTIC, clock)
     hosts = job.begin(2)
     job.end(hosts[1], Result.COMPLETED, StoppedBy.TERMINATE)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.REGROUP
+    assert job.decide().next is Next.REGROUP
 
 
 def test_ctrl_c_on_host_0_stops_an_elastic_job_and_sigterm_only_host_0(clock: Clock) -> None:
@@ -472,9 +459,7 @@ def test_ctrl_c_on_host_0_stops_an_elastic_job_and_sigterm_only_host_0(clock: Cl
         job.step(*hosts)
         job.end(hosts[0], Result.COMPLETED, by)
         job.end(hosts[1], Result.COMPLETED, StoppedBy.RANK)
-        verdict = job.advance()
-        assert verdict is not None
-        assert verdict.next is follows
+        assert job.decide().next is follows
         assert job.state.restarts == 1
 
 
@@ -499,9 +484,7 @@ def test_hosts_on_probation_are_expelled_if_they_fail(clock: Clock, lost: bool) 
         job.lose(joined)
     else:
         job.end(joined, Result.CRASHED)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.EXPEL, "that costs no restart"
+    assert job.decide().next is Next.EXPEL, "that costs no restart"
     assert joined not in job.state.hosts
     text = "this host failed while it joined; the job continues without it"
     assert job.state.parted[joined.id] == Verdict(Next.LEAVE, text, "restart")
@@ -512,9 +495,7 @@ def test_a_host_that_is_lost_beside_one_that_joins_costs_a_restart(clock: Clock)
     hosts = job.begin(2)
     job.join(2)
     job.lose(hosts[1])
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.RESTART
+    assert job.decide().next is Next.RESTART
     assert job.state.restarts == 0
 
 
@@ -529,9 +510,7 @@ def test_probation_ends_when_every_host_has_completed_a_step(clock: Clock) -> No
     assert job.advance() is None
     assert joined.standing is Standing.MEMBER
     job.end(joined, Result.CRASHED)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.FAIL
+    assert job.decide().next is Next.FAIL
 
 
 def test_a_host_that_waits_to_join_and_vanishes_costs_nothing(clock: Clock) -> None:
@@ -570,8 +549,7 @@ def test_the_smaller_part_of_a_job_does_not_continue(
         job = Job(Nodes(4, 0, "a", 1, least=1), clock, restarts=1, quorum=True)
         for host in job.begin(4)[4 - silent :]:
             job.lose(host, loss)
-        verdict = job.advance()
-        assert verdict is not None
+        verdict = job.decide()
         assert verdict.next is expected
         assert ("--auto-resume" in verdict.text) == (expected is Next.FAIL)
 
@@ -580,13 +558,10 @@ def test_hosts_that_go_silent_one_after_the_other_are_counted_together(clock: Cl
     job = Job(Nodes(3, 0, "a", 1), clock, restarts=1, quorum=True)
     hosts = job.begin(3)
     job.lose(hosts[1], HostLoss.SILENT)
-    verdict = job.advance()
-    assert verdict is not None
-    assert verdict.next is Next.RESTART
+    assert job.decide().next is Next.RESTART
     job.ready(hosts[0])
     job.lose(hosts[2], HostLoss.SILENT)
-    verdict = job.advance()
-    assert verdict is not None
+    verdict = job.decide()
     assert verdict.next is Next.FAIL
     assert "--auto-resume" in verdict.text
 

@@ -23,6 +23,8 @@ from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.store import GuardedStore
+from tests.elastic.strangers import server_of
+from tests.waiting import wait_until
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
 # Seconds, where a host is silent. One that is held up for half as long counts as suspended.
@@ -187,7 +189,13 @@ class Job:
     def begin(self, hosts: int) -> list[Place]:
         """Start hosts, and wait until they are in the first generation together."""
         places = [self.come(rank) for rank in range(hosts)]
-        wait_for(lambda: all(each.worlds for each in places))
+        wait_until(lambda: all(each.worlds for each in places))
+        return places
+
+    def begin_to_step(self, hosts: int) -> list[Place]:
+        """Start hosts, and wait until all have completed a step."""
+        places = self.begin(hosts)
+        wait_until(lambda: have_stepped(*places))
         return places
 
     def end(self) -> None:
@@ -235,16 +243,9 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Job]]:
     _said.clear()
 
 
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "this never happened"
-        time.sleep(0.005)
-
-
 def assert_worlds(place: Place, *expected: tuple[int, int]) -> None:
     """Check the place and the number of hosts in every generation, once there are as many."""
-    wait_for(lambda: len(place.worlds) >= len(expected) or place.error)
+    wait_until(lambda: len(place.worlds) >= len(expected) or place.error)
     assert place.worlds == list(expected), place.error
 
 
@@ -273,7 +274,7 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
-    wait_for(lambda: len(first.said) > 1 and second.said)
+    wait_until(lambda: len(first.said) > 1 and second.said)
     assert "hosts      host 1 (127.0.0.1) joins; saving, to continue with 2 hosts" in first.said
     assert second.said[0] == "hosts      the other hosts save first, and continue with this host"
     assert first.verdicts == [], "ranks that have not made a step have nothing to save"
@@ -342,9 +343,9 @@ def test_a_joining_host_that_vanishes_while_it_waits_costs_nothing(job: Callable
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
-    wait_for(lambda: len(first.said) > 1)
+    wait_until(lambda: len(first.said) > 1)
     second.vanish()
-    wait_for(lambda: len(first.rendezvous._seen.hosts) == 1)
+    wait_until(lambda: len(first.rendezvous._seen.hosts) == 1)
     first.steps = True
     assert_worlds(first, (0, 1), (0, 1))
     it.end()
@@ -359,7 +360,7 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
     rounds = [(0, 1)]
     for how in ("killed", "failed"):
         second = it.come(steps=False)
-        wait_for(lambda guest=second: guest.worlds)
+        wait_until(lambda guest=second: guest.worlds)
         if how == "killed":
             second.vanish()
         else:
@@ -381,12 +382,12 @@ def test_a_host_that_has_made_a_step_is_one_like_the_others(job: Callable[..., J
     it = job("1:2", restarts=1)
     [first] = it.begin(1)
     for rounds, follows in ((2, Next.RESTART), (4, Next.FAIL)):
-        wait_for(lambda rounds=rounds: len(first.worlds) == rounds - 1)
+        wait_until(lambda rounds=rounds: len(first.worlds) == rounds - 1)
         second = it.come()
-        wait_for(lambda rounds=rounds: len(first.worlds) == rounds)
-        wait_for(lambda: have_stepped(first))
+        wait_until(lambda rounds=rounds: len(first.worlds) == rounds)
+        wait_until(lambda: have_stepped(first))
         second.vanish()
-        wait_for(lambda rounds=rounds: len(first.verdicts) == rounds)
+        wait_until(lambda rounds=rounds: len(first.verdicts) == rounds)
         assert first.verdicts[-1].next is follows
         assert "host 1 (127.0.0.1) was lost" in first.verdicts[-1].text
 
@@ -395,7 +396,7 @@ def test_below_the_least_the_job_waits_for_another(job: Callable[..., Job]) -> N
     it = job("2:2", restarts=1)
     first, second = it.begin(2)
     second.vanish()
-    wait_for(lambda: first.verdicts)
+    wait_until(lambda: first.verdicts)
     assert first.verdicts[0].text.endswith("waiting for more hosts than 1")
     assert len(first.worlds) == 1
     third = it.come(1)
@@ -426,10 +427,10 @@ def test_a_host_that_misses_a_whole_generation_takes_part_in_the_next(
 
     monkeypatch.setattr(Rendezvous, "_check", check)
     first.ending = CRASHED
-    wait_for(lambda: first.verdicts)
+    wait_until(lambda: first.verdicts)
     sleeps.set()
     assert_worlds(first, (0, 2), (0, 2))
-    wait_for(lambda: second.numbers and second.numbers[-1] == 1)
+    wait_until(lambda: second.numbers and second.numbers[-1] == 1)
 
 
 # -- leaving ---------------------------------------------------------------------------------------
@@ -440,8 +441,7 @@ def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
     job: Callable[..., Job], how: Outcome
 ) -> None:
     it = job("1:2", restarts=0)
-    first, second = it.begin(2)
-    wait_for(lambda: have_stepped(first, second))
+    first, second = it.begin_to_step(2)
     second.ending, first.ending = TERMINATED, how
     second.thread.join(WAIT)
     text = "this host leaves; the job continues without it"
@@ -453,11 +453,10 @@ def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
 
 def test_ctrl_c_on_all_hosts_stops_the_job(job: Callable[..., Job]) -> None:
     it = job("1:2", restarts=1)
-    places = it.begin(2)
-    wait_for(lambda: have_stepped(*places))
+    places = it.begin_to_step(2)
     places[0].ending = INTERRUPTED
     places[1].ending = SAVED
-    wait_for(lambda: all(place.verdicts for place in places))
+    wait_until(lambda: all(place.verdicts for place in places))
     assert [place.verdicts for place in places] == [[OVER], [OVER]]
 
 
@@ -466,9 +465,9 @@ def test_ctrl_c_while_hosts_join_stops_the_job(job: Callable[..., Job]) -> None:
     [first] = it.begin(1)
     first.steps = False
     second = it.come()
-    wait_for(lambda: len(first.said) > 1)
+    wait_until(lambda: len(first.said) > 1)
     first.ending = INTERRUPTED
-    wait_for(lambda: first.verdicts)
+    wait_until(lambda: first.verdicts)
     assert first.verdicts == [OVER]
     second.thread.join(WAIT)
     assert "ended before this host could join it" in second.error
@@ -478,7 +477,7 @@ def test_a_signal_ends_waiting_for_others(job: Callable[..., Job]) -> None:
     nobody = job("2").come(1)  # while nothing listens
     it = job("2")
     waiting = it.come(0)
-    wait_for(lambda: waiting.rendezvous._seen.hosts)
+    wait_until(lambda: waiting.rendezvous._seen.hosts)
     for place in (nobody, waiting):
         place.signal.set()
         place.thread.join(WAIT)
@@ -505,22 +504,16 @@ def test_numbers_of_hosts_that_are_none_are_refused(nnodes: str) -> None:
 
 
 def test_another_program_at_the_port_is_told_from_host_0() -> None:
-    def serve() -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(1)
-            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-            connection.shutdown(socket.SHUT_WR)
-            while connection.recv(1024):
-                pass
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1024):
+            pass
 
-    with listening("127.0.0.1") as listener:
-        nodes = Nodes(2, 1, "127.0.0.1", listener.getsockname()[1], timeout=10)
-        thread = threading.Thread(target=serve)
-        thread.start()
-        with pytest.raises(UserError, match=r"--rdzv: .*found another program.*choose another"):
-            start_alone(nodes)
-        thread.join(WAIT)
+    refused = pytest.raises(UserError, match=r"--rdzv: .*found another program.*choose another")
+    with server_of(answer) as port, refused:
+        start_alone(Nodes(2, 1, "127.0.0.1", port, timeout=10))
 
 
 def start_alone(nodes: Nodes) -> None:
@@ -564,7 +557,7 @@ def test_a_silent_host_is_lost(
     it = job("1:3", restarts=1, backend=backend, odd=0)
     first, second, third = it.begin(3)
     go_on = third.suspend()
-    wait_for(lambda: first.verdicts and second.verdicts)
+    wait_until(lambda: first.verdicts and second.verdicts)
     for each in (first, second):
         assert each.verdicts[0].text.startswith(
             "host 2 (127.0.0.1) was lost: no sign of life for 4 s"
@@ -586,8 +579,7 @@ def test_a_backend_of_torchs_names_who_serves_once_the_first_is_gone(
 ) -> None:
     monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)
     it = job("1:3", restarts=1, backend=JobBackend.C10D, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, third = it.begin_to_step(3)
     if silent:
         monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
         for each in (first, second, third):
@@ -596,12 +588,12 @@ def test_a_backend_of_torchs_names_who_serves_once_the_first_is_gone(
         go_on = first.suspend()
     else:
         first.vanish()
-    wait_for(lambda: second.verdicts and third.verdicts)
-    wait_for(lambda: len(second.worlds) == len(third.worlds) == 2)
+    wait_until(lambda: second.verdicts and third.verdicts)
+    wait_until(lambda: len(second.worlds) == len(third.worlds) == 2)
     assert (second.worlds[1], third.worlds[1]) == ((0, 2), (1, 2))
     assert second.serves != third.serves
     assert "host 0 (127.0.0.1) was lost" in second.verdicts[0].text
-    wait_for(lambda: have_stepped(second, third))
+    wait_until(lambda: have_stepped(second, third))
     assert_worlds(it.come(), (2, 3))
     if silent:
         go_on()
@@ -618,7 +610,7 @@ def test_a_new_host_0_does_not_take_a_job_that_moves_for_one_that_is_over(
     [first] = it.begin(1)
     second = it.come(1)
     assert_worlds(second, (1, 2))
-    wait_for(lambda: have_stepped(first, second))
+    wait_until(lambda: have_stepped(first, second))
     elected, may_elect = second.rendezvous._elected, threading.Event()
 
     def late(*args: Any) -> Any:
@@ -628,12 +620,12 @@ def test_a_new_host_0_does_not_take_a_job_that_moves_for_one_that_is_over(
     second.rendezvous._elected = late  # type: ignore[method-assign]
     first.vanish()
     again = it.come(0)
-    wait_for(lambda: again.rendezvous._directory is not None)
+    wait_until(lambda: again.rendezvous._directory is not None)
     may_elect.set()
-    wait_for(lambda: again.worlds or again.error)  # its place may still be taken
+    wait_until(lambda: again.worlds or again.error)  # its place may still be taken
     assert second.serves
     assert not again.serves, "it has begun no job of its own"
-    wait_for(lambda: len(second.worlds) > 1)
+    wait_until(lambda: len(second.worlds) > 1)
     it.end()
     assert second.verdicts[-1] == OVER
     began = time.monotonic()
@@ -665,7 +657,7 @@ def test_the_others_move_the_rendezvous_when_host_0_is_lost(
     it = job("1:3", restarts=2, token=b"the token of this job", odd=0)
     first, second, third = it.begin(3)
     monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)  # all three are enough
-    wait_for(lambda: have_stepped(first, second, third))
+    wait_until(lambda: have_stepped(first, second, third))
     first.vanish()
     assert_worlds(second, (1, 3), (0, 2))
     assert_worlds(third, (2, 3), (1, 2))
@@ -680,18 +672,18 @@ def test_the_others_move_the_rendezvous_when_host_0_is_lost(
     assert second.serves
     assert not third.serves
     # A new host 0 at the old address, and one that knows that address only, are led there.
-    wait_for(lambda: have_stepped(second, third))
+    wait_until(lambda: have_stepped(second, third))
     again = it.come(0)
     assert_worlds(second, (1, 3), (0, 2), (1, 3))
     assert_worlds(again, (0, 3))
     assert second.verdicts[-1].next is Next.REGROUP
     # It serves next, should that be needed.
-    wait_for(lambda: have_stepped(second, third, again))
+    wait_until(lambda: have_stepped(second, third, again))
     second.vanish()
     assert_worlds(third, (2, 3), (1, 2), (2, 3), (1, 2))
     assert_worlds(again, (0, 3), (0, 2))
     assert again.serves
-    wait_for(lambda: have_stepped(third, again))
+    wait_until(lambda: have_stepped(third, again))
     newcomer = it.come()
     assert_worlds(newcomer, (1, 3))
     assert_worlds(again, (0, 3), (0, 2), (0, 3))
@@ -706,7 +698,7 @@ def test_a_newcomer_at_the_new_place_is_compared_with_the_job(
     it = job("1:3", restarts=1, odd=0)
     first, second = it.begin(2)
     monkeypatch.setattr(membership, "LAST_CALL", 2 * WAIT)  # it begins no job of its own
-    wait_for(lambda: have_stepped(first, second))
+    wait_until(lambda: have_stepped(first, second))
     first.vanish()
     assert_worlds(second, (1, 2), (0, 1))
     if shown == "before it has written anything":
@@ -729,24 +721,23 @@ def test_host_0_leaves_in_order_and_the_others_continue_without_a_restart(
 ) -> None:
     """Every host of a job may be replaced, one after the other."""
     it = job("1:3", restarts=0, odd=0)
-    first, second = it.begin(2)
-    wait_for(lambda: have_stepped(first, second))
+    first, second = it.begin_to_step(2)
     third = it.come()
     assert_worlds(third, (2, 3))
-    wait_for(lambda: have_stepped(first, second, third))
+    wait_until(lambda: have_stepped(first, second, third))
     second.ending = third.ending = SAVED
     first.ending = TERMINATED
     first.thread.join(WAIT)
     assert first.verdicts[-1].next is Next.LEAVE
-    wait_for(lambda: second.serves)
+    wait_until(lambda: second.serves)
     assert_worlds(second, (1, 2), (1, 3), (0, 2))
     assert_worlds(third, (2, 3), (1, 2))
-    wait_for(lambda: have_stepped(second, third))
+    wait_until(lambda: have_stepped(second, third))
     third.ending, second.ending = SAVED, TERMINATED
     second.thread.join(WAIT)
     assert second.verdicts[-1].next is Next.LEAVE
     assert_worlds(third, (2, 3), (1, 2), (0, 1))
-    wait_for(lambda: third.serves)
+    wait_until(lambda: third.serves)
     it.end()
     assert third.verdicts[-1] == OVER
 
@@ -756,13 +747,13 @@ def test_the_next_candidate_is_dead_as_well(
 ) -> None:
     it = job("1:4", restarts=1, odd=0)
     first, second, third, fourth = it.begin(4)
-    wait_for(lambda: have_stepped(third, fourth))
+    wait_until(lambda: have_stepped(third, fourth))
     second_dies = threading.Thread(target=second.vanish)
     second_dies.start()
     first.vanish()
     second_dies.join(WAIT)
-    wait_for(lambda: third.serves)
-    wait_for(lambda: third.numbers[-1] == fourth.numbers[-1] == 1 or third.error or fourth.error)
+    wait_until(lambda: third.serves)
+    wait_until(lambda: third.numbers[-1] == fourth.numbers[-1] == 1 or third.error or fourth.error)
     assert third.worlds[-1] == (0, 2)
     assert fourth.worlds[-1] == (1, 2)
     assert "host 1 (127.0.0.1) was lost" in third.verdicts[0].text
@@ -770,8 +761,7 @@ def test_the_next_candidate_is_dead_as_well(
 
 def test_what_only_others_have_read_is_not_forgotten(job: Callable[..., Job]) -> None:
     it = job("1:4", restarts=1, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, third = it.begin_to_step(3)
     for each in (first, second, third):
         each.steps = False
     mine, taken = second.rendezvous, list[bool]()
@@ -787,10 +777,10 @@ def test_what_only_others_have_read_is_not_forgotten(job: Callable[..., Job]) ->
 
     mine._read, mine._decide_from = read_late, take_over  # type: ignore[method-assign]
     fourth = it.come()
-    wait_for(lambda: all(each.rendezvous._seen.regrouping for each in (third, fourth)))
+    wait_until(lambda: all(each.rendezvous._seen.regrouping for each in (third, fourth)))
     assert not second.rendezvous._seen.regrouping
     first.vanish()
-    wait_for(lambda: taken or second.error)
+    wait_until(lambda: taken or second.error)
     assert taken == [True], "it has learned that from host 2"
     assert_worlds(fourth, (2, 3))
 
@@ -800,8 +790,7 @@ def test_a_silent_host_0_needs_a_majority_of_the_others(
 ) -> None:
     monkeypatch.setattr(rendezvous, "SILENCE", SILENCE)
     it = job("1:3", restarts=1, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, third = it.begin_to_step(3)
     go_on = first.suspend()
     assert_worlds(second, (1, 3), (0, 2))
     assert_worlds(third, (2, 3), (1, 2))
@@ -826,8 +815,7 @@ def test_a_host_0_that_wakes_does_not_take_those_that_have_ended_for_dead(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
     it = job("1:3", restarts=1, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, third = it.begin_to_step(3)
     go_on = first.suspend(before=place)
     monkeypatch.setattr(rendezvous, "SILENCE", 1.0)
     second.vanish()
@@ -845,8 +833,7 @@ def test_a_host_that_was_suspended_does_not_take_over(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = job("1:2", restarts=1)
-    first, second = it.begin(2)
-    wait_for(lambda: have_stepped(first, second))
+    first, second = it.begin_to_step(2)
     monkeypatch.setattr(rendezvous, "SILENCE", 1.0)
     go_on = second.suspend()
     time.sleep(0.1)
@@ -889,8 +876,7 @@ def test_a_host_that_is_suspended_while_it_takes_over_does_not(
     job: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     it = job("1:3", restarts=1, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, _ = it.begin_to_step(3)
     mine, votes_here = second.rendezvous, second.rendezvous._votes_here
     counted = threading.Event()
 
@@ -914,8 +900,7 @@ def test_a_host_that_is_suspended_while_it_takes_over_does_not(
 
 def test_without_a_restart_left_losing_host_0_ends_the_job(job: Callable[..., Job]) -> None:
     it = job("1:3", restarts=0, odd=0)
-    first, second, third = it.begin(3)
-    wait_for(lambda: have_stepped(first, second, third))
+    first, second, third = it.begin_to_step(3)
     first.vanish()
     for each in (second, third):
         each.thread.join(WAIT)

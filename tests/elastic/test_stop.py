@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from shardwise.elastic.errors import Stopped
 from shardwise.elastic.network import listening
 from shardwise.elastic.world import PARENT_PID
 from tests.programs import Program, shell_environment, start_program
+from tests.waiting import wait_until
 
 WAIT = 60.0  # seconds that anything may take on a busy machine
 
@@ -122,13 +122,6 @@ def _start(folder: Path, *options: str) -> Program:
     return start_program(words, folder=folder, env=shell_environment())
 
 
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < deadline, "this never happened"
-        time.sleep(0.01)
-
-
 def _logged(folder: Path) -> list[list[int]]:
     """The steps of rank 0, and over how many ranks each was made."""
     log = folder / "log-0"
@@ -139,7 +132,7 @@ def _logged(folder: Path) -> list[list[int]]:
 
 def test_a_script_saves_before_its_launcher_ends(tmp_path: Path) -> None:
     program = _start(tmp_path)
-    _wait_until(lambda: len(_logged(tmp_path)) > 2)
+    wait_until(lambda: len(_logged(tmp_path)) > 2)
     program.send_signal(signal.SIGINT)
     out, err = program.communicate(timeout=WAIT)
     last = _logged(tmp_path)[-1][0]
@@ -181,9 +174,9 @@ def test_a_host_joins_a_script_without_a_step_lost_or_made_twice(tmp_path: Path)
         port = free.getsockname()[1]
     where = ["--nnodes", "1:2", "--rdzv", f"127.0.0.1:{port}", "--rdzv-timeout", "30"]
     first = _start(tmp_path, "--node-rank", "0", *where)
-    _wait_until(lambda: len(_logged(tmp_path)) > 2)
+    wait_until(lambda: len(_logged(tmp_path)) > 2)
     second = _start(tmp_path, *where)
-    _wait_until(lambda: [2] in [line[1:] for line in _logged(tmp_path)])
+    wait_until(lambda: [2] in [line[1:] for line in _logged(tmp_path)])
     (tmp_path / "enough").touch()
     for host in (first, second):
         _, err = host.communicate(timeout=WAIT)

@@ -32,8 +32,9 @@ from shardwise.elastic.store import (
     StoreSilentError,
     StoreTimeoutError,
 )
-from tests.elastic.strangers import HELLO, HERE, knock
+from tests.elastic.strangers import HELLO, HERE, knock, server_of
 from tests.programs import Program, start_program
+from tests.waiting import wait_until
 
 TOKEN = b"a token that only this test knows"
 WAIT = 30.0  # seconds that anything may take on a busy machine
@@ -245,10 +246,7 @@ def test_a_server_knows_its_clients_and_where_they_come_from(served: Served) -> 
         assert client.peer == HERE
     assert list(served.server.clients().items()) == [("second", HERE), ("first", HERE)]
     client.close()
-    deadline = time.monotonic() + WAIT
-    while served.server.clients() != {"second": HERE}:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: served.server.clients() == {"second": HERE})
 
 
 def test_a_server_reads_and_deletes_keys_by_their_beginning(served: Served) -> None:
@@ -273,10 +271,7 @@ def test_a_server_knows_how_long_a_client_has_been_silent(served: Served) -> Non
     assert after["other"] < after["quiet"]
     quiet.close()
     other.num_keys()
-    until = time.monotonic() + WAIT
-    while "quiet" in served.server.silence():
-        assert time.monotonic() < until
-    assert served.server.silence().keys() == {"other"}
+    wait_until(lambda: served.server.silence().keys() == {"other"})
 
 
 def test_a_client_that_is_no_longer_there_has_its_reason_already(served: Served) -> None:
@@ -389,18 +384,12 @@ def test_hosts_without_a_token_meet_too() -> None:
 
 
 def test_another_program_at_the_port_is_named_as_such(served: Served) -> None:
-    with socket.create_server((HERE, 0)) as other:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
 
-        def answer() -> None:
-            with other.accept()[0] as connection:
-                connection.recv(1000)
-                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
-
-        thread = threading.Thread(target=answer)
-        thread.start()
-        with pytest.raises(StoreRefusedError, match="another program"):
-            served.client(port=other.getsockname()[1])
-        thread.join()
+    with server_of(answer) as port, pytest.raises(StoreRefusedError, match="another program"):
+        served.client(port=port)
 
 
 def test_a_port_that_accepts_and_never_answers_is_silent(served: Served) -> None:
@@ -494,10 +483,7 @@ def test_strangers_of_all_kinds_change_nothing_and_leave_nothing_behind(served: 
     served.client("joins afterwards").add("number", 1)
     assert store.get("number") == b"3"
     assert store.num_keys() == 2
-    deadline = time.monotonic() + WAIT
-    while served.server._strangers and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not served.server._strangers
+    wait_until(lambda: not served.server._strangers)
 
 
 def test_nothing_of_a_stranger_is_parsed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,33 +529,22 @@ def test_a_stranger_that_is_slow_is_not_waited_for(
 
 def test_a_recorded_session_is_worth_nothing_to_a_client_either(served: Served, tap: Tap) -> None:
     served.client(port=tap.port).add("number", 1)
-    with socket.create_server((HERE, 0)) as impostor:
 
-        def replay() -> None:
-            with impostor.accept()[0] as connection:
-                connection.sendall(b"".join(tap.answered))
-                is_closed(connection)
+    def replay(connection: socket.socket) -> None:
+        connection.sendall(b"".join(tap.answered))
+        is_closed(connection)
 
-        thread = threading.Thread(target=replay)
-        thread.start()
-        with pytest.raises(StoreRefusedError, match="another token"):
-            served.client(port=impostor.getsockname()[1])
-        thread.join()
+    with server_of(replay) as port, pytest.raises(StoreRefusedError, match="another token"):
+        served.client(port=port)
 
 
 def test_an_echo_proves_nothing(served: Served) -> None:
-    with socket.create_server((HERE, 0)) as mirror:
+    def echo(connection: socket.socket) -> None:
+        while said := connection.recv(2**16):
+            connection.sendall(said)
 
-        def echo() -> None:
-            with mirror.accept()[0] as connection, contextlib.suppress(ConnectionResetError):
-                while said := connection.recv(2**16):
-                    connection.sendall(said)
-
-        thread = threading.Thread(target=echo)
-        thread.start()
-        with pytest.raises(StoreRefusedError, match="another token"):
-            served.client(port=mirror.getsockname()[1])
-        thread.join()
+    with server_of(echo) as port, pytest.raises(StoreRefusedError, match="another token"):
+        served.client(port=port)
 
 
 @pytest.mark.parametrize("said", [b"GET / HTTP/1.1\r\n\r\n" * 3, b"shardwise-store0" + bytes(32)])

@@ -19,14 +19,8 @@ from shardwise import (
     FullyShardedDataParallel,
     ShardingStrategy,
 )
-from tests.frontends.training import (
-    STRATEGIES,
-    assert_bits,
-    train,
-    trained_twin,
-    whole,
-    wrapped,
-)
+from tests.corpus.gathering import in_full
+from tests.frontends.training import STRATEGIES, assert_bits, train, trained_twin, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 from tests.worlds import Ranks, on_threads
 
@@ -104,7 +98,7 @@ def _hybrid(rank: int, world_size: int) -> list[tuple[int, ...]]:
         model = wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD, **arguments)
         loss_of(model, batches(world_size)[rank]).backward()
         meshes.append(tuple(model.settings.mesh.shape))
-        grads.append([whole(param.grad) for param in model.parameters()])
+        grads.append([in_full(param.grad) for param in model.parameters()])
         assert model.settings.mesh.mesh.tolist()[rank // 2 if len(meshes) < 4 else rank] == (
             [[0, 1], [2, 3]][rank // 2] if len(meshes) < 4 else [rank]
         )
@@ -255,7 +249,7 @@ def test_a_comm_hook_reduces_in_place_of_the_reduce_scatter(rank: int, world_siz
     for name, param in model.named_parameters():
         factor = 1 if name == "gain" else 3  # a scalar is not cut: no hook sees it
         wanted = expected.get_parameter(name).grad * factor
-        torch.testing.assert_close(whole(param.grad), wanted)
+        torch.testing.assert_close(in_full(param.grad), wanted)
     assert len(calls) == 4, "one for every unit"
     replicated = wrapped(sharding_strategy=ShardingStrategy.NO_SHARD)
     with pytest.raises(NotImplementedError, match="NO_SHARD replicates parameters"):

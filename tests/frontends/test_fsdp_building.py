@@ -22,7 +22,8 @@ from shardwise import (
     checkpoint_module,
 )
 from shardwise.frontends.wrap import CustomPolicy, ModuleWrapPolicy, enable_wrap, wrap
-from tests.frontends.training import assert_bits, train, trained_twin, whole, wrapped
+from tests.corpus.gathering import in_full
+from tests.frontends.training import assert_bits, train, trained_twin, wrapped
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 from tests.worlds import on_threads
 
@@ -107,7 +108,7 @@ def test_models_on_the_meta_device_are_materialized_unit_by_unit(
     model = wrapped(plain, param_init_fn=init, sync_module_states=True)
     assert max(whole_at_once) <= total, "one unit after the other"
     assert not any(param.is_meta for param in model.parameters())
-    values = [whole(param.detach()) for param in model.parameters()]
+    values = [in_full(param.detach()) for param in model.parameters()]
     assert all(value.isfinite().all() for value in values)
     loss_of(model, batches(world_size)[rank]).backward()
 
@@ -277,7 +278,7 @@ def test_everything_that_works_on_a_gpu_works_on_a_cpu(rank: int, world_size: in
     average_backward(expected, batches(world_size))
     for name, param in model.named_parameters():
         wanted = expected.get_parameter(name).grad
-        assert torch.equal(whole(param.grad), wanted), f"{name} is the average over all replicas"
+        assert torch.equal(in_full(param.grad), wanted), f"{name} is the average over all replicas"
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config):
         state = model.state_dict()

@@ -31,13 +31,13 @@ from shardwise import (
     XlaFullyShardedDataParallel,
 )
 from shardwise.checkpoint.ranks.state import sharded_state_dict
+from tests.corpus.gathering import in_full
 from tests.frontends.training import (
     STRATEGIES,
     assert_bits,
     optimizer_of,
     train,
     trained_twin,
-    whole,
     wrapped,
 )
 from tests.sharding.nets import Net, batches, loss_of, seeded
@@ -240,7 +240,7 @@ def _assert_state_of_twin(
 def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, values in expected["state"].items():
         for key, value in values.items():
-            value, other = whole(value), whole(found["state"][name][key])
+            value, other = in_full(value), in_full(found["state"][name][key])
             assert torch.equal(value, other), f"{key} of {name} changed after it was saved"
 
 
@@ -293,7 +293,7 @@ def test_the_older_functions_for_optimizer_state(rank: int, world_size: int) -> 
         found.load_state_dict(loadable)
         for param in model.parameters():
             for key, value in optimizer.state[param].items():
-                assert torch.equal(whole(found.state[param][key]), whole(value)), key
+                assert torch.equal(in_full(found.state[param][key]), in_full(value)), key
 
     plain, reference = trained_twin(world_size)
     names, ids = OptimStateKeyType.PARAM_NAME, OptimStateKeyType.PARAM_ID
@@ -328,7 +328,7 @@ def test_state_finds_its_parameter_in_other_parameter_groups(rank: int, world_si
     FullyShardedDataParallel.optim_state_dict_to_load(model, split, state, load_directly=True)
     for param in model.parameters():
         assert torch.equal(
-            whole(split.state[param]["exp_avg"]), whole(saved.state[param]["exp_avg"])
+            in_full(split.state[param]["exp_avg"]), in_full(saved.state[param]["exp_avg"])
         )
     assert [group["lr"] for group in split.param_groups] == [1e-2, 1e-2]
 
@@ -355,7 +355,7 @@ def test_torchs_state_dict_functions_see_the_wrapped_model(rank: int, world_size
     assert_bits(other, expected)
     for param, twin in zip(other.parameters(), model.parameters(), strict=True):
         found, wanted = other_optimizer.state[param], optimizer.state[twin]
-        assert torch.equal(whole(found["exp_avg"]), whole(wanted["exp_avg"]))
+        assert torch.equal(in_full(found["exp_avg"]), in_full(wanted["exp_avg"]))
     third = wrapped(seeded(Net, seed=6))
     set_model_state_dict(third, whole_state, options=StateDictOptions(full_state_dict=True))
     assert_bits(third, expected)
@@ -461,4 +461,4 @@ def test_a_tied_parameter_is_lent_once(rank: int, world_size: int) -> None:
     with FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
         assert net[0].weight is net[1][0].weight, "one parameter, in two units"
         net[0].weight.fill_(3)
-    assert (whole(net[1][0].weight) == 3).all()
+    assert (in_full(net[1][0].weight) == 3).all()

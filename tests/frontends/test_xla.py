@@ -16,7 +16,8 @@ from shardwise import (
     XlaFullyShardedDataParallel,
 )
 from shardwise.frontends.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-from tests.frontends.training import assert_bits, train, trained_twin, whole
+from tests.corpus.gathering import in_full
+from tests.frontends.training import assert_bits, train, trained_twin
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 from tests.worlds import on_threads
 
@@ -87,7 +88,7 @@ def test_it_shards_over_groups_of_ranks(rank: int, world_size: int) -> None:
     expected = seeded(Net)
     average_backward(expected, batches(world_size)[groups[rank % 2]])
     for param, wanted in zip(model.parameters(), expected.parameters(), strict=True):
-        assert torch.equal(whole(param.grad), wanted.grad), "over its own group alone"
+        assert torch.equal(in_full(param.grad), wanted.grad), "over its own group alone"
     with pytest.raises(
         ValueError, match=f"sharding_rank: found .* on rank {rank}, expected {rank // 2}"
     ):

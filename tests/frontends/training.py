@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise import FullyShardedDataParallel, ShardingStrategy
 from shardwise.frontends.wrap import ModuleWrapPolicy
+from tests.corpus.gathering import in_full
 from tests.sharding.nets import Block, Net, average_backward, batches, loss_of, seeded
 
 STRATEGIES = list(ShardingStrategy)
@@ -23,11 +23,6 @@ def wrapped(model: nn.Module | None = None, **arguments: Any) -> FullyShardedDat
     """A small model whose blocks are units of their own."""
     model = seeded(Net) if model is None else model
     return FullyShardedDataParallel(model, **{"auto_wrap_policy": BLOCKS, **arguments})
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, or all of a ``DTensor``."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -61,7 +56,7 @@ def trained_twin(
 def assert_bits(found: nn.Module, expected: nn.Module, where: str = "") -> None:
     """Every parameter has its twin's name and bits."""
     wanted = dict(expected.named_parameters())
-    values = {name: whole(param.detach()) for name, param in found.named_parameters()}
+    values = {name: in_full(param.detach()) for name, param in found.named_parameters()}
     assert list(values) == list(wanted), where
     differ = [name for name, value in values.items() if not torch.equal(value, wanted[name])]
     assert not differ, f"{where}: {differ} differ from the training on one process"

@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from tests.corpus.gathering import in_full, own_part
 from tests.fuzz import program as p
 from tests.fuzz.models import BATCH, FuzzModel, build, device, unwrap
-from tests.fuzz.runtimes import Runtime, UndefinedError, Unsharded, local
+from tests.fuzz.runtimes import Runtime, UndefinedError, Unsharded
 from tests.fuzz.trace import Trace
 
 _LR = 0.1
@@ -196,7 +196,7 @@ class Execution:
 
     def _clip(self, step: p.Clip) -> None:
         norm = torch.nn.utils.clip_grad_norm_(self._params(), 0.5)
-        self.trace.note(f"{self._at} norm", _full(norm))
+        self.trace.note(f"{self._at} norm", in_full(norm))
 
     def _sync(self, step: p.Sync) -> None:
         for model in self.models:
@@ -288,7 +288,7 @@ class Execution:
             return
         self.runtime.before_read(self._params(action.block))
         for param in self._params(action.block):
-            self.trace.note(label, _full(param) if action.form == "full" else param)
+            self.trace.note(label, in_full(param) if action.form == "full" else param)
 
     def _sleep(self, action: p.Sleep) -> None:
         if action.rank % self.program.world == self.rank:
@@ -422,10 +422,6 @@ def _as_hook(moment: Callable[..., None], when: str, index: int) -> Callable[...
     return lambda *_: moment(when, index, None)
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _write_grad(param: torch.Tensor, factor: float) -> None:
     if param.grad is not None:
         param.grad.mul_(factor)
@@ -436,7 +432,7 @@ _WRITES: dict[str, Callable[[torch.Tensor, float], Any]] = {
     "live": lambda param, factor: param.mul_(factor),
     "data": lambda param, factor: param.data.mul_(factor),
     "detach": lambda param, factor: param.detach().mul_(factor),
-    "local": lambda param, factor: local(param).mul_(factor),
+    "local": lambda param, factor: own_part(param).mul_(factor),
     "copy": lambda param, factor: param.copy_(param * factor),
     "grad": _write_grad,
 }

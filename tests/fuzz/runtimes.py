@@ -81,11 +81,6 @@ class Runtime(Protocol):
         """Treat parameters that a load has put in the place of others as sharding does."""
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Take this rank's part of a tensor, which shares its memory."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 class Unsharded:
     """The program as it is without sharding, with gradients averaged over ranks."""
 

@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 
 import shardwise
+from tests.corpus.gathering import own_part
 from tests.fuzz import execution
-from tests.fuzz.runtimes import Sharded, local
+from tests.fuzz.runtimes import Sharded
 
 
 def break_library(how: str) -> None:
@@ -69,7 +70,7 @@ def _write_to_what_users_hold() -> None:
         if isinstance(self.models[0], shardwise.FSDPModule):
             for name, value in self.models[0].state_dict().items():
                 if name in before:
-                    local(before[name]).copy_(local(value))
+                    own_part(before[name]).copy_(own_part(value))
 
     execution.Execution._ACTIONS[execution.p.Load] = writing
 

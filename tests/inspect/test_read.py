@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shardwise
@@ -20,6 +20,7 @@ from shardwise.insight.inspect.page import drawing, page
 from shardwise.insight.inspect.report import ParamKind, Report
 from shardwise.insight.inspect.text import as_text
 from shardwise.optim.part import take
+from tests.corpus.gathering import own_part
 from tests.sharding.nets import Net
 from tests.worlds import on_threads
 
@@ -49,10 +50,7 @@ def tensor_parallel(net: Net, mesh: DeviceMesh) -> Net:
 
 def check(model: nn.Module, report: Report) -> None:
     """The report of this rank says of all ranks what all ranks have."""
-    own = {
-        name: (param.to_local() if isinstance(param, DTensor) else param.detach()).clone()
-        for name, param in model.named_parameters()
-    }
+    own = {name: own_part(param.detach()).clone() for name, param in model.named_parameters()}
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, own)
     assert [each.name for each in report.parameters] == list(own)

@@ -9,13 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise
-from tests.sharding.nets import (
-    Net,
-    batches,
-    run_backward,
-    seeded,
-    sharded_net,
-)
+from tests.sharding.nets import Net, batches, run_backward, seeded, sharded_net, step_all
 from tests.worlds import on_processes
 
 
@@ -31,9 +25,7 @@ def test_averages_are_sharded_and_are_those_of_the_whole_model(
     for step in range(3):
         x = batches(world_size, step)
         run_backward(net, whole, x, rank)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         mine.update_parameters(net)
         theirs.update_parameters(whole)
     for average, p in zip(mine.module.parameters(), net.parameters(), strict=True):

@@ -14,6 +14,7 @@ from shardwise.base.errors import RanksDivergedError
 from shardwise.optim import Muon, muon_groups
 from tests.optim.nets import Mesh, make_muon, part_of, set_gradients
 from tests.optim.references import HIDDEN, MuonReference
+from tests.sharding.nets import step_all
 from tests.worlds import Ranks, on_threads
 
 STEPS = 2
@@ -48,9 +49,7 @@ def test_split_data_changes_a_hundredth_of_a_step_at_most(rank: int, world_size:
         of_ranks = torch.randn(world_size, 8, 32, generator=torch.Generator().manual_seed(step))
         mine(of_ranks[rank]).sub(of_ranks[rank]).square().mean().backward()
         whole(of_ranks.flatten(0, 1)).sub(of_ranks.flatten(0, 1)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     for name, param in mine.named_parameters():
         expected = dtensor.plain(part_of(whole.get_parameter(name).detach(), param))
         found = dtensor.plain(param.detach())

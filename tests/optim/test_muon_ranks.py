@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from shardwise import PeerLostError
 from shardwise.optim import matrices
+from tests.corpus.gathering import in_full
 from tests.harness import run_ranks
 from tests.optim.nets import Mesh, Net, make_muon, set_gradients
 from tests.worlds import on_processes
@@ -20,11 +20,7 @@ def _train(net: Net, steps: range) -> dict[str, torch.Tensor]:
     for step in steps:
         set_gradients(net, step)
         muon.step()
-    return {name: _whole(param) for name, param in net.named_parameters()}
-
-
-def _whole(param: torch.Tensor) -> torch.Tensor:
-    return (param.full_tensor() if isinstance(param, DTensor) else param).detach().clone()
+    return {name: in_full(param).detach().clone() for name, param in net.named_parameters()}
 
 
 def _fails_in_the_middle(rank: int, world_size: int) -> str:

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
 
 from shardwise import checkpoint
 from shardwise.base.errors import OffloadError, StepInterruptedError
@@ -35,7 +34,7 @@ from shardwise.diloco import DiLoCo
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
 from shardwise.optim.offloaded import masters, optimizer, stores
 from shardwise.optim.offloaded.states import kept_form
-from tests.corpus.gathering import gather, part_of
+from tests.corpus.gathering import gather, own_part, part_of
 from tests.harness import run_ranks
 from tests.sharding.nets import (
     WIDTH,
@@ -117,22 +116,18 @@ def _step(net: nn.Module, optim: torch.optim.Optimizer, step: int) -> None:
     optim.zero_grad()
 
 
-def _plain(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def assert_same(
     mine: nn.Module, optim: torch.optim.Optimizer, other: nn.Module, theirs: torch.optim.Optimizer
 ) -> None:
     """Compare parameters and states bit for bit."""
     pairs = list(zip(mine.named_parameters(), other.parameters(), strict=True))
     for (name, p), q in pairs:
-        assert torch.equal(_plain(p.detach()), _plain(q.detach())), name
+        assert torch.equal(own_part(p.detach()), own_part(q.detach())), name
         assert optim.state[p].keys() == theirs.state[q].keys(), name
         for key, value in theirs.state[q].items():
             found = optim.state[p][key]
             if isinstance(value, torch.Tensor):
-                assert torch.equal(_plain(found), _plain(value)), f"{name}: {key}"
+                assert torch.equal(own_part(found), own_part(value)), f"{name}: {key}"
             else:
                 assert found == value
 

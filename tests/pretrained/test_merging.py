@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.base.errors import CheckpointError
 from shardwise.frontends.pretrained.merging import ADAPTER_CONFIG, ADAPTER_WEIGHTS, merge_lora
+from tests.cli.shell import call
 
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
 
@@ -237,21 +237,12 @@ def test_another_model_as_base_is_refused(tmp_path: Path) -> None:
 def test_the_command_finds_adapters_of_a_run_and_the_base_that_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from shardwise.app.cli.main import app
-
     base = _llama(tmp_path / "base")
     (tmp_path / "run").mkdir()
     adapted = _adapters(base, tmp_path / "run" / "adapters")
 
-    def command(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["shardwise", "merge-lora", *arguments])
-        with pytest.raises(SystemExit) as ended:
-            app()
-        assert isinstance(ended.value.code, int)
-        return ended.value.code
-
     monkeypatch.chdir(tmp_path)
-    assert command("run", "merged", "--max-shard-size", "4KB") == 0
+    assert call("merge-lora", "run", "merged", "--max-shard-size", "4KB") == 0
     assert "wrote merged: " in capsys.readouterr().out
     expected = adapted.merge_and_unload().state_dict()
     found: dict[str, torch.Tensor] = {}
@@ -259,7 +250,7 @@ def test_the_command_finds_adapters_of_a_run_and_the_base_that_they_name(
         found |= load_file(file)
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
-    assert command("run", "merged") == 2
+    assert call("merge-lora", "run", "merged") == 2
     assert "merged exists; give another name, or --force" in capsys.readouterr().err
-    assert command("base", "other") == 1
+    assert call("merge-lora", "base", "other") == 1
     assert "expected adapters of peft" in capsys.readouterr().err

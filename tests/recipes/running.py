@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from shardwise.app.recipes.core.begin import check_folder
@@ -19,6 +21,7 @@ from shardwise.app.recipes.text import batches
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import World
+from shardwise.insight.schema.option import OptionError
 from tests.recipes.small import RECIPES
 
 
@@ -41,6 +44,27 @@ def train_one(rank: int, world_size: int, config: RecipeConfig) -> str:
     except (Stopped, DivergedError, SaveError) as error:
         return f"{type(error).__name__}: {error}"
     return "finished"
+
+
+def refusal(config: RecipeConfig) -> str:
+    """Say why a run does not go on as a configuration says."""
+    with pytest.raises(OptionError) as caught:
+        check_folder(config.check(World(0, 1, 0, 1)))
+    return str(caught.value)
+
+
+def as_after(step: int, before: RecipeConfig, config: RecipeConfig) -> None:
+    """Make the folder of a run as that of another was when it had saved a step."""
+    shutil.copytree(before.files.root, config.files.root)
+    for later in config.files.checkpoints.glob("step-*"):
+        if int(later.name.removeprefix("step-")) > step:
+            shutil.rmtree(later)
+
+
+def warning_in(capfd: pytest.CaptureFixture[str]) -> str:
+    """Return the one warning among what trainings have printed."""
+    [found] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
+    return found
 
 
 def train_here(

@@ -108,7 +108,7 @@ def losses(config: Any) -> list[tuple[int, float, float]]:
     return [(r["step"], r["loss"], r["grad_norm"]) for r in records if "loss" in r]
 
 
-def validation(config: Any) -> list[tuple[int, float]]:
-    """Step and validation loss, each time that it was looked at."""
+def validation(config: Any, what: str = "validation_loss") -> list[tuple[int, float]]:
+    """Step and validation loss, or another figure, each time that it was looked at."""
     records = read_metrics(config.files.metrics)
-    return [(r["step"], r["validation_loss"]) for r in records if "validation_loss" in r]
+    return [(r["step"], r[what]) for r in records if what in r]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from shardwise.app.recipes.core import batches
 from shardwise.app.recipes.core.batches import AHEAD, ReadAhead
+from tests.waiting import wait_until
 
 WAIT = 30.0  # seconds that anything may take on a busy machine
 
@@ -41,10 +41,7 @@ class Numbers:
         self.loaded = (state, where)
 
     def wait_for(self, count: int) -> None:
-        deadline = time.monotonic() + WAIT
-        while len(self.read) < count:
-            assert time.monotonic() < deadline, f"{len(self.read)} of {count} batches were read"
-            time.sleep(0.001)
+        wait_until(lambda: len(self.read) >= count)
 
 
 def test_batches_come_in_order_and_a_position_is_of_what_was_taken() -> None:

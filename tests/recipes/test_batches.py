@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
@@ -75,14 +74,6 @@ def loss_on(
     model: nn.Module, stream: Counted, config: LmConfig, place: Any = ALONE
 ) -> ValidationLoss:
     return loss_on_tokens(model, stream.read, len(stream), config, place)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 # -- validation ------------------------------------------------------------------------------------

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardwise.app.cli.main import app
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.elastic.errors import UserError
@@ -19,6 +17,7 @@ from shardwise.frontends.strategies import Strategy
 from shardwise.insight.planning.text import bytes_needed
 from shardwise.insight.schema.sharding import PrecisionName, ShardingConfig
 from shardwise.insight.schema.training import DilocoConfig
+from tests.cli.shell import call
 from tests.recipes.small import ONE_BLOCK, RECIPES
 from tests.recipes.test_plan import planned_config
 
@@ -42,12 +41,9 @@ def test_every_recipe_shows_what_ranks_would_hold(
     monkeypatch.chdir(tmp_path)
     small: dict[str, Any] = ONE_BLOCK.get(recipe, {})
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in small.items())
-    words = f"shardwise train {recipe} --dry-run --world-size 3 {options}"
-    monkeypatch.setattr(sys, "argv", words.split())
-    with pytest.raises(SystemExit) as ended:
-        app()
+    words = f"train {recipe} --dry-run --world-size 3 {options}"
+    assert call(*words.split()) == 0
     shown = capsys.readouterr().out
-    assert ended.value.code == 0
     assert "over dp_shard=3: every parameter is split into 3 shards" in shown
     found = re.search(r"([\d,]+) parameters in", shown)
     assert found is not None

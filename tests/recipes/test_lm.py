@@ -7,6 +7,7 @@ the command line itself is tested in tests/cli.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -14,7 +15,6 @@ import re
 import resource
 import shutil
 import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import pytest
 import torch
 
 from shardwise.app.recipes import lm
-from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import Checkpoints
 from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.core.loop import Loop
@@ -45,8 +44,9 @@ from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.insight.schema.training import Existing
 from tests.recipes.corpora import texts, write_jsonl, write_tokenizer
-from tests.recipes.running import train, train_here, train_one
+from tests.recipes.running import as_after, refusal, train, train_here, train_one, warning_in
 from tests.recipes.small import MODEL, losses, small_config, validation, write_model
+from tests.waiting import wait_until
 from tests.worlds import Ranks
 
 
@@ -134,13 +134,11 @@ def test_bf16_learns_nearly_the_same_and_all_in_bf16_is_saved_and_resumed_in_bf1
     assert kept == {"BF16", "U8"}, "U8: the states of random generators"
     assert json.loads(whole.files.model_config.read_text())["dtype"] == "bfloat16"
     again = small_config(tmp_path, "again", existing=Existing.RESUME, **settings)
-    shutil.copytree(whole.train.output.out, again.train.output.out)
-    shutil.rmtree(again.files.checkpoints / "step-00000003")
+    as_after(2, whole, again)
     ranks(train, 2, again)
     assert losses(again) == losses(whole)
     other = small_config(tmp_path, "again", model=model, steps=5, existing=Existing.RESUME)
-    with pytest.raises(OptionError, match="--shard-dtype: found fp32, expected bf16, as the run"):
-        check_folder(other.check(World(0, 2, 0, 2)))
+    assert refusal(other).startswith("--shard-dtype: found fp32, expected bf16, as the run")
 
 
 def _train_offloaded(rank: int, world_size: int, *configs: LmConfig) -> list[str]:
@@ -170,8 +168,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     for run, settings in ((whole, inside), (masters, {**bf16, **everything})):
         name = f"{run.train.output.out.name}-again"
         config = small_config(tmp_path, name, existing=Existing.RESUME, **settings)
-        shutil.copytree(run.train.output.out, config.train.output.out)
-        shutil.rmtree(config.files.checkpoints / "step-00000002")
+        as_after(1, run, config)
         again.append(config)
     ranks(_train_offloaded, 2, *again)
     assert losses(again[0]) == losses(whole)
@@ -179,8 +176,7 @@ def test_states_on_a_disk_change_nothing_and_a_run_may_be_resumed_with_them_in_m
     other = small_config(
         tmp_path, "masters-again", steps=5, shard_dtype=PrecisionName.BF16, existing=Existing.RESUME
     )
-    with pytest.raises(OptionError, match="--master-dtype: found None, expected fp32, as the run"):
-        check_folder(other.check(World(0, 2, 0, 2)))
+    assert refusal(other).startswith("--master-dtype: found None, expected fp32, as the run")
 
 
 def test_the_loss_falls(ranks: Ranks, tmp_path: Path) -> None:
@@ -247,8 +243,8 @@ def test_a_finished_run_can_go_on_with_more_steps_on_another_world(
     found = Checkpoints(longer.files.checkpoints)
     assert found.position(3).examples == 3 * 4, "the position in the data went on"
     ranks(train, 1, small_config(tmp_path, steps=4, batch_size=2, existing=Existing.RESUME))
-    [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
-    assert warning.startswith("warning    a step has 2 examples from here on, and had 4 before")
+    said = "warning    a step has 2 examples from here on, and had 4 before"
+    assert warning_in(capfd).startswith(said)
 
 
 def _train_beside_a_gpu(rank: int, world_size: int, config: LmConfig) -> str:
@@ -263,8 +259,7 @@ def test_ranks_on_cpus_name_the_accelerators_that_they_leave_idle(
     ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ranks(_train_beside_a_gpu, 2, small_config(tmp_path, steps=1))
-    [warning] = [w for w in capfd.readouterr().out.splitlines() if w.startswith("warning")]
-    assert warning == (
+    assert warning_in(capfd) == (
         "warning    2 ranks on this host train on CPUs, as it has 1 cuda device; "
         "--nproc 1 trains there"
     )
@@ -303,8 +298,7 @@ def test_a_run_goes_on_over_another_world_with_the_same_data(
     whole = config("whole", async_checkpoint=True)
     ranks(train, 2, whole)
     resumed = config("resumed", batch_size=size, existing=Existing.RESUME)
-    shutil.copytree(whole.train.output.out, resumed.train.output.out)
-    shutil.rmtree(resumed.files.checkpoints / "step-00000004")
+    as_after(2, whole, resumed)
     ranks(train, world, resumed)
     assert [s["from_step"] for s in resumed.files.read()["sessions"]] == [0, 2]
     for mine, expected in zip(losses(resumed), losses(whole), strict=True):
@@ -336,8 +330,7 @@ def test_streamed_documents_go_on_exactly_over_another_world(ranks: Ranks, tmp_p
             assert 0 < record["mfu"] < 1
     # A step has 4 sequences: 4 of one rank, or 2 of each. Fewer ranks: tests/recipes/test_hub.py.
     resumed = config("resumed", existing=Existing.RESUME)
-    shutil.copytree(whole.train.output.out, resumed.train.output.out)
-    shutil.rmtree(resumed.files.checkpoints / "step-00000004")
+    as_after(2, whole, resumed)
     ranks(train, 2, resumed)
     sessions = resumed.files.read()["sessions"]
     assert [(s["from_step"], s["examples_per_step"]) for s in sessions] == [(0, 4), (2, 4)]
@@ -398,10 +391,8 @@ def train_while_saving(rank: int, world_size: int, config: LmConfig) -> list[tup
     def late(self: Saving) -> None:
         under_way[0] += 1
         seen.append((int(self.path.name.removeprefix("step-")), under_way[0]))
-        end = time.monotonic() + 30
-        while seen[-1][0] == 2 and not any(step == 3 for step, _, _ in losses(config)):
-            assert time.monotonic() < end, "the training waits for the checkpoint of step 2"
-            time.sleep(0.01)
+        if seen[-1][0] == 2:  # the training does not wait for its checkpoint
+            wait_until(lambda: any(step == 3 for step, _, _ in losses(config)))
         write(self)
         under_way[0] -= 1
 
@@ -568,26 +559,21 @@ def test_a_run_is_resumed_only_with_what_it_began_with(ranks: Ranks, tmp_path: P
     ranks(train, 1, small_config(tmp_path, steps=1))
     other = tmp_path / "other"
     other.mkdir()
-    world = World(0, 1, 0, 1)
-
-    def refusal(**changes: Any) -> str:
-        config = small_config(tmp_path, steps=2, existing=Existing.RESUME, **changes)
-        with pytest.raises(OptionError) as caught:
-            check_folder(config.check(world))
-        return str(caught.value)
-
-    assert refusal(seed=5).startswith("--seed: found 5, expected 0, as the run began")
-    # These come back with the optimizer's state, whatever is asked for.
-    assert refusal(weight_decay=0.5).startswith("--weight-decay: found 0.5, expected 0.1, as the")
-    betas = refusal(beta1=0.5)
-    assert betas.startswith("--beta1: found 0.5, expected 0.9, as the")
+    again = functools.partial(small_config, tmp_path, steps=2, existing=Existing.RESUME)
     model = str(write_model(other, hidden_size=12))
-    assert refusal(model=model).startswith(f"--model: found {model}, another model")
-    both = refusal(model=model, seq_length=12)  # as where the default goes with the model
-    assert both.startswith(f"--model: found {model}, another model")
-    assert refusal(seq_length=12).startswith("--seq-length: found 12, expected ")
+    for changes, said in (
+        ({"seed": 5}, "--seed: found 5, expected 0, as the run began"),
+        # These come back with the optimizer's state, whatever is asked for.
+        ({"weight_decay": 0.5}, "--weight-decay: found 0.5, expected 0.1, as the"),
+        ({"beta1": 0.5}, "--beta1: found 0.5, expected 0.9, as the"),
+        ({"model": model}, f"--model: found {model}, another model"),
+        # As where the default goes with the model.
+        ({"model": model, "seq_length": 12}, f"--model: found {model}, another model"),
+        ({"seq_length": 12}, "--seq-length: found 12, expected "),
+    ):
+        assert refusal(again(**changes)).startswith(said)
     (tmp_path / "words.txt").write_text("other text " * 100)
-    assert refusal().startswith("--data: found ")
+    assert refusal(again()).startswith("--data: found ")
 
 
 def test_settings_that_transformers_refuses_are_named() -> None:

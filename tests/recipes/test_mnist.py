@@ -19,26 +19,19 @@ from safetensors.torch import load_file
 from torch import nn
 
 from shardwise.app.recipes.core.batches import ReadAhead, Shuffled
-from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.build import average_running_statistics
-from shardwise.app.recipes.core.journal import read_metrics
 from shardwise.app.recipes.vision.config import MnistConfig
 from shardwise.app.recipes.vision.task import Batch, ImageData, Images, read_drawn, vision_task
 from shardwise.elastic.world import World
 from shardwise.frontends.strategies import Checkpointing, Strategy
-from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
 from tests.recipes.digits import small_mnist, write_digits
-from tests.recipes.running import run_from_guide, train, train_one
-from tests.recipes.small import losses
+from tests.recipes.running import refusal, run_from_guide, train, train_one
+from tests.recipes.small import losses, validation
 from tests.worlds import Ranks
 
-
-def accuracies(config: MnistConfig) -> list[tuple[int, float]]:
-    """Step and accuracy, each time that the model was judged."""
-    records = read_metrics(config.files.metrics)
-    return [(r["step"], r["accuracy"]) for r in records if "accuracy" in r]
+accuracies = functools.partial(validation, what="accuracy")
 
 
 def same_weights(found: MnistConfig, expected: MnistConfig) -> None:
@@ -227,18 +220,15 @@ def test_a_run_that_was_stopped_in_an_epoch_goes_on_as_if_nothing_had_been(
 def test_a_run_goes_on_only_with_what_it_began_with(ranks: Ranks, tmp_path: Path) -> None:
     ranks(train, 1, small_mnist(tmp_path, steps=1))
 
-    def refusal(**changes: Any) -> str:
-        config = small_mnist(tmp_path, steps=2, existing=Existing.RESUME, **changes)
-        with pytest.raises(OptionError) as caught:
-            check_folder(config.check(World(0, 1, 0, 1)))
-        return str(caught.value)
-
-    assert refusal(weight_decay=0.3).startswith("--weight-decay: found 0.3, expected 0.1, as the")
+    again = functools.partial(small_mnist, tmp_path, steps=2, existing=Existing.RESUME)
+    assert refusal(again(weight_decay=0.3)).startswith(
+        "--weight-decay: found 0.3, expected 0.1, as the"
+    )
     write_digits(tmp_path / "mnist", training=204)
-    assert refusal().startswith("--data-dir: found ")
+    assert refusal(again()).startswith("--data-dir: found ")
     files = small_mnist(tmp_path).files
     files.write({**files.read(), "recipe": "lm"})
-    assert refusal().startswith("--resume: found a run of train lm in ")
+    assert refusal(again()).startswith("--resume: found a run of train lm in ")
 
 
 # -- the order of images ---------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from shardwise.checkpoint.disk import commit
 from shardwise.frontends.strategies import REPLICATE, SHARD, Strategy
 from shardwise.insight.schema.training import DilocoConfig, Existing, OptimizerName
 from tests.recipes.corpora import texts, write_jsonl
+from tests.recipes.running import as_after
 from tests.recipes.small import losses, small_config, validation, write_model
 from tests.recipes.test_lm import train, train_until
 from tests.worlds import Ranks, on_processes
@@ -36,18 +37,11 @@ def diloco(folder: Path, name: str, **settings: Any) -> LmConfig:
     return small_config(folder, name, strategy=Strategy.DILOCO, eval_every=4, **given)
 
 
-def resumed_at_4(before: LmConfig, config: LmConfig) -> LmConfig:
-    """Have a run go on from what another had saved after step 4."""
-    shutil.copytree(before.train.output.out, config.train.output.out)
-    shutil.rmtree(config.files.checkpoints / "step-00000007")
-    return config
-
-
 def train_and_resume(rank: int, world_size: int, whole: LmConfig, resumed: LmConfig) -> list[str]:
     """In one world, whose ranks import what reads documents once."""
     ended = train(rank, world_size, whole)
     if rank == 0:
-        resumed_at_4(whole, resumed)
+        as_after(4, whole, resumed)
     dist.barrier()
     return [*ended, *train(rank, world_size, resumed)]
 
@@ -82,12 +76,10 @@ def test_a_run_goes_on_with_other_shards_and_other_replicas(ranks: Ranks, tmp_pa
     whole = diloco(tmp_path, "whole", **plain, batch_size=1)
     ranks(train, 4, whole)
     # One rank a replica instead of two, with the same sequences.
-    fewer = resumed_at_4(
-        whole, diloco(tmp_path, "fewer", **plain, batch_size=2, existing=Existing.RESUME)
-    )
-    one = resumed_at_4(
-        whole, diloco(tmp_path, "one", **plain, replicas=1, existing=Existing.RESUME)
-    )
+    fewer = diloco(tmp_path, "fewer", **plain, batch_size=2, existing=Existing.RESUME)
+    one = diloco(tmp_path, "one", **plain, replicas=1, existing=Existing.RESUME)
+    for config in (fewer, one):
+        as_after(4, whole, config)
     ranks(train, 2, fewer, one)
     for found, expected in zip(validation(fewer), validation(whole), strict=True):
         assert found == pytest.approx(expected, rel=1e-4)

@@ -8,6 +8,7 @@ import fcntl
 import os
 import signal
 import socket
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -162,6 +163,8 @@ def test_a_page_that_looks_at_the_lock_is_in_nobodys_way(
     files.make()
     looking = os.open(files.lock, os.O_RDONLY | os.O_CREAT)
     fcntl.flock(looking, fcntl.LOCK_SH)
-    monkeypatch.setattr(rundir.time, "sleep", lambda seconds: os.close(looking))
+    # Of its own: the threads of other tests sleep, too.
+    looks_away = types.SimpleNamespace(sleep=lambda seconds: os.close(looking))
+    monkeypatch.setattr(rundir, "time", looks_away)
     with locked(files):
         assert lock_of(files.lock) is Lock.HELD

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +25,7 @@ from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import Existing, LogName, OutputConfig
 from tests.recipes.running import train
 from tests.recipes.small import losses, small_config
+from tests.waiting import wait_until
 from tests.worlds import Ranks
 
 
@@ -165,7 +165,5 @@ def test_a_run_is_logged_offline_by_the_package_itself(ranks: Ranks, tmp_path: P
     wanted = [b"tokens_per_s", b"grad_norm", b"memory_mib", b"validation_loss"]
     for folder in folders:
         [file] = folder.glob("*.wandb")
-        end = time.monotonic() + 60  # its service writes on after the run has ended
-        while not all(key in file.read_bytes() for key in wanted):
-            assert time.monotonic() < end, file.read_bytes()
-            time.sleep(0.05)
+        # Its service writes on after the run has ended.
+        wait_until(lambda file=file: all(key in file.read_bytes() for key in wanted))

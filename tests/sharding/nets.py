@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -169,6 +169,13 @@ def assert_accumulates(
     assert_same_gradients(net, whole)
 
 
+def step_all(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    """Let optimizers step, and drop their gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train_alike(
     net: nn.Module,
     whole: nn.Module,
@@ -187,7 +194,5 @@ def train_alike(
         for batch in x:
             (whole(batch, *args).square().mean() / world_size).backward()
         assert_same_gradients(net, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(net, whole)

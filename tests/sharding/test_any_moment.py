@@ -42,6 +42,7 @@ from tests.sharding.nets import (
     seeded,
     shard_blocks,
     sharded_net,
+    step_all,
 )
 from tests.worlds import Ranks, on_processes, on_threads, on_transport
 
@@ -1299,9 +1300,7 @@ def _accumulates_and_keeps(rank: int, world_size: int, transport: str) -> None:
         for module in (net, *net.blocks):
             module.reshard()
         assert_same_gradients(net, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(net, whole)
 
 

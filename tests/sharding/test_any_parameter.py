@@ -13,12 +13,11 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from shardwise import FSDPModule, clip_grad_norm_, fully_shard
 from shardwise.base.errors import MisuseError
-from tests.corpus.gathering import wholes
+from tests.corpus.gathering import own_part, wholes
 from tests.corpus.models import EvenBlock
 from tests.sharding.nets import (
     WIDTH,
@@ -309,9 +308,8 @@ def _tensor_parallel(rank: int, world_size: int, transport: str, dp: int) -> Non
     fully_shard(net, mesh=mesh["dp"], transport=transport, reshard_after_forward=True)
 
     def shrink(module: nn.Module, _: Any) -> None:
-        weight = module.up.weight
         with torch.no_grad():
-            (weight.to_local() if isinstance(weight, DTensor) else weight).mul_(0.9)
+            own_part(module.up.weight).mul_(0.9)
 
     hooks = [each.register_forward_pre_hook(shrink) for each in (net, whole)]
     with torch.no_grad():

@@ -18,7 +18,13 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from shardwise import checkpoint, clip_grad_norm_, fully_shard, init_mesh
 from tests.corpus.gathering import optimizer_state, wholes
-from tests.sharding.nets import assert_same_gradients, assert_same_values, seeded, shard_blocks
+from tests.sharding.nets import (
+    assert_same_gradients,
+    assert_same_values,
+    seeded,
+    shard_blocks,
+    step_all,
+)
 from tests.sharding.tensor_parallel import (
     TokenNet,
     next_token_loss,
@@ -101,9 +107,7 @@ def _context_parallel() -> None:
         net(own).square().mean().backward()
         whole(x.flatten(0, 1)).square().mean().backward()
         assert_same_gradients(net, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(net, whole)
 
 
@@ -174,9 +178,7 @@ def _experts(folder: Path) -> None:
         norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), norm)
         assert_same_gradients(model, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(model, whole)
     checkpoint.save(folder / "experts", model, optimizers[0])
     for shape in ({"dp": 2, "ep": 2}, {"dp": 4, "ep": 1}):

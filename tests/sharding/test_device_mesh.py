@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -24,57 +25,17 @@ from shardwise.diloco import DiLoCo
 from tests.worlds import Ranks, on_threads
 
 
-def _larger_than_the_world() -> None:
-    init_mesh(dp=2, tp=4)
-
-
-def _no_multiple_of_the_world() -> None:
-    init_mesh(dp=-1, tp=3)
-
-
-def _smaller_than_the_world() -> None:
-    # Those in it are not told anything: others may have nothing to do with this model.
-    fully_shard(nn.Linear(4, 4), mesh=DeviceMesh("cpu", [0], mesh_dim_names=("dp",)))
-
-
-def _three_dimensions() -> None:
-    fully_shard(nn.Linear(4, 4), mesh=init_mesh(pp=1, dp=2, tp=2))
-
-
-def _tensor_parallel_dimension() -> None:
-    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp=2, tp=2))
-
-
-def _swapped() -> None:
-    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp_shard=2, dp_replicate=2))
-
-
-def _unknown_name() -> None:
-    dims = DataParallelMeshDims(shard="data")
-    fully_shard(nn.Linear(4, 4), mesh=init_mesh(dp=2, tp=2), dp_mesh_dims=dims)
-
-
-def _no_names() -> None:
-    dims = DataParallelMeshDims(shard="dp")
-    fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2, 2)), dp_mesh_dims=dims)
+def _shard(mesh: DeviceMesh, net: nn.Module | None = None, **options: Any) -> nn.Module:
+    return fully_shard(nn.Linear(4, 4) if net is None else net, mesh=mesh, **options)
 
 
 def _tensor_parallel(mesh: DeviceMesh) -> nn.Module:
     return parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
 
 
-def _no_names_beside() -> None:
-    fully_shard(_tensor_parallel(init_mesh(dp=2, tp=2)["tp"]), mesh=init_device_mesh("cpu", (4,)))
-
-
-def _of_another_mesh() -> None:
-    other = DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("tp", "dp"))
-    fully_shard(_tensor_parallel(init_mesh(dp=2, tp=2)["tp"]), mesh=other["dp"])
-
-
 def _same_dimension() -> None:
     mesh = init_mesh(dp=2, tp=2)
-    fully_shard(_tensor_parallel(mesh["tp"]), mesh=mesh["tp"])
+    _shard(mesh["tp"], _tensor_parallel(mesh["tp"]))
 
 
 def _tensor_parallel_after_sharding() -> None:
@@ -84,20 +45,6 @@ def _tensor_parallel_after_sharding() -> None:
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()})
 
 
-def _outside_in() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    fully_shard(model)
-    fully_shard(model[1])
-
-
-def _wrong_device() -> None:
-    fully_shard(nn.Linear(4, 4), mesh=_absent(init_mesh(dp=4)))
-
-
-def _wrong_device_in_the_wrapper() -> None:
-    FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=_absent(init_mesh(dp=4)))
-
-
 def _absent(mesh: DeviceMesh) -> DeviceMesh:
     """``mesh`` as one of accelerators, which the ranks of a test do not have."""
     mesh._device_type = "cuda"
@@ -105,50 +52,73 @@ def _absent(mesh: DeviceMesh) -> DeviceMesh:
 
 
 #: What is wrong, and what the message says beside the rank.
-CASES: dict[str, tuple[Callable[[], None], list[str]]] = {
+CASES: dict[str, tuple[Callable[[], object], list[str]]] = {
     "larger than the world": (
-        _larger_than_the_world,
+        lambda: init_mesh(dp=2, tp=4),
         ["init_mesh(dp=2, tp=4)", "found a mesh of 8 ranks", "expected the 4 ranks", "Start as"],
     ),
     "no multiple of the world": (
-        _no_multiple_of_the_world,
+        lambda: init_mesh(dp=-1, tp=3),
         ["found a mesh of 3 ranks", "expected a factor of the 4 ranks"],
     ),
+    # Those in it are not told anything: others may have nothing to do with this model.
     "smaller than the world": (
-        _smaller_than_the_world,
+        lambda: _shard(DeviceMesh("cpu", [0], mesh_dim_names=("dp",))),
         ["fully_shard(Linear)", "is not part of DeviceMesh((dp=1)", "world of 4 ranks"],
     ),
     "three dimensions": (
-        _three_dimensions,
+        lambda: _shard(init_mesh(pp=1, dp=2, tp=2)),
         ["fully_shard(Linear)", "1-D (shard) or 2-D", "('pp', 'dp', 'tp')", 'mesh["dp"]'],
     ),
     "a dimension of tensor parallelism": (
-        _tensor_parallel_dimension,
+        lambda: _shard(init_mesh(dp=2, tp=2)),
         ["fully_shard(Linear)", "('dp', 'tp')", "'tp' is tensor parallel", 'Pass mesh["dp"]'],
     ),
-    "swapped": (_swapped, ["fully_shard(Linear)", "'dp_replicate' before 'dp_shard'"]),
-    "an unknown name": (_unknown_name, ["among ('dp', 'tp')", "found 'data'"]),
-    "no names": (_no_names, ["dp_mesh_dims", "whose dimensions have names", "mesh_dim_names=..."]),
+    "swapped": (
+        lambda: _shard(init_mesh(dp_shard=2, dp_replicate=2)),
+        ["fully_shard(Linear)", "'dp_replicate' before 'dp_shard'"],
+    ),
+    "an unknown name": (
+        lambda: _shard(init_mesh(dp=2, tp=2), dp_mesh_dims=DataParallelMeshDims(shard="data")),
+        ["among ('dp', 'tp')", "found 'data'"],
+    ),
+    "no names": (
+        lambda: _shard(
+            init_device_mesh("cpu", (2, 2)), dp_mesh_dims=DataParallelMeshDims(shard="dp")
+        ),
+        ["dp_mesh_dims", "whose dimensions have names", "mesh_dim_names=..."],
+    ),
     "no names beside tensor parallelism": (
-        _no_names_beside,
+        lambda: _shard(
+            init_device_mesh("cpu", (4,)), _tensor_parallel(init_mesh(dp=2, tp=2)["tp"])
+        ),
         ["0.weight", "found ranks", "also in the mesh to shard over", "only this rank"],
     ),
-    "of another mesh": (_of_another_mesh, ["0.weight", "two slices of one mesh", "init_mesh"]),
-    "the same dimension": (_same_dimension, ["0.weight", "(Shard(dim=0),)", "found ranks"]),
+    "of another mesh": (
+        lambda: _shard(
+            DeviceMesh("cpu", [[0, 2], [1, 3]], mesh_dim_names=("tp", "dp"))["dp"],
+            _tensor_parallel(init_mesh(dp=2, tp=2)["tp"]),
+        ),
+        ["0.weight", "two slices of one mesh", "init_mesh"],
+    ),
+    "the same dimension": (
+        _same_dimension,
+        ["0.weight", "(Shard(dim=0),)", "found ranks"],
+    ),
     "tensor parallelism after sharding": (
         _tensor_parallel_after_sharding,
         ["0.weight of Linear", "after sharding", "Call parallelize_module"],
     ),
     "outside in": (
-        _outside_in,
+        lambda: fully_shard(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))[1]),
         ["weight of Linear", "in the group of Sequential already", "from the inside out"],
     ),
     "the wrong device": (
-        _wrong_device,
+        lambda: _shard(_absent(init_mesh(dp=4))),
         ["fully_shard(Linear)", "on 'cuda' devices", "no accelerator", "expected cpu"],
     ),
     "the wrong device, in the wrapper": (
-        _wrong_device_in_the_wrapper,
+        lambda: FullyShardedDataParallel(nn.Linear(4, 4), device_mesh=_absent(init_mesh(dp=4))),
         ["FullyShardedDataParallel", "on 'cuda' devices"],
     ),
 }
@@ -193,13 +163,11 @@ def _sliced(mesh: DeviceMesh, *names: str) -> nn.Module:
 
 
 def _as_the_article() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("DDP", "FSDP"))
-    return _sliced(mesh, "FSDP")
+    return _sliced(init_mesh(DDP=2, FSDP=4), "FSDP")
 
 
 def _with_both() -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("DDP", "FSDP"))
-    return _sliced(mesh, "DDP", "FSDP")
+    return _sliced(init_mesh(DDP=2, FSDP=4), "DDP", "FSDP")
 
 
 def _flattened_without_one() -> nn.Module:

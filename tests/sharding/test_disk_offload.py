@@ -32,6 +32,7 @@ from shardwise.base.scratch.file import ScratchFile, file_in
 from shardwise.optim import in_backward, offload
 from shardwise.sharding.paging import Pages, ReadOrder
 from shardwise.sharding.state import groups_of
+from tests.corpus.gathering import own_part
 from tests.corpus.models import Odd
 from tests.harness import run_ranks
 from tests.sharding.nets import (
@@ -57,10 +58,6 @@ def _tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scratch_file, "SMALLEST", 1)
 
 
-def _local(param: torch.Tensor) -> torch.Tensor:
-    return param.detach().to_local() if isinstance(param, DTensor) else param.detach()
-
-
 def assert_on_disk(net: nn.Module, folder: Path) -> None:
     """Check that all shards are in the file of this process in ``folder``."""
     file = file_in(folder)
@@ -72,7 +69,7 @@ def assert_on_disk(net: nn.Module, folder: Path) -> None:
 def assert_same(mine: nn.Module, other: nn.Module) -> None:
     """Compare parameters bit for bit."""
     for (name, p), q in zip(mine.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(_local(p), _local(q)), name
+        assert torch.equal(own_part(p), own_part(q)), name
 
 
 def _adamw(params: Any) -> torch.optim.Optimizer:
@@ -239,14 +236,14 @@ def test_parameters_that_went_to_the_disk_in_inference_mode_are_trained(
 @on_threads(1)
 def test_a_copy_is_on_the_disk_apart(rank: int, world_size: int, tmp_path: Path) -> None:
     net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
-    before = [_local(param).clone() for param in net.parameters()]
+    before = [own_part(param).clone() for param in net.parameters()]
     average = torch.optim.swa_utils.AveragedModel(net)
     assert_on_disk(average.module, tmp_path)
     with torch.no_grad():
         for param in net.parameters():
             param.zero_()
     for param, value in zip(average.module.parameters(), before, strict=True):
-        assert torch.equal(_local(param), value), "a copy has memory of its own"
+        assert torch.equal(own_part(param), value), "a copy has memory of its own"
 
 
 @on_processes(2)
@@ -292,7 +289,7 @@ def test_small_shards_stay_in_memory(rank: int, world_size: int, tmp_path: Path)
     net = sharded_net(offload_policy=DiskOffloadPolicy(tmp_path))
     loss_of(net, batches(world_size)[rank]).backward()
     file = file_in(tmp_path)
-    found = {name: file.holds(_local(param)) for name, param in net.named_parameters()}
+    found = {name: file.holds(own_part(param)) for name, param in net.named_parameters()}
     assert {name for name, on_disk in found.items() if on_disk} == {
         f"blocks.{i}.{name}.weight" for i in range(3) for name in ("up", "down")
     }
@@ -304,7 +301,7 @@ def test_small_shards_stay_in_memory(rank: int, world_size: int, tmp_path: Path)
 def _record(rank: int, world_size: int, folder: Path) -> tuple[list[str], list[str]]:
     net = sharded_net(offload_policy=DiskOffloadPolicy(folder))
     blocks = {
-        _local(block.up.weight).data_ptr(): str(i)
+        own_part(block.up.weight).data_ptr(): str(i)
         for i, block in enumerate(net.blocks)  # type: ignore[arg-type, union-attr]
     }
     calls: list[str] = []

@@ -16,13 +16,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise import MixedPrecisionPolicy, fully_shard
 from shardwise.sharding.state import state_of
 from shardwise.sharding.states import GroupState
-from tests.sharding.nets import (
-    batches,
-    check_backward,
-    group_of,
-    loss_of,
-    seeded,
-)
+from tests.sharding.nets import batches, check_backward, group_of, loss_of, seeded, step_all
 from tests.worlds import on_processes, on_threads
 
 aten = torch.ops.aten
@@ -228,9 +222,7 @@ def _train(
     for step in range(2):
         x = batches(world_size, step)
         check_backward(net, whole, x, rank)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         if kind is HighLow:  # its steps round as well
             with torch.no_grad():
                 whole.first.weight.copy_(HighLow.of(whole.first.weight).values())

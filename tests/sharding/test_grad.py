@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from shardwise import clip_grad_norm_, fully_shard
+from tests.corpus.gathering import in_full
 from tests.worlds import Ranks, on_threads
 
 
@@ -54,8 +55,7 @@ def _clipped(rank: int, world_size: int, shape: tuple[int, ...], norm_type: floa
         if param.grad is None:
             assert whole.grad is None, name
             continue
-        grad = param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
-        torch.testing.assert_close(grad, whole.grad, rtol=1e-5, atol=1e-8, msg=name)
+        torch.testing.assert_close(in_full(param.grad), whole.grad, rtol=1e-5, atol=1e-8, msg=name)
 
     untouched = [param.grad.clone() for param in model.parameters() if param.grad is not None]
     clip_grad_norm_(model.parameters(), 1e6, norm_type)

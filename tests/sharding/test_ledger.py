@@ -23,6 +23,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_modules,
     sharded_net,
+    step_all,
 )
 from tests.worlds import Ranks, on_threads
 
@@ -247,9 +248,7 @@ def _kept(rank: int, world_size: int, options: dict[str, Any]) -> None:
         x = batches(world_size, step)
         check_backward(net, whole, x, rank)
         taken = [torch.empty(1 << 10) for _ in range(8)]  # what would get freed memory
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         del taken
     assert addresses[0]
     assert addresses[1:] == addresses[:-1], "the same in every forward and backward"

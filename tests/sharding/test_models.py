@@ -26,6 +26,7 @@ from tests.sharding.nets import (
     loss_of,
     run_backward,
     seeded,
+    step_all,
     train_alike,
     twins,
 )
@@ -104,9 +105,7 @@ def test_what_stayed_whole_over_a_step_is_gathered_anew(
         run_backward(net, whole, x, rank)
         with guard():
             torch.testing.assert_close(net(x[rank]), whole(x[rank]))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
         with guard():
             torch.testing.assert_close(net(x[rank]), whole(x[rank]), msg="stale values")
 
@@ -141,9 +140,7 @@ def test_compiled_blocks_train_alike_with_hooks_outside_of_graphs(
         grads = wholes(param.grad for param in net.parameters())
         for found, param in zip(grads, whole.parameters(), strict=True):
             torch.testing.assert_close(found, param.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert frames, "something was compiled"
     for graph in frames:
         assert "all_gather" not in graph.code

@@ -15,7 +15,6 @@ from tests.sharding.nets import (
     Net,
     assert_accumulates,
     assert_same_gradients,
-    average_backward,
     batches,
     check_backward,
     group_of,
@@ -93,8 +92,7 @@ def test_reduce_scatter_now_and_all_reduce_later(
     net.set_reduce_scatter_max_input_buffers(buffers)
     net.set_is_last_backward(buffers == 1)
     for step in range(2):
-        loss_of(net, batches(world_size, step)[rank]).backward()
-        average_backward(whole, batches(world_size, step))
+        run_backward(net, whole, batches(world_size, step), rank)
         assert all(param.grad is None for param in net.parameters()), "held until the all-reduce"
     net.set_requires_all_reduce(True)
     net.set_is_last_backward(True)

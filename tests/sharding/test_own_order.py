@@ -253,16 +253,13 @@ def test_so_do_processes(transport: str, keeps: bool) -> None:
     check(transport, 2, Way(keeps=keeps), random_routes(9, 2, 5, 1))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_patterns_train_as_one_process(seed: int) -> None:
-    world_size = (2, 3, 4)[seed % 3]
-    way = random_way(seed, world_size)
-    check("threads", world_size, way, random_routes(seed, world_size, 3, way.micro))
-
-
-@pytest.mark.long
-def test_many_random_patterns_train_as_one_process() -> None:
-    for seed in range(100, 2100):
+@pytest.mark.parametrize(
+    "seeds",
+    [*(range(n, n + 1) for n in range(12)), pytest.param(range(100, 2100), marks=pytest.mark.long)],
+    ids=str,
+)
+def test_random_patterns_train_as_one_process(seeds: range) -> None:
+    for seed in seeds:
         world_size = (2, 3, 4)[seed % 3]
         way = random_way(seed, world_size)
         check("threads", world_size, way, random_routes(seed, world_size, 3, way.micro))

@@ -174,9 +174,7 @@ def test_gradients_of_a_backward_that_failed_at_its_end_are_lost(
         loss_of(net, batches(world_size)[rank]).backward()
     fails[0] = False
     net.zero_grad()
-    loss_of(net, batches(world_size, 1)[rank]).backward()
-    average_backward(whole, batches(world_size, 1))
-    assert_same_gradients(net, whole)
+    check_backward(net, whole, batches(world_size, 1), rank)
 
 
 @on_threads(2)
@@ -203,9 +201,7 @@ def test_a_step_inside_an_exception_handler_is_no_failure(rank: int, world_size:
     try:
         raise ArithmeticError
     except ArithmeticError:
-        loss_of(net, x[rank]).backward()
-    average_backward(whole, x)
-    assert_same_gradients(net, whole)
+        check_backward(net, whole, x, rank)
 
 
 @on_threads(2)

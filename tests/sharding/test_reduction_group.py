@@ -24,6 +24,7 @@ from tests.sharding.nets import (
     seeded,
     sharded_modules,
     sharded_net,
+    step_all,
 )
 from tests.sharding.test_communication import Gather, Scatter
 from tests.worlds import Ranks, on_processes
@@ -48,9 +49,7 @@ def _train(rank: int, world_size: int, way: str, folder: Path) -> None:
             x = batches(world_size, 2 * step + sync)
             run_backward(net, whole, x, rank)
         assert_same_gradients(net, whole)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     mesh = group_of(net).mesh
     assert mesh.scatter_group is not None
     assert mesh.scatter_group.size() == mesh.shard_group.size()

@@ -16,11 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from shardwise import DataParallelMeshDims, FSDPModule, fully_shard
 from shardwise._torch.fsdp import ShardPlacementResult
 from shardwise.sharding.mesh import DataMesh
+from tests.corpus.gathering import own_part
 from tests.sharding.nets import Net, batches, loss_of, seeded
 from tests.sharding.test_extension import Half, Halved, OnlyOne
 from tests.worlds import Ranks, on_threads
@@ -342,7 +343,7 @@ def _look(modules: Sequence[nn.Module]) -> dict[str, Any]:
 def _values_of(param: nn.Parameter | None) -> Any:
     if param is None or isinstance(param, nn.UninitializedParameter | _Uncuttable | Halved):
         return None
-    return (param.to_local() if isinstance(param, DTensor) else param).tolist()
+    return own_part(param).tolist()
 
 
 def _same(one: Any, other: Any) -> bool:

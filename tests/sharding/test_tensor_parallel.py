@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from shardwise import clip_grad_norm_, fully_shard
-from tests.sharding.nets import assert_same_gradients, assert_same_values, seeded
+from tests.sharding.nets import assert_same_gradients, assert_same_values, seeded, step_all
 from tests.sharding.tensor_parallel import (
     TokenNet,
     fill_with_rows,
@@ -84,9 +84,7 @@ def _train(mesh: DeviceMesh, data: DeviceMesh, **kwargs: Any) -> None:
         assert_same_gradients(net, whole)
         norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.1)
         torch.testing.assert_close(clip_grad_norm_(net.parameters(), 0.1), norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        step_all(optimizers)
     assert_same_values(net, whole)
 
 

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import FSDPModule, MixedPrecisionPolicy, fully_shard
+from tests.corpus.gathering import in_full
 from tests.sharding.nets import (
     WIDTH,
     Block,
@@ -360,8 +361,7 @@ def _step_clipped(net: nn.Module, rank: int, max_norm: float | None) -> list[tor
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(net.parameters(), max_norm)
         optimizer.step()
-    params = [param.detach() for param in net.parameters()]
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in params]
+    return [in_full(param.detach()) for param in net.parameters()]
 
 
 class _WithoutScalar(Net):

@@ -10,18 +10,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from shardwise import FullyShardedDataParallel, Wire, XlaFullyShardedDataParallel, fully_shard
 from shardwise.base.errors import MisuseError
 from shardwise.sharding.policy import MixedPrecisionPolicy
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.two_levels import TwoLevelTransport
-from tests.corpus.gathering import wholes
+from tests.corpus.gathering import in_full, wholes
 from tests.corpus.models import Odd
 from tests.sharding.nets import (
     Net,
-    average_backward,
     batches,
     group_of,
     hybrid_mesh,
@@ -43,10 +42,6 @@ GRADIENTS = Wire(reduce="int8")
 FEEDBACK = Wire(reduce="int8", error_feedback=True)
 EVERYTHING = Wire(gather="int8", reduce="int8", error_feedback=True)
 Threads = Callable[..., list[Any]]
-
-
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _assert_near(net: nn.Module, whole: nn.Module, share: float) -> None:
@@ -184,7 +179,7 @@ def test_forward_and_backward_compute_with_the_same_decoded_parameters(
     rank: int, world_size: int
 ) -> None:
     net = sharded_net(transport="c10d", wire=Wire(gather="int8"))
-    masters = {name: _full(param).detach().clone() for name, param in net.named_parameters()}
+    masters = {name: in_full(param).detach().clone() for name, param in net.named_parameters()}
     seen: dict[str, torch.Tensor] = {}
     block: Any = net.blocks[0]
 
@@ -205,7 +200,7 @@ def test_forward_and_backward_compute_with_the_same_decoded_parameters(
     assert torch.equal(seen["forward"], expected)
     assert torch.equal(seen["backward"], expected)
     for name, param in net.named_parameters():
-        assert torch.equal(_full(param).detach(), masters[name]), "shards stay exact"
+        assert torch.equal(in_full(param).detach(), masters[name]), "shards stay exact"
 
 
 class Clamping(nn.Module):
@@ -230,7 +225,7 @@ def test_what_a_module_writes_to_its_parameter_changes_nothing_else(
         expected = Clamping().weight.detach().clone()
         loss_of(net, batches(world_size)[rank]).backward()
         expected[0, 1] = torch.tensor(0.123).to(policy.param_dtype or torch.float32)
-        assert torch.equal(_full(net.weight).detach(), expected)
+        assert torch.equal(in_full(net.weight).detach(), expected)
 
 
 @on_threads(2)
@@ -284,8 +279,7 @@ def test_a_copy_of_a_model_has_errors_of_its_own(rank: int, world_size: int) -> 
     loss_of(net, batches(world_size)[rank]).backward()
     twin, whole = copy.deepcopy(net), seeded(Net)
     twin.zero_grad()
-    loss_of(twin, batches(world_size, 1)[rank]).backward()
-    average_backward(whole, batches(world_size, 1))
+    run_backward(twin, whole, batches(world_size, 1), rank)
     _assert_near(twin, whole, 0.03)
 
 
@@ -296,11 +290,11 @@ def _spoiled(rank: int, world_size: int) -> tuple[int, bool]:
     if rank == 0:
         x[0, 0] = float("nan")
     loss_of(net, x).backward()
-    spoiled = not all(_full(p.grad).isfinite().all() for p in net.parameters())
+    spoiled = not all(in_full(p.grad).isfinite().all() for p in net.parameters())
     counted = net.wire_overflows()
     net.zero_grad()
     loss_of(net, batches(world_size)[1]).backward()
-    assert all(_full(p.grad).isfinite().all() for p in net.parameters()), "nothing is kept of it"
+    assert all(in_full(p.grad).isfinite().all() for p in net.parameters()), "nothing is kept of it"
     assert before == 0
     return counted, spoiled
 
@@ -335,8 +329,7 @@ def test_shards_over_fewer_ranks_are_not_encoded_again(rank: int, world_size: in
     smaller = group_of(net.blocks[0]).post_forward
     assert smaller is not None
     assert not isinstance(smaller.transport, EncodedTransport), "it was decoded before"
-    loss_of(net, batches(world_size)[rank]).backward()
-    average_backward(whole, batches(world_size))
+    run_backward(net, whole, batches(world_size), rank)
     _assert_near(net, whole, 0.1)
 
 
@@ -375,8 +368,7 @@ def test_custom_collectives_go_with_wires_for_the_other_direction(
         net, whole = sharded_net(transport="c10d", wire=wire), seeded(Net)
         for module in sharded_modules(net):
             getattr(module, method)(comm)
-        loss_of(net, batches(world_size)[rank]).backward()
-        average_backward(whole, batches(world_size))
+        run_backward(net, whole, batches(world_size), rank)
         _assert_near(net, whole, 0.03)
 
 
@@ -389,8 +381,7 @@ def test_fsdp1_and_xla_have_wires_too(rank: int, world_size: int) -> None:
         net: Any = make(seeded(Net), transport="c10d", wire=GRADIENTS)
         assert isinstance(group_of(net.module).mesh.scatter, EncodedTransport)
         whole = seeded(Net)
-        loss_of(net, batches(world_size)[rank]).backward()
-        average_backward(whole, batches(world_size))
+        run_backward(net, whole, batches(world_size), rank)
         _assert_near(net.module, whole, 0.03)
 
 
@@ -413,10 +404,11 @@ class Other(nn.Module):
 def test_other_dtypes_are_sent_as_they_are(rank: int, world_size: int) -> None:
     net: Any = fully_shard(seeded(Other), transport="c10d", wire=GRADIENTS)
     whole = seeded(Other)
-    loss_of(net, batches(world_size)[rank]).backward()
-    average_backward(whole, batches(world_size))
+    run_backward(net, whole, batches(world_size), rank)
     for name in ("wide", "turning"):
         found, wanted = (getattr(each, name).grad for each in (net, whole))
-        torch.testing.assert_close(_full(found), wanted)
+        torch.testing.assert_close(in_full(found), wanted)
     scale = float(whole.weight.grad.abs().max())
-    torch.testing.assert_close(_full(net.weight.grad), whole.weight.grad, rtol=0.0, atol=scale / 50)
+    torch.testing.assert_close(
+        in_full(net.weight.grad), whole.weight.grad, rtol=0.0, atol=scale / 50
+    )

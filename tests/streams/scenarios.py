@@ -299,19 +299,12 @@ UNPINNED = CPUOffloadPolicy(pin_memory=False)
 # -- strategies ---------------------------------------------------------------------------------
 
 
-@scenario()
-def half_reduced(run: Run) -> None:
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
-    train(run, shard(run, mp_policy=policy))
-
-
-@scenario()
-def plain_collectives_mixed(run: Run) -> None:
+def _with_norms_in_bfloat16(run: Run) -> Any:
     """Some parameters have another dtype, so everything is gathered as bytes."""
     net = make(run)
     for block in net.blocks:
         block.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=NAME)
-    train(run, shard(run, net, transport="collectives"))
+    return net
 
 
 # -- where shards are ---------------------------------------------------------------------------
@@ -326,23 +319,17 @@ def offload_and_read(run: Run) -> None:
     train(run, net)
 
 
-@scenario()
-def offload_accumulate(run: Run) -> None:
-    """Every backward is reduced, and added to the gradient on the host."""
-
-    def backward(net: Any) -> None:
-        for _ in range(2):
-            run_backward(net)
-
-    train(run, shard(run, offload_policy=PINNED), backward=backward)
+def _twice(net: Any) -> None:
+    """Run two backwards, each of which is reduced and added to the gradient."""
+    for _ in range(2):
+        run_backward(net)
 
 
-@scenario()
-def offload_tied(run: Run) -> None:
-    """Two groups add to one gradient on the host."""
-    net = make(run)
-    net.blocks[1].up.weight = net.blocks[0].up.weight
-    train(run, shard(run, net, offload_policy=PINNED))
+def _tied(run: Run, depth: int = 2) -> Any:
+    """Two groups add to one gradient."""
+    net = make(run, depth=depth)
+    net.blocks[depth - 1].up.weight = net.blocks[0].up.weight
+    return net
 
 
 @scenario()
@@ -534,31 +521,20 @@ def accumulate(run: Run) -> None:
     train(run, shard(run, mp_policy=BF16), backward=backward, steps=2)
 
 
-@scenario()
-def zero1(run: Run) -> None:
+def _zero1(net: Any) -> None:
     """Full parameters and gradients stay until the last microbatch."""
-
-    def backward(net: Any) -> None:
-        for last in (False, True):
-            net.set_requires_gradient_sync(last)
-            net.set_is_last_backward(last)
-            net.set_reshard_after_backward(last)
-            run_backward(net)
-
-    train(run, shard(run, reshard_after_forward=False), backward=backward)
+    for last in (False, True):
+        net.set_requires_gradient_sync(last)
+        net.set_is_last_backward(last)
+        net.set_reshard_after_backward(last)
+        run_backward(net)
 
 
-@scenario(shape=(2, 2))
-def hybrid_accumulate(run: Run) -> None:
+def _first_over_shards(net: Any) -> None:
     """The first microbatch is reduced over the shard dimension only."""
-
-    def backward(net: Any) -> None:
-        net.set_requires_all_reduce(False)
+    for reduces in (False, True):
+        net.set_requires_all_reduce(reduces)
         run_backward(net)
-        net.set_requires_all_reduce(True)
-        run_backward(net)
-
-    train(run, shard(run), backward=backward)
 
 
 @scenario()
@@ -577,11 +553,9 @@ def post_optimizer_event(run: Run) -> None:
             hook(step)
 
 
-@scenario()
-def many_input_buffers(run: Run) -> None:
-    net = shard(run)
+def _with_three_buffers(net: Any) -> Any:
     net.set_reduce_scatter_max_input_buffers(3)
-    train(run, net)
+    return net
 
 
 @scenario()
@@ -595,30 +569,8 @@ def unused_params(run: Run) -> None:
     train(run, net)
 
 
-@scenario()
-def forward_on_side_stream(run: Run) -> None:
+def _forward_on_side_stream(run: Run, net: Any) -> None:
     """Autograd runs backward on the stream of forward, whichever stream calls it."""
-    net = shard(run)
-    side = Stream(name="forward")
-
-    def backward(net: Any) -> None:
-        side.wait_stream(run.device.current)
-        with side:
-            loss = loss_of(net)
-        run.device.current.wait_stream(side)
-        loss.backward()  # type: ignore[no-untyped-call]
-
-    train(run, net, backward=backward)
-
-
-@scenario(shape=(2, 2))
-def forward_on_side_stream_hybrid(run: Run) -> None:
-    forward_on_side_stream(run)
-
-
-@scenario()
-def forward_on_side_stream_offloaded(run: Run) -> None:
-    net = shard(run, offload_policy=PINNED)
     side = Stream(name="forward")
 
     def backward(net: Any) -> None:
@@ -679,26 +631,17 @@ def one_rank_summon(run: Run) -> None:
                 parameter.detach().sum()
 
 
-@scenario()
-def clip(run: Run) -> None:
-    def backward(net: Any) -> None:
-        run_backward(net)
-        shardwise.clip_grad_norm_(net.parameters(), 1.0)
-
-    train(run, shard(run), backward=backward)
+def _clipped(net: Any) -> None:
+    run_backward(net)
+    shardwise.clip_grad_norm_(net.parameters(), 1.0).add(1)
 
 
 @scenario()
 def clip_bfloat16(run: Run) -> None:
     """The norm is computed in float32."""
-
-    def backward(net: Any) -> None:
-        run_backward(net)
-        shardwise.clip_grad_norm_(net.parameters(), 1.0).add(1)
-
     torch.set_default_dtype(torch.bfloat16)
     try:
-        train(run, shard(run), backward=backward)
+        train(run, shard(run), backward=_clipped)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -764,25 +707,10 @@ def _customize(net: Any, *, asynchronous: bool = False) -> Any:
     return net
 
 
-@scenario()
-def custom_asynchronous(run: Run) -> None:
-    """The custom collective runs on a stream of the backend and returns a work."""
-    train(run, _customize(shard(run), asynchronous=True))
-
-
-@scenario()
-def custom_two_dtypes(run: Run) -> None:
-    net = make(run)
-    for block in net.blocks:
-        block.norm = nn.LayerNorm(WIDTH, dtype=torch.bfloat16, device=NAME)
-    train(run, _customize(shard(run, net)))
-
-
 # -- backwards that the program completes, and memory that is kept ---------------------------------
 
 
-def _finalized(run: Run, *, async_op: bool, **options: Any) -> None:
-    net = shard(run, **options)
+def _finalized(run: Run, net: Any, *, async_op: bool) -> None:
     net.set_manual_backward_finalization(True)
 
     def backward(net: Any) -> None:
@@ -796,27 +724,10 @@ def _finalized(run: Run, *, async_op: bool, **options: Any) -> None:
     train(run, net, backward=backward)
 
 
-@scenario()
-def finalized(run: Run) -> None:
-    _finalized(run, async_op=False)
-
-
-@scenario(shape=(2, 2))
-def finalized_asynchronously(run: Run) -> None:
-    _finalized(run, async_op=True, mp_policy=BF16)
-
-
-@scenario()
-def finalized_offload(run: Run) -> None:
-    _finalized(run, async_op=True, offload_policy=PINNED)
-
-
-@scenario()
-def kept_storage(run: Run) -> None:
+def _keeping_storage(net: Any) -> Any:
     """The next gather writes where the last backward read."""
-    net = _prefetching(shard(run))
     net.set_keep_unsharded_storage(True)
-    train(run, net)
+    return net
 
 
 # -- groups and memory of collectives -----------------------------------------------------------
@@ -827,50 +738,7 @@ def _separate(net: Any) -> Any:
     return net
 
 
-@scenario()
-def separate_group_in_flight(run: Run) -> None:
-    """Several groups are in reduction at once."""
-    net = _separate(_prefetching(shard(run)))
-    net.set_reduce_scatter_max_input_buffers(3)
-    train(run, net)
-
-
 # -- wires --------------------------------------------------------------------------------------
-
-
-@scenario(shape=(2, 2))
-def wires(run: Run) -> None:
-    """Both dimensions encode, and keep what they lost."""
-    wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
-    net = shard(run, make(run, depth=1), wire=wire, transport="c10d")
-    train(run, net, backward=backward_with_gradients)
-
-
-@scenario(shape=(4,), per_host=2)
-def wires_over_hosts(run: Run) -> None:
-    """One dimension of two hosts: in each of them first, or last, and in both for a scalar."""
-    wire = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
-    net = make(run)
-    with torch.device(NAME):
-        net.blocks = nn.ModuleList([_Scaled(), Block()])
-    train(run, shard(run, net, wire=wire, transport="c10d"), backward=backward_with_gradients)
-
-
-@scenario()
-def wires_of_scalars(run: Run) -> None:
-    """A parameter that is not cut is all-reduced while others are scattered, one as it is."""
-    net = make(run)
-    with torch.device(NAME):
-        net.blocks = nn.ModuleList([_Scaled(), _Wide()])
-    wire = shardwise.Wire(gather="fp8", reduce="fp8")
-    train(run, shard(run, net, wire=wire, transport="c10d"))
-
-
-@scenario(shape=(2, 2))
-def wires_offload(run: Run) -> None:
-    wire = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
-    net = make(run, depth=1)
-    train(run, shard(run, net, wire=wire, transport="c10d", offload_policy=PINNED))
 
 
 class _Wide(nn.Module):
@@ -888,10 +756,16 @@ class _Wide(nn.Module):
 # -- kinds of parameters ------------------------------------------------------------------------
 
 
-@scenario(shape=(4,))
-def staged_integer_reshard(run: Run) -> None:
-    by_columns: Any = lambda p: Shard(1) if p.dim() == 2 else None  # noqa: E731
-    train(run, shard(run, reshard_after_forward=2, shard_placement_fn=by_columns))
+def _of(*kinds: Callable[[], nn.Module]) -> Callable[[Run], Any]:
+    """Make nets of these kinds of blocks."""
+
+    def of_kinds(run: Run) -> Any:
+        net = make(run)
+        with torch.device(NAME):
+            net.blocks = nn.ModuleList(kind() for kind in kinds)
+        return net
+
+    return of_kinds
 
 
 class _Scaled(nn.Module):
@@ -910,23 +784,8 @@ class _Scaled(nn.Module):
 @scenario()
 def scalars(run: Run) -> None:
     """Scalars are held by every rank, and all-reduced."""
-    net = make(run)
-    with torch.device(NAME):
-        net.blocks = nn.ModuleList(_Scaled() for _ in range(3))
-    train(run, shard(run, net))
-    with torch.device(NAME):
-        net = Net()
-        net.blocks = nn.ModuleList(_Scaled() for _ in range(3))
-    train(run, shard(run, net, mp_policy=BF16))
-
-
-@scenario(shape=(4,))
-def integer_reshard_of_scalars(run: Run) -> None:
-    """Backward computes with the scalars of its forward."""
-    net = make(run)
-    with torch.device(NAME):
-        net.blocks = nn.ModuleList(_Scaled() for _ in range(2))
-    train(run, shard(run, net, reshard_after_forward=2))
+    for options in ({}, {"mp_policy": BF16}):
+        train(run, shard(run, _of(_Scaled, _Scaled, _Scaled)(run), **options))
 
 
 @scenario()
@@ -939,35 +798,13 @@ def scalar_in_root(run: Run) -> None:
     train(run, net)
 
 
-def _with_integers(run: Run, **options: Any) -> Any:
-    """Shard a net with floating-point parameters, which are converted, and others."""
+def _with_integers(run: Run) -> Any:
+    """Make a net with floating-point parameters, which are converted, and others."""
     net = make(run)
     for block in net.blocks:
         numbers = torch.ones(8, dtype=torch.int32, device=NAME)
         block.numbers = nn.Parameter(numbers, requires_grad=False)
-    return shard(run, net, mp_policy=BF16, **options)
-
-
-@scenario()
-def integers(run: Run) -> None:
-    train(run, _with_integers(run))
-
-
-@scenario()
-def integers_plain_collectives(run: Run) -> None:
-    train(run, _with_integers(run, transport="collectives"))
-
-
-@scenario()
-def integers_custom(run: Run) -> None:
-    train(run, _customize(_with_integers(run)))
-
-
-@scenario()
-def tied(run: Run) -> None:
-    net = make(run, depth=3)
-    net.blocks[2].up.weight = net.blocks[0].up.weight
-    train(run, shard(run, net))
+    return net
 
 
 class _ReturnsWeight(nn.Module):
@@ -981,12 +818,10 @@ class _ReturnsWeight(nn.Module):
         return self.weight.view(1, WIDTH)
 
 
-@scenario()
-def returns_parameter(run: Run) -> None:
-    net = make(run, call=lambda block, x: x + block(x))
-    with torch.device(NAME):
-        net.blocks = nn.ModuleList(_ReturnsWeight() for _ in range(3))
-    train(run, shard(run, net))
+def _returning_parameters(run: Run) -> Any:
+    net = _of(*[_ReturnsWeight] * 3)(run)
+    net.call = lambda block, x: x + block(x)
+    return net
 
 
 class Sent(torch.Tensor):
@@ -1040,21 +875,11 @@ class Sent(torch.Tensor):
         return full, (full,)
 
 
-@scenario()
-def subclass(run: Run) -> None:
-    _subclass(run)
-
-
-@scenario()
-def subclass_offload(run: Run) -> None:
-    _subclass(run, offload_policy=UNPINNED)
-
-
-def _subclass(run: Run, **options: Any) -> None:
+def _of_a_subclass(run: Run) -> Any:
     net = make(run)
     for block in net.blocks:
         block.up.weight = nn.Parameter(Sent(block.up.weight.detach()))
-    train(run, shard(run, net, **options), optimizer=functools.partial(sgd, foreach=False))
+    return net
 
 
 # -- tensors from and to the outside -----------------------------------------------------------
@@ -1110,28 +935,6 @@ def _write_to_weight(module: Any, args: object) -> None:
         module.up.weight.clamp_(-1, 1)
 
 
-@scenario()
-def written_in_forward(run: Run) -> None:
-    """Modules write to their full parameters, and the runtime copies that to the shards."""
-    _written_in_forward(run)
-
-
-@scenario()
-def written_in_forward_mixed(run: Run) -> None:
-    _written_in_forward(run, mp_policy=BF16)
-
-
-@scenario()
-def written_in_forward_offloaded(run: Run) -> None:
-    _written_in_forward(run, offload_policy=PINNED)
-
-
-@scenario()
-def wires_written_offloaded(run: Run) -> None:
-    wire = shardwise.Wire(gather="int8")
-    _written_in_forward(run, offload_policy=PINNED, wire=wire, transport="c10d")
-
-
 @scenario(shape=(4,), per_host=2)
 def wires_over_hosts_written(run: Run) -> None:
     """What was written is encoded while a stream encodes parameters of the next block."""
@@ -1141,11 +944,8 @@ def wires_over_hosts_written(run: Run) -> None:
     _train_written(run, net)
 
 
-def _written_in_forward(run: Run, **options: Any) -> None:
-    _train_written(run, shard(run, **options))
-
-
 def _train_written(run: Run, net: Any) -> None:
+    """Modules write to their full parameters, and the runtime copies that to the shards."""
     for block in net.blocks:
         block.register_forward_pre_hook(_write_to_weight)
     train(run, net)
@@ -1221,20 +1021,15 @@ def tensor_parallel(run: Run) -> None:
 # -- activation checkpointing -------------------------------------------------------------------
 
 
-@scenario()
-def activation_checkpointing(run: Run) -> None:
-    net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
-    train(run, shard(run, net))
+def _recomputed(run: Run) -> Any:
+    return make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
 
 
-@scenario()
-def activation_checkpointing_gathers(run: Run) -> None:
-    """Forward gathers again when it is computed again, since backward does not."""
-    net = make(run, call=lambda block, x: checkpoint(block, x, use_reentrant=False))
-    shard(run, net)
+def _not_gathered_in_backward(net: Any) -> Any:
+    """Forward gathers again when it is computed again."""
     for unit in units(net):
         unit.set_unshard_in_backward(False)
-    train(run, net)
+    return net
 
 
 @scenario()
@@ -1294,17 +1089,14 @@ class _Raise(torch.autograd.Function):
         raise _FaultError
 
 
-def _backward_raises(run: Run, inner: int | None = None, **options: Any) -> None:
+def _backward_raises(run: Run, net: Any) -> None:
     def call(block: Any, x: torch.Tensor) -> torch.Tensor:
         if fails and block is net.blocks[1]:
             x = _Raise.apply(x)  # type: ignore[no-untyped-call]
         out: torch.Tensor = block(x)
         return out
 
-    net = make(run, inner=inner, call=call)
-    if inner is not None:
-        net.head = nn.Identity()  # the next forward begins with the gather that was given up
-    shard(run, net, **options)
+    net.call = call
     fails = False
     train(run, net, steps=1)
     fails = True
@@ -1314,26 +1106,11 @@ def _backward_raises(run: Run, inner: int | None = None, **options: Any) -> None
     train(run, net, steps=2)
 
 
-@scenario()
-def backward_raises(run: Run) -> None:
-    """A gather and a reduction are under way, and nobody waits for them."""
-    _backward_raises(run)
-
-
-@scenario()
-def backward_raises_large(run: Run) -> None:
-    """The gather that nobody waits for writes to the full parameters themselves."""
-    _backward_raises(run, inner=1024)
-
-
-@scenario()
-def backward_raises_offloaded(run: Run) -> None:
-    _backward_raises(run, offload_policy=PINNED)
-
-
-@scenario()
-def backward_raises_staged(run: Run) -> None:
-    _backward_raises(run, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+def _large_without_head(run: Run) -> Any:
+    """The next forward begins with the gather that was given up."""
+    net = make(run, inner=1024)
+    net.head = nn.Identity()
+    return net
 
 
 # -- around a training --------------------------------------------------------------------------
@@ -1478,8 +1255,7 @@ def _read_when(ready: threading.Event, run: Run) -> Iterator[None]:
         yield
 
 
-def _async_save(run: Run, **options: Any) -> None:
-    net = shard(run, **options)
+def _async_save(run: Run, net: Any) -> None:
     opt = train(run, net, steps=1)
     ready = threading.Event()
     with _read_when(ready, run):
@@ -1491,21 +1267,10 @@ def _async_save(run: Run, **options: Any) -> None:
     train(run, net, steps=1)
 
 
-@scenario()
-def async_save(run: Run) -> None:
-    _async_save(run)
-
-
-@scenario(pageable=Pageable.RETURNS)
-def async_save_pageable(run: Run) -> None:
-    """The same on a device that pins no memory, and copies to pageable memory without waiting."""
+def _async_save_pageable(run: Run, net: Any) -> None:
+    """Save on a device that pins no memory, and copies to pageable memory without waiting."""
     with mock.patch.object(devices, "pins", return_value=False):
-        _async_save(run)
-
-
-@scenario()
-def async_save_offloaded(run: Run) -> None:
-    _async_save(run, offload_policy=PINNED)
+        _async_save(run, net)
 
 
 # -- trainings that differ in options alone -------------------------------------------------------
@@ -1514,21 +1279,31 @@ def async_save_offloaded(run: Run) -> None:
 def _options(
     name: str,
     *through: Callable[[Any], Any],
+    net: Callable[[Run], Any] = make,
     how: Callable[[Run, Any], object] = train,
+    backward: Callable[[Any], None] | None = None,
     shape: tuple[int, ...] = (2,),
     rank: int = 0,
+    per_host: int = 0,
+    pageable: Pageable = Pageable.BLOCKS,
     inner: int | None = None,
     **options: Any,
 ) -> None:
     """List a training of a net that is sharded with ``options``, and changed by ``through``."""
+    made = net if inner is None else functools.partial(make, inner=inner)
+    trained = how if backward is None else functools.partial(train, backward=backward)
 
     def run(run: Run) -> None:
-        net = shard(run, make(run, inner=inner), **options)
+        net = shard(run, made(run), **options)
         for change in through:
             net = change(net)
-        how(run, net)
+        trained(run, net)
 
-    SCENARIOS[name] = Scenario(run, shape, rank)
+    SCENARIOS[name] = Scenario(run, shape, rank, per_host, pageable)
+
+
+def _by_columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.dim() == 2 else None
 
 
 _options("zero3", how=functools.partial(train, optimizer=adamw, backward=backward_with_gradients))
@@ -1536,22 +1311,18 @@ _options("zero2", reshard_after_forward=False)
 _options("one_rank", shape=(1,))
 _options("one_rank_mixed", shape=(1,), mp_policy=BF16)
 _options("no_shard", shape=(2, 1), reshard_after_forward=False)
-_options("hybrid", how=functools.partial(train, backward=backward_with_gradients), shape=(2, 2))
+_options("hybrid", backward=backward_with_gradients, shape=(2, 2))
 _options("hybrid_zero2", shape=(2, 2), reshard_after_forward=False)
 _options("hybrid_mixed", shape=(2, 2), mp_policy=BF16)
 _options("mixed", mp_policy=BF16)
 _options("half", mp_policy=FP16)
+_options("half_reduced", mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float16))
 _options("integer_reshard", shape=(4,), reshard_after_forward=2)
 _options("plain_collectives", transport="collectives")
 _options("offload_pinned", how=functools.partial(train, optimizer=adamw), offload_policy=PINNED)
 _options("offload_unpinned", how=functools.partial(train, optimizer=adamw), offload_policy=UNPINNED)
 _options("offload_mixed", offload_policy=PINNED, mp_policy=BF16)
-_options(
-    "offload_hybrid",
-    how=functools.partial(train, backward=backward_with_gradients),
-    shape=(2, 2),
-    offload_policy=PINNED,
-)
+_options("offload_hybrid", backward=backward_with_gradients, shape=(2, 2), offload_policy=PINNED)
 _options("offload_one_rank", shape=(1,), offload_policy=PINNED)
 _options("optimizer_in_backward_offloaded", how=_optimizer_in_backward, offload_policy=PINNED)
 _options("optimizer_in_backward", how=_optimizer_in_backward)
@@ -1576,7 +1347,10 @@ _options("separate_group", _separate)
 _options("separate_group_hybrid", _separate, shape=(2, 2), mp_policy=BF16)
 _options("separate_group_offload", _separate, offload_policy=PINNED)
 # Some parameters are cut along their second dimension.
-_options("staged", shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+_options("staged", shard_placement_fn=_by_columns)
+_options(
+    "staged_integer_reshard", shape=(4,), reshard_after_forward=2, shard_placement_fn=_by_columns
+)
 _options("uneven", shape=(4,), inner=63)
 _options("uneven_last_rank", shape=(4,), rank=3, inner=63, mp_policy=BF16)
 # Parameters large enough for a collective of their own.
@@ -1585,3 +1359,89 @@ _options("large_hybrid", shape=(2, 2), inner=1024)
 _options("large_mixed", inner=1024, mp_policy=BF16)
 _options("large_uneven", inner=1023)
 _options("large_offload", inner=1024, offload_policy=PINNED)
+_options("plain_collectives_mixed", net=_with_norms_in_bfloat16, transport="collectives")
+_options("custom_two_dtypes", _customize, net=_with_norms_in_bfloat16)
+# The custom collective runs on a stream of the backend and returns a work.
+_options("custom_asynchronous", functools.partial(_customize, asynchronous=True))
+_options("offload_accumulate", backward=_twice, offload_policy=PINNED)
+_options("offload_tied", net=_tied, offload_policy=PINNED)
+_options("tied", net=functools.partial(_tied, depth=3))
+_options("zero1", backward=_zero1, reshard_after_forward=False)
+_options("hybrid_accumulate", backward=_first_over_shards, shape=(2, 2))
+_options("many_input_buffers", _with_three_buffers)
+_options("forward_on_side_stream", how=_forward_on_side_stream)
+_options("forward_on_side_stream_hybrid", how=_forward_on_side_stream, shape=(2, 2))
+_options("forward_on_side_stream_offloaded", how=_forward_on_side_stream, offload_policy=PINNED)
+_options("clip", backward=_clipped)
+_options("finalized", how=functools.partial(_finalized, async_op=False))
+_FINALIZED = functools.partial(_finalized, async_op=True)
+_options("finalized_asynchronously", how=_FINALIZED, shape=(2, 2), mp_policy=BF16)
+_options("finalized_offload", how=_FINALIZED, offload_policy=PINNED)
+_options("kept_storage", _prefetching, _keeping_storage)
+# Several groups are in reduction at once.
+_options("separate_group_in_flight", _prefetching, _separate, _with_three_buffers)
+_INT8 = shardwise.Wire(gather="int8", reduce="int8", error_feedback=True)
+_SMALL = functools.partial(make, depth=1)
+# Both dimensions encode, and keep what they lost.
+_options(
+    "wires",
+    net=_SMALL,
+    backward=backward_with_gradients,
+    shape=(2, 2),
+    wire=_INT8,
+    transport="c10d",
+)
+# One dimension of two hosts: in each of them first, or last, and in both for a scalar.
+_options(
+    "wires_over_hosts",
+    net=_of(_Scaled, Block),
+    backward=backward_with_gradients,
+    shape=(4,),
+    per_host=2,
+    wire=_INT8,
+    transport="c10d",
+)
+# A parameter that is not cut is all-reduced while others are scattered, one as it is.
+_FP8 = shardwise.Wire(gather="fp8", reduce="fp8")
+_options("wires_of_scalars", net=_of(_Scaled, _Wide), wire=_FP8, transport="c10d")
+_RANDOM = shardwise.Wire(gather="bf16", reduce="int8", rounding="stochastic")
+_options(
+    "wires_offload",
+    net=_SMALL,
+    shape=(2, 2),
+    wire=_RANDOM,
+    transport="c10d",
+    offload_policy=PINNED,
+)
+# Backward computes with the scalars of its forward.
+_options(
+    "integer_reshard_of_scalars", net=_of(_Scaled, _Scaled), shape=(4,), reshard_after_forward=2
+)
+_options("integers", net=_with_integers, mp_policy=BF16)
+_options("integers_plain_collectives", net=_with_integers, mp_policy=BF16, transport="collectives")
+_options("integers_custom", _customize, net=_with_integers, mp_policy=BF16)
+_options("returns_parameter", net=_returning_parameters)
+_ONE_BY_ONE = functools.partial(train, optimizer=functools.partial(sgd, foreach=False))
+_options("subclass", net=_of_a_subclass, how=_ONE_BY_ONE)
+_options("subclass_offload", net=_of_a_subclass, how=_ONE_BY_ONE, offload_policy=UNPINNED)
+_options("written_in_forward", how=_train_written)
+_options("written_in_forward_mixed", how=_train_written, mp_policy=BF16)
+_options("written_in_forward_offloaded", how=_train_written, offload_policy=PINNED)
+_options(
+    "wires_written_offloaded",
+    how=_train_written,
+    offload_policy=PINNED,
+    wire=shardwise.Wire(gather="int8"),
+    transport="c10d",
+)
+_options("activation_checkpointing", net=_recomputed)
+_options("activation_checkpointing_gathers", _not_gathered_in_backward, net=_recomputed)
+# A gather and a reduction are under way, and nobody waits for them.
+_options("backward_raises", how=_backward_raises)
+# The gather that nobody waits for writes to the full parameters themselves.
+_options("backward_raises_large", net=_large_without_head, how=_backward_raises)
+_options("backward_raises_offloaded", how=_backward_raises, offload_policy=PINNED)
+_options("backward_raises_staged", how=_backward_raises, shard_placement_fn=_by_columns)
+_options("async_save", how=_async_save)
+_options("async_save_pageable", how=_async_save_pageable, pageable=Pageable.RETURNS)
+_options("async_save_offloaded", how=_async_save, offload_policy=PINNED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -15,12 +16,38 @@ from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.peers import Peers
 from shardwise.transport.select import ChannelOptions, compose
 from shardwise.transport.wire import Wire, WireFormat
-from tests.transport.conformance import TOLERANCE, Checks
+from tests.transport.conformance import TOLERANCE, Checks, check_cases, fuzz
 
 CPU = torch.device("cpu")
 #: The error of one encoding, as a share of the largest value.
 SHARE = {"fp32": 0.0, "bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 1 / 254}
 ENCODED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+INT8 = Wire(gather="int8", reduce="int8")
+FEEDBACK = Wire(reduce="int8", error_feedback=True)
+
+
+class Source:
+    """What a gradient is of."""
+
+
+def values_of(rank: int, numel: int, step: int = 0) -> torch.Tensor:
+    """The values of a rank in a step."""
+    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def check_contract(transport: EncodedTransport, rounds: int) -> None:
+    """Check what all transports promise, within the error of the format."""
+    checks = EncodedChecks(transport)
+    check_cases(checks)
+    fuzz(checks, rounds, seed=3, largest=3000)
+
+
+def same_bits(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    """Whether tensors are the same, NaNs too."""
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
 
 
 def over_world(wire: Wire, requested: str = "c10d") -> EncodedTransport:

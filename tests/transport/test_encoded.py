@@ -15,21 +15,33 @@ from hypothesis import strategies as st
 
 from shardwise.base.errors import PeerLostError, RanksDivergedError
 from shardwise.insight.schema.sharding import parse_wires
+from shardwise.transport import carrier
 from shardwise.transport.base import Call, Kind, Label, LocalTransport, Reduce
 from shardwise.transport.codecs import BLOCK
 from shardwise.transport.encoded import EncodedTransport
 from shardwise.transport.select import ChannelOptions, compose, select_transport
+from shardwise.transport.shm import handshake
 from shardwise.transport.wire import PLAIN, Wire, WireError, Wires
 from tests.harness import Processes, run_ranks
 from tests.threads import run_threads
-from tests.transport.conformance import check_cases, fuzz
-from tests.transport.encoded import CPU, SHARE, EncodedChecks, over_world, through
+from tests.transport.conformance import fuzz
+from tests.transport.encoded import (
+    CPU,
+    FEEDBACK,
+    INT8,
+    SHARE,
+    EncodedChecks,
+    Source,
+    check_contract,
+    over_world,
+    same_bits,
+    through,
+    values_of,
+)
 from tests.worlds import on_processes
 
 pytestmark = pytest.mark.usefixtures("new_ranks")
 
-INT8 = Wire(gather="int8", reduce="int8")
-FEEDBACK = Wire(reduce="int8", error_feedback=True)
 RANDOM = Wire(reduce="int8", rounding="stochastic", seed=5)
 WIRES = [
     Wire(gather="bf16", reduce="bf16"),
@@ -44,9 +56,7 @@ WIRES = [
 
 
 def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
-    checks = EncodedChecks(over_world(wire))
-    check_cases(checks)
-    fuzz(checks, rounds, seed=3, largest=3000)
+    check_contract(over_world(wire), rounds)
 
 
 @pytest.mark.parametrize(
@@ -85,15 +95,7 @@ def _nobody_waits(rank: int, world_size: int) -> None:
     torch.testing.assert_close(tensor, torch.full((5000,), expected), rtol=0.01, atol=0)
 
 
-class Source:
-    """What a gradient is of."""
-
-
 # -- the same bits ---------------------------------------------------------------------------------
-
-
-def _values(rank: int, numel: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.Tensor]:
@@ -101,7 +103,7 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
     sources = [Source() for _ in range(3)]
     found = []
     for step in range(steps):
-        tensors = [_values(rank, numel, step) for numel in (1, 700, 4 * BLOCK)]
+        tensors = [values_of(rank, numel, step) for numel in (1, 700, 4 * BLOCK)]
         if rank == 1 and step == 1:
             tensors[1][3] = float("nan")
         transport.start(
@@ -111,43 +113,38 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
     return found
 
 
-def _same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    pairs = zip(first, second, strict=True)
-    return all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in pairs)
-
-
 @pytest.mark.parametrize("wire", [*WIRES[:3], FEEDBACK, RANDOM], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_ranks_end_with_the_same_bits(wire: Wire, world_size: int) -> None:
     first, *others = run_threads(_reduced, world_size, wire, 3)
-    assert all(_same_bits(first, other) for other in others)
+    assert all(same_bits(first, other) for other in others)
 
 
 @pytest.mark.parametrize("wire", [INT8, RANDOM], ids=str)
 def test_a_repeated_training_has_the_same_bits(wire: Wire) -> None:
     once, again = (run_threads(_reduced, 2, wire, 3)[0] for _ in range(2))
-    assert _same_bits(once, again)
+    assert same_bits(once, again)
 
 
 def test_another_seed_rounds_otherwise() -> None:
     other = Wire(reduce="int8", rounding="stochastic", seed=6)
     once, again = (run_threads(_reduced, 2, wire, 1)[0] for wire in (RANDOM, other))
-    assert not _same_bits(once, again)
+    assert not same_bits(once, again)
 
 
 # -- errors ----------------------------------------------------------------------------------------
 
 
 def _error_of_an_average(rank: int, world_size: int, wire: Wire) -> float:
-    tensor = _values(rank, 64 * BLOCK)
+    tensor = values_of(rank, 64 * BLOCK)
     over_world(wire).all_reduce([tensor], Reduce.AVG, Label("group")).wait()
-    exact = torch.stack([_values(each, 64 * BLOCK) for each in range(world_size)]).mean(0)
+    exact = torch.stack([values_of(each, 64 * BLOCK) for each in range(world_size)]).mean(0)
     return float((tensor - exact).abs().max())
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8"])
 def test_the_error_does_not_grow_with_the_ranks(name: str) -> None:
-    largest = max(float(_values(rank, 64 * BLOCK).abs().max()) for rank in range(6))
+    largest = max(float(values_of(rank, 64 * BLOCK).abs().max()) for rank in range(6))
     for world_size in (2, 6):
         wire = Wire(reduce=name)  # type: ignore[arg-type]
         error = run_threads(_error_of_an_average, world_size, wire)[0]
@@ -159,7 +156,7 @@ def _fed_back(rank: int, world_size: int, wire: Wire, steps: int, numel: int) ->
     transport, source = over_world(wire), Source()
     total, exact = torch.zeros(2, numel, dtype=torch.float64)
     for step in range(steps):
-        values = [_values(each, numel, step) for each in range(world_size)]
+        values = [values_of(each, numel, step) for each in range(world_size)]
         exact += torch.stack(values).double().mean(0)
         own = values[rank]
         transport.start(
@@ -190,7 +187,7 @@ def _scattered_back(rank: int, world_size: int) -> tuple[float, float]:
         transport, source = over_world(wire), Source()
         total, exact = torch.zeros(2, chunk, dtype=torch.float64)
         for step in range(30):
-            values = [_values(each, numel, step) + 0.03 for each in range(world_size)]
+            values = [values_of(each, numel, step) + 0.03 for each in range(world_size)]
             mine = slice(rank * chunk, (rank + 1) * chunk)
             expected = torch.stack(values).double().mean(0)[mine]
             exact[: len(expected)] += expected
@@ -278,7 +275,7 @@ def test_what_gets_smaller_is_encoded_and_the_rest_left_alone(
 
 def _own_shard(rank: int, world_size: int) -> tuple[bool, bool]:
     transport = over_world(INT8)
-    shard = _values(rank, 500)
+    shard = values_of(rank, 500)
     before = shard.clone()
     full = torch.empty(500 * world_size)
     transport.all_gather([shard], [full], Label("group")).wait()
@@ -307,27 +304,16 @@ def test_what_stays_on_the_host_is_not_encoded(rank: int, world_size: int) -> No
     assert isinstance(compose(None, CPU, ChannelOptions("c10d", INT8)), LocalTransport)
 
 
-def _apart(rank: int, world_size: int) -> bool:
+@pytest.mark.parametrize("names", [["one", "one"], ["one", "another"]], ids=" ".join)
+@on_processes(2, processes=Processes.NEW)
+def test_messages_are_encoded_where_they_leave_the_host(
+    rank: int, world_size: int, names: list[str]
+) -> None:
     """Ranks that cannot share memory: on one host, and as if they were on two."""
-    from shardwise.transport import carrier
-    from shardwise.transport.shm import handshake
-
     handshake.libc.has_futex = lambda: False  # type: ignore[assignment]
-    if rank:
-        carrier._name = lambda: "another"
-    return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
-
-
-def _together(rank: int, world_size: int) -> bool:
-    from shardwise.transport.shm import handshake
-
-    handshake.libc.has_futex = lambda: False  # type: ignore[assignment]
-    return isinstance(compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8)), EncodedTransport)
-
-
-def test_messages_are_encoded_where_they_leave_the_host() -> None:
-    for where, encodes in ((_apart, True), (_together, False)):
-        assert run_ranks(where, 2, processes=Processes.NEW) == [encodes, encodes]
+    carrier._name = lambda: names[rank]
+    found = compose(dist.group.WORLD, CPU, ChannelOptions(wire=INT8))
+    assert isinstance(found, EncodedTransport) == (names[0] != names[1])
 
 
 # -- ranks that go, and ranks that disagree --------------------------------------------------------

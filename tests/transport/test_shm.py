@@ -115,54 +115,36 @@ def test_groups_of_one_size_take_turns_in_the_memory_of_three(rank: int, world_s
     assert _taken(transport) - small <= 3 * nbytes + 2**20
 
 
+#: By what a step has: sizes of groups, whether the first stays until the last is freed, and how
+#: much memory they need at most.
+TURNS = {
+    # Those of other sizes take turns, too.
+    "other sizes": ([NUMEL + 100_000 * i for i in range(8)], False, 2 * (NUMEL + 700_000)),
+    # The large group alternates between two pieces. The others need two besides.
+    "a large one around": ([4 * NUMEL, *[NUMEL] * 5], True, (2 * 4 + 2) * NUMEL),
+    # An embedding, blocks, a head, the blocks again: one large piece for both, and two small ones
+    # that take turns.
+    "large ones between": (2 * [4 * NUMEL, *[NUMEL] * 4], False, (4 + 2) * NUMEL),
+}
+
+
+@pytest.mark.parametrize("name", TURNS)
 @on_processes(2)
-def test_groups_of_other_sizes_take_turns_too(rank: int, world_size: int) -> None:
+def test_groups_take_turns_in_memory_of_their_size(rank: int, world_size: int, name: str) -> None:
     transport = _transport()
-    numels = [NUMEL + 100_000 * i for i in range(8)]
+    numels, first_stays, most = TURNS[name]
     groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
-    dist.barrier()
-    for _ in range(2):
-        for buffers, numel in zip(groups, numels, strict=True):
-            buffers.allocate()
-            transport.all_gather([torch.ones(numel)], buffers.tensors).wait()
-            assert buffers.tensors[0].sum() == numel * world_size
-            buffers.free()
-    dist.barrier()
-    assert _taken(transport) <= 2 * 4 * max(numels) * world_size + 2**20
-
-
-@on_processes(2)
-def test_a_large_group_does_not_make_all_memory_large(rank: int, world_size: int) -> None:
-    transport = _transport()
-    large, *small = [
-        transport.full_buffers([numel * world_size], [torch.float32], CPU)
-        for numel in (4 * NUMEL, *[NUMEL] * 5)
-    ]
     dist.barrier()
     for _ in range(6):  # steps
-        transport.all_gather([torch.ones(4 * NUMEL)], large.tensors).wait()
-        for buffers in small:
-            transport.all_gather([torch.ones(NUMEL)], buffers.tensors).wait()
-            buffers.free()
-        large.free()
-    dist.barrier()
-    # The large group alternates between two pieces. The others need two besides.
-    assert _taken(transport) <= (2 * 4 + 2) * 4 * NUMEL * world_size + 2**20
-
-
-@on_processes(2)
-def test_small_groups_leave_the_memory_of_large_ones_alone(rank: int, world_size: int) -> None:
-    transport = _transport()
-    numels = 2 * [4 * NUMEL, *[NUMEL] * 4]  # an embedding, blocks, a head, the blocks again
-    groups = [transport.full_buffers([n * world_size], [torch.float32], CPU) for n in numels]
-    dist.barrier()
-    for _ in range(3):
         for buffers, numel in zip(groups, numels, strict=True):
             transport.all_gather([torch.ones(numel)], buffers.tensors).wait()
-            buffers.free()
+            assert buffers.tensors[0].sum() == numel * world_size
+            if not first_stays or buffers is not groups[0]:
+                buffers.free()
+        if first_stays:
+            groups[0].free()
     dist.barrier()
-    # One large piece for both, and two small ones that take turns.
-    assert _taken(transport) <= (4 + 2) * 4 * NUMEL * world_size + 2**20
+    assert _taken(transport) <= 4 * most * world_size + 2**20
 
 
 @on_processes(3)
@@ -394,9 +376,10 @@ def test_a_full_parameter_exists_once_per_host() -> None:
     assert sum(shares) == pytest.approx(whole, rel=0.1)
 
 
+@pytest.mark.parametrize("frees", [False, True], ids=["kept", "freed"])
 @on_processes(3)
 def test_a_second_gather_waits_for_those_who_still_read_the_first(
-    rank: int, world_size: int
+    rank: int, world_size: int, frees: bool
 ) -> None:
     transport = _transport()
     buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
@@ -408,21 +391,9 @@ def test_a_second_gather_waits_for_those_who_still_read_the_first(
         if rank == 0:
             time.sleep(0.001)  # a slow reader
         assert buffers.tensors[0][::1000].tolist() == expected
-
-
-@on_processes(3)
-def test_memory_is_reused_when_all_ranks_have_freed_it(rank: int, world_size: int) -> None:
-    transport = _transport()
-    buffers = transport.full_buffers([world_size * 1000], [torch.float32], CPU)
-    for step in range(20):
-        buffers.allocate()
-        value = float(step * world_size + rank)
-        transport.all_gather([torch.full((1000,), value)], buffers.tensors).wait()
-        if rank == 0:
-            time.sleep(0.001)  # a slow reader
-        expected = [float(step * world_size + each) for each in range(world_size)]
-        assert buffers.tensors[0][::1000].tolist() == expected
-        buffers.free()
+        if frees:
+            buffers.free()
+            buffers.allocate()
 
 
 @on_processes(2)
@@ -442,26 +413,18 @@ def test_a_group_that_gets_its_memory_again_maps_nothing(rank: int, world_size: 
 # -- who may share it --------------------------------------------------------------------------
 
 
-def _one_cannot(rank: int, world_size: int, requested: str) -> str:
+@on_processes(3)
+def test_if_one_rank_cannot_share_memory_all_send_messages(rank: int, world_size: int) -> None:
+    said = "(?s)^transport 'shm' is not available here: .*rank 1: shared memory is for Linux on x86"
     with patch.object(libc, "has_futex", lambda: rank != 1):
-        try:
-            return select_transport(dist.group.WORLD, CPU, requested).name
-        except ValueError as error:
-            return str(error)
+        assert select_transport(dist.group.WORLD, CPU, "auto").name == "gloo"
+        with pytest.raises(ValueError, match=said):
+            _transport()
 
 
-def test_if_one_rank_cannot_share_memory_all_send_messages() -> None:
-    assert run_ranks(_one_cannot, 3, "auto") == ["gloo"] * 3
-
-
-def test_requesting_unavailable_shared_memory_says_why() -> None:
-    for message in run_ranks(_one_cannot, 3, "shm"):
-        assert message.startswith("transport 'shm' is not available here: ")
-        assert "rank 1: shared memory is for Linux on x86-64" in message
-
-
-def _intruder(rank: int, world_size: int) -> list[float]:
-    """A process that finds the socket, but does not know the token, is rejected."""
+@on_processes(2)
+def test_a_process_without_the_token_is_rejected(rank: int, world_size: int) -> None:
+    """It has found the socket."""
     real = handshake._listen
 
     @contextlib.contextmanager
@@ -481,14 +444,11 @@ def _intruder(rank: int, world_size: int) -> list[float]:
             yield listener, name
 
     with patch.object(handshake, "_listen", listen) if rank == 0 else contextlib.nullcontext():
-        return _gather(_transport()).tolist()
+        assert _gather(_transport()).tolist() == [0.0, 1.0]
 
 
-def test_a_process_without_the_token_is_rejected() -> None:
-    assert run_ranks(_intruder, 2) == [[0.0, 1.0]] * 2
-
-
-def _crowd(rank: int, world_size: int) -> str:
+@on_processes(3)
+def test_a_full_queue_keeps_no_rank_from_sharing_memory(rank: int, world_size: int) -> None:
     """Any user of the machine may fill the queue of a rank that does not accept yet."""
     real = handshake._listen
 
@@ -504,24 +464,14 @@ def _crowd(rank: int, world_size: int) -> str:
             yield listener, name
 
     with patch.object(handshake, "_listen", listen) if rank == 0 else contextlib.nullcontext():
-        return select_transport(dist.group.WORLD, CPU, "auto").name
+        assert select_transport(dist.group.WORLD, CPU, "auto").name == "shm"
 
 
-def test_a_full_queue_keeps_no_rank_from_sharing_memory() -> None:
-    assert run_ranks(_crowd, 3) == ["shm"] * 3
-
-
-def _another_user(rank: int, world_size: int) -> str:
-    with patch.object(handshake, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1)):
-        try:
-            return select_transport(dist.group.WORLD, CPU, "shm").name
-        except ValueError as error:
-            return str(error)
-
-
-def test_processes_of_another_user_are_rejected() -> None:
-    for message in run_ranks(_another_user, 2):
-        assert "belongs to user" in message
+@on_processes(2)
+def test_processes_of_another_user_are_rejected(rank: int, world_size: int) -> None:
+    another = patch.object(handshake, "_credentials", lambda peer: (os.getpid(), os.geteuid() + 1))
+    with another, pytest.raises(ValueError, match="belongs to user"):
+        _transport()
 
 
 # -- what is left ------------------------------------------------------------------------------
@@ -594,55 +544,43 @@ def test_a_dead_peer_is_named_at_once(tmp_path: Path, world_size: int, how: str)
         assert "the all-gather of blocks.3" in message
 
 
-def _stall(rank: int, world_size: int) -> str | None:
+@on_processes(2, pg_timeout=2)
+def test_a_stalled_peer_is_named_after_the_timeout_of_the_group(rank: int, world_size: int) -> None:
     transport = _transport()
     _gather(transport)
     if rank == 1:
         time.sleep(4)
-        return None
-    with pytest.raises(PeerLostError) as caught:
+        return
+    said = "rank 0 lost rank 1 during the all-gather of blocks.3: no answer in time"
+    with pytest.raises(PeerLostError, match=said):
         _gather(transport, name="blocks.3")
-    return str(caught.value)
 
 
-def test_a_stalled_peer_is_named_after_the_timeout_of_the_group() -> None:
-    message = run_ranks(_stall, 2, pg_timeout=2)[0]
-    assert message is not None
-    assert "rank 0 lost rank 1 during the all-gather of blocks.3: no answer in time" in message
-
-
-def _stall_behind(rank: int, world_size: int) -> str | None:
+@on_processes(3, pg_timeout=2)
+def test_a_peer_that_waits_for_the_stalled_one_itself_is_not_named(
+    rank: int, world_size: int
+) -> None:
     """Rank 1 stalls; rank 0 waits for it, and rank 2, which is further ahead, for both."""
     transport = _transport()
     if rank == 1:
         time.sleep(4)
-        return None
+        return
     works = [
         transport.all_reduce([torch.ones(3)], Reduce.SUM, Label(f"blocks.{i}"))
         for i in range(1 + rank)
     ]
-    with pytest.raises(PeerLostError) as caught:
+    with pytest.raises(PeerLostError, match=f"rank {rank} lost rank 1 during the all-reduce"):
         works[-1].wait()
-    return str(caught.value)
 
 
-def test_a_peer_that_waits_for_the_stalled_one_itself_is_not_named() -> None:
-    for rank, message in enumerate(run_ranks(_stall_behind, 3, pg_timeout=2)):
-        assert message is None or f"rank {rank} lost rank 1 during the all-reduce" in message
-
-
-def _diverge(rank: int, world_size: int) -> str:
+@on_processes(2)
+def test_divergence_is_reported_with_the_calls_of_both_ranks(rank: int, world_size: int) -> None:
     transport = _transport()
     _gather(transport)
     with pytest.raises(RanksDivergedError) as caught:
         _gather(transport, name=f"blocks.{rank}")
-    return str(caught.value)
-
-
-def test_divergence_is_reported_with_the_calls_of_both_ranks() -> None:
-    for message in run_ranks(_diverge, 2):
-        assert "the all-gather of blocks.0" in message
-        assert "the all-gather of blocks.1" in message
+    for each in range(world_size):
+        assert f"the all-gather of blocks.{each}" in str(caught.value)
 
 
 # -- many ranks, many meshes -------------------------------------------------------------------
@@ -672,19 +610,15 @@ def test_more_ranks_than_cores_and_parts_of_meshes(
     assert run_ranks(_trains, world_size, shape) == [names] * world_size
 
 
-def _sleeps(rank: int, world_size: int) -> float:
-    """Return the processor seconds of waiting two seconds for a peer."""
+@on_processes(2)
+def test_ranks_that_wait_sleep(rank: int, world_size: int) -> None:
     transport = _transport()
     _gather(transport)
     start = time.process_time()
     if rank == 1:
         time.sleep(2)
     _gather(transport, 10)
-    return time.process_time() - start
-
-
-def test_ranks_that_wait_sleep() -> None:
-    assert run_ranks(_sleeps, 2)[0] < 0.5
+    assert rank or time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

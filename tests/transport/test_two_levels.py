@@ -20,17 +20,21 @@ from shardwise.transport.two_levels import TwoLevelTransport
 from shardwise.transport.wire import PLAIN, Wire
 from tests.harness import run_ranks
 from tests.threads import on_hosts, run_threads
-from tests.transport.conformance import check_cases, fuzz
-from tests.transport.encoded import CPU, SHARE, EncodedChecks, on_host, through
+from tests.transport.encoded import (
+    CPU,
+    FEEDBACK,
+    INT8,
+    SHARE,
+    Source,
+    check_contract,
+    on_host,
+    same_bits,
+    through,
+    values_of,
+)
 
-INT8 = Wire(gather="int8", reduce="int8")
-FEEDBACK = Wire(reduce="int8", error_feedback=True)
 MIXED = Wire(gather="bf16", reduce="fp8", error_feedback=True)
 LABEL = Label("group")
-
-
-class Source:
-    """What a gradient is of."""
 
 
 def over_world(wire: Wire, requested: str = "c10d") -> TwoLevelTransport:
@@ -44,10 +48,6 @@ def on_hosts_of(local: int, fn: Any, world_size: int, *args: Any) -> list[Any]:
     """Run a function on ranks, so many of them on each host."""
     with on_hosts([str(rank // local) for rank in range(world_size)]):
         return run_threads(fn, world_size, *args)
-
-
-def _values(rank: int, numel: int, step: int = 0) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 # -- which ranks -----------------------------------------------------------------------------------
@@ -99,9 +99,7 @@ def test_groups_of_parameters_share_a_transport() -> None:
 
 
 def _contract(rank: int, world_size: int, wire: Wire, rounds: int) -> None:
-    checks = EncodedChecks(over_world(wire))
-    check_cases(checks)
-    fuzz(checks, rounds, seed=3, largest=3000)
+    check_contract(over_world(wire), rounds)
 
 
 @pytest.mark.parametrize("wire", [INT8, MIXED, Wire(gather="int8")], ids=str)
@@ -124,13 +122,13 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
     sources = [Source() for _ in range(4)]
     found = []
     for step in range(steps):
-        tensors = [_values(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
+        tensors = [values_of(rank, numel, step) for numel in (1, 3, 701, 4 * BLOCK)]
         if rank == 1 and step == 1:
             tensors[2][3] = float("nan")
         transport.start(
             Call(Kind.ALL_REDUCE, tensors, tensors, Reduce.AVG, LABEL, of=sources)
         ).wait()
-        shard = _values(rank, 300, step)
+        shard = values_of(rank, 300, step)
         full = torch.empty(300 * world_size)
         transport.all_gather([shard], [full], LABEL).wait()
         own = full[rank * 300 : (rank + 1) * 300]
@@ -144,9 +142,7 @@ def _reduced(rank: int, world_size: int, wire: Wire, steps: int) -> list[torch.T
 )
 def test_all_ranks_end_with_the_same_bits(wire: Wire) -> None:
     first, *others = on_hosts_of(2, _reduced, 4, wire, 3)
-    for other in others:
-        for one, same in zip(first, other, strict=True):
-            assert torch.equal(one.view(torch.int32), same.view(torch.int32))
+    assert all(same_bits(first, other) for other in others)
 
 
 def _dropped(rank: int, world_size: int) -> torch.Tensor:
@@ -181,7 +177,7 @@ def _scattered(rank: int, world_size: int) -> tuple[float, int]:
     transport, source = over_world(FEEDBACK), Source()
     total, exact = torch.zeros(2, chunk, dtype=torch.float64)
     for step in range(12):
-        values = [_values(each, numel, step) + 0.03 for each in range(world_size)]
+        values = [values_of(each, numel, step) + 0.03 for each in range(world_size)]
         expected = torch.stack(values).double().mean(0)[rank * chunk : (rank + 1) * chunk]
         exact[: len(expected)] += expected
         shard = torch.zeros(chunk)
@@ -243,9 +239,7 @@ def _real(rank: int, world_size: int) -> str:
     with on_host(rank, 2):
         for requested in ("c10d", "auto"):
             transport = over_world(MIXED, requested)
-            checks = EncodedChecks(transport)
-            check_cases(checks)
-            fuzz(checks, 8, seed=3, largest=3000)
+            check_contract(transport, 8)
             _interleaved(transport, over_world(INT8, requested))
         before = transport.across.all_to_all.bytes_sent
         full, shard = torch.ones(world_size * 64 * BLOCK), torch.empty(64 * BLOCK)

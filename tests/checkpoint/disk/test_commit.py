@@ -29,7 +29,7 @@ from shardwise.checkpoint.disk.pieces import PieceReader
 from shardwise.checkpoint.disk.safetensors import BLOCK
 from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
-from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
+from tests.checkpoint.meshes import Setup, build, fill, filled, give_state, wrong
 from tests.checkpoint.small import SHARD, make, same, save_small, train
 from tests.worlds import Ranks
 
@@ -236,9 +236,7 @@ def test_a_full_disk_leaves_everything_as_it_was(tmp_path: Path) -> None:
 
 def _save_with_a_failing_rank(rank: int, world_size: int, folder: Path) -> list[str]:
     """Save twice; then let one rank fail at each place; then save again."""
-    model, optimizer = build(Setup("mlp", (world_size,)), seed=0)
-    give_state(optimizer)
-    fill(model, optimizer)
+    model, optimizer = filled(Setup("mlp", (world_size,)))
     checkpoint.save(folder / "first", model, optimizer)
     told = []
 

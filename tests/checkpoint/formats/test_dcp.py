@@ -31,7 +31,8 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.formats.source import LEAST_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.loading import load_weights
 from shardwise.checkpoint.tools.convert import convert
-from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
+from tests.checkpoint.meshes import Setup, build, fill, filled, give_state, wrong
+from tests.checkpoint.small import Runs
 from tests.corpus.models import MODELS, make_model
 from tests.worlds import Ranks
 
@@ -91,9 +92,7 @@ def test_a_checkpoint_of_torchs_fsdp2_trains_on_under_ours(ranks: Ranks, tmp_pat
 
 def _we_save(rank: int, world_size: int, folder: Path) -> None:
     for name in NAMES:
-        model, optimizer = build(Setup(name, (world_size,), last_dim=True), seed=0)
-        give_state(optimizer)
-        fill(model, optimizer)
+        model, optimizer = filled(Setup(name, (world_size,), last_dim=True))
         checkpoint.save(folder / f"{name}-ours", model, optimizer, {"rows": [1, {"a": 2}]})
 
 
@@ -182,16 +181,6 @@ def test_chunks_of_any_cut_and_stride_are_read(ranks: Ranks, tmp_path: Path) -> 
 # ---- strangers ----
 
 
-class _Runs:
-    """What a pickle makes when it is read: a file, where it may not."""
-
-    def __init__(self, evidence: Path) -> None:
-        self.evidence = evidence
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.evidence,)
-
-
 def _metadata(**changes: Any) -> Metadata:
     """Metadata of one tensor and one value; ``changes`` are what lies in it."""
     info = _StorageInfo("__0_0.distcp", 0, changes.get("length", 1500))
@@ -274,15 +263,15 @@ def test_metadata_that_lies_is_refused(saved: Path, changes: dict[str, Any], mes
 
 def test_no_code_is_run_from_metadata_chunks_or_values(saved: Path, tmp_path: Path) -> None:
     evidence = tmp_path / "evidence"
-    _write(saved, _Runs(evidence))
+    _write(saved, Runs(evidence))
     with pytest.raises(CheckpointError, match="without running code"):
         DcpSource(saved)
 
-    _write(saved, _metadata(length=_length(saved), planner_data={"a": _Runs(evidence)}))
+    _write(saved, _metadata(length=_length(saved), planner_data={"a": Runs(evidence)}))
     with pytest.raises(CheckpointError, match="without running code"):
         DcpSource(saved)
 
-    torch.save({"a": torch.ones(4), "b": _Runs(evidence)}, saved / "__0_0.distcp")
+    torch.save({"a": torch.ones(4), "b": Runs(evidence)}, saved / "__0_0.distcp")
     _write(saved, _metadata(length=_length(saved)))
     with (
         pytest.raises(CheckpointError, match="without running code"),

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from shardwise import checkpoint
@@ -25,6 +24,7 @@ from shardwise.checkpoint.ranks.hf import save_hf
 from shardwise.checkpoint.ranks.loading import load_weights
 from shardwise.checkpoint.tools.convert import convert
 from tests.checkpoint.meshes import Setup, build, expected, fill, wrong
+from tests.corpus.gathering import in_full
 from tests.corpus.models import make_model
 from tests.worlds import Ranks
 
@@ -145,12 +145,8 @@ def _wrong_within(model: nn.Module, tolerance: float) -> list[str]:
     return [
         name
         for name, param in model.named_parameters()
-        if (_full(param) - expected(name, param)).abs().max() > tolerance
+        if (in_full(param) - expected(name, param)).abs().max() > tolerance
     ]
-
-
-def _full(param: torch.Tensor) -> torch.Tensor:
-    return param.full_tensor() if isinstance(param, DTensor) else param
 
 
 def _load_others(rank: int, world_size: int, folder: Path) -> None:

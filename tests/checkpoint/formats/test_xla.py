@@ -25,7 +25,8 @@ from shardwise.checkpoint.ranks.xla import (
     rank_file,
     save_rank_checkpoint,
 )
-from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
+from tests.checkpoint.meshes import Setup, build, expected, fill, filled, wrong
+from tests.checkpoint.small import Runs
 from tests.corpus.models import make_model
 from tests.worlds import Ranks, on_processes
 
@@ -48,9 +49,7 @@ def _save(
 ) -> None:
     for name in names:
         for last_dim in (False, True):
-            model, optimizer = build(Setup(name, shape, last_dim=last_dim), seed=0)
-            give_state(optimizer)
-            fill(model, optimizer)
+            model, optimizer = filled(Setup(name, shape, last_dim=last_dim))
             prefix = f"{folder}/{name}{'-columns' if last_dim else ''}"
             save_rank_checkpoint(prefix, model, optimizer)
             _by_hand(f"{prefix}-by-hand", model, optimizer)
@@ -127,9 +126,7 @@ def test_the_same_ranks_go_on_from_their_own_files(
     for last_dim in (False, True):
         setup = Setup("llama-tied", (world_size,), last_dim=last_dim)
         prefix = f"{tmp_path}/llama{last_dim}"
-        model, optimizer = build(setup, seed=0)
-        give_state(optimizer)
-        fill(model, optimizer)
+        model, optimizer = filled(setup)
         save_rank_checkpoint(prefix, model, optimizer)
         again, new = build(setup, seed=7)
         load_rank_checkpoint(prefix, again, new)
@@ -248,19 +245,11 @@ def test_a_missing_rank_is_named(mine: Path) -> None:
         consolidate_sharded_model_checkpoints(f"{mine}/mlp")
 
 
-class _Runs:
-    def __init__(self, evidence: Path) -> None:
-        self.evidence = evidence
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.evidence,)
-
-
 def test_no_code_is_run_from_a_file_and_damage_is_refused(mine: Path) -> None:
     path = rank_file(f"{mine}/mlp", 1, 3)
     data = path.read_bytes()
     evidence = mine / "evidence"
-    torch.save({"model": {}, "shard_metadata": _Runs(evidence)}, path)
+    torch.save({"model": {}, "shard_metadata": Runs(evidence)}, path)
     with pytest.raises(CheckpointError, match="without running code"):
         consolidate_sharded_model_checkpoints(f"{mine}/mlp")
     assert not evidence.exists()

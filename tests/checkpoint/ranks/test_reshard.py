@@ -15,7 +15,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from shardwise import checkpoint, fully_shard
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import LEAST_BUFFER
-from tests.checkpoint.meshes import NAMES, Setup, build, fill, give_state, random_setup, wrong
+from tests.checkpoint.meshes import (
+    NAMES,
+    Setup,
+    build,
+    filled,
+    give_state,
+    random_setup,
+    wrong,
+)
 from tests.corpus.models import EvenBlock
 from tests.harness import run_ranks
 from tests.worlds import Ranks
@@ -28,9 +36,7 @@ OTHER_SEED = 7
 
 def _save_all(rank: int, world_size: int, saved: Saved, folder: Path) -> None:
     for name, setup in saved.items():
-        model, optimizer = build(setup, seed=0)
-        give_state(optimizer)
-        fill(model, optimizer)
+        model, optimizer = filled(setup)
         checkpoint.save(folder / name, model, optimizer, {"setup": name})
 
 

@@ -23,7 +23,7 @@ from shardwise.checkpoint.formats.hf import INDEX
 from shardwise.checkpoint.formats.source import LEAST_BUFFER
 from shardwise.checkpoint.formats.torchfile import Placeholder, read_tree, write_tree
 from shardwise.checkpoint.tools.convert import consolidate, convert
-from tests.checkpoint.meshes import Setup, build, expected, fill, give_state, wrong
+from tests.checkpoint.meshes import Setup, expected, filled, wrong
 from tests.corpus.models import make_model
 from tests.harness import run_ranks
 from tests.programs import start_program
@@ -35,9 +35,7 @@ MIB = 2**20
 def _save(rank: int, world_size: int, folder: Path) -> None:
     for name in NAMES:
         for last_dim in (False, True):
-            model, optimizer = build(Setup(name, (world_size,), last_dim=last_dim), seed=0)
-            give_state(optimizer)
-            fill(model, optimizer)
+            model, optimizer = filled(Setup(name, (world_size,), last_dim=last_dim))
             extra = {"step": 3, "rng": torch.arange(9, dtype=torch.uint8)}
             checkpoint.save(folder / f"{name}{last_dim}", model, optimizer, extra)
 

@@ -30,15 +30,13 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.tools.convert import consolidate, convert
 from shardwise.checkpoint.tools.diff import Difference, differences
-from tests.checkpoint.meshes import Setup, build, fill, give_state, wrong
+from tests.checkpoint.meshes import Setup, build, filled, wrong
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """A checkpoint with an optimizer, and values of all kinds."""
-    model, optimizer = build(Setup("conv", None), seed=0)
-    give_state(optimizer)
-    fill(model, optimizer)
+    model, optimizer = filled(Setup("conv", None))
     extra = {
         "step": 7,
         "nested": {"a": [1, [2, 3]], "b": [{"c": (1, 2)}, None], "d": {}},

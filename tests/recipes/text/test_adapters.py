@@ -27,10 +27,10 @@ from shardwise.insight.planning.api import Rehearsed
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.sharding import PrecisionName
 from shardwise.insight.schema.training import Existing
-from tests.recipes.running import train
+from tests.recipes.running import as_after, train
 from tests.recipes.small import losses, small_config, validation
 from tests.recipes.text.plain import plain_losses, tuned
-from tests.recipes.text.published import chats, publish, write_lines
+from tests.recipes.text.published import publish, write_lines
 from tests.recipes.text.test_finetuning import chat_batches
 from tests.worlds import Ranks
 
@@ -43,14 +43,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 # Shards of 16 elements or a multiple: torch's fused AdamW rounds what is left over of these, at the
 # end of a tensor, in another way, and shards end where full tensors do not.
 LORA = "r=16,alpha=32"
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
-    publish(folder / "model")
-    write_lines(folder / "chats.jsonl", chats(60))
-    return folder
 
 
 def adapting(folder: Path, published: Path, out: str, **changes: Any) -> LmConfig:
@@ -108,8 +100,7 @@ def test_a_run_goes_on_exactly_from_checkpoints_of_adapters_alone(
     whole = adapting(tmp_path, published, "whole", checkpoint_every=2, merge=True)
     ranks(train, 2, whole)
     again = adapting(tmp_path, published, "again", existing=Existing.RESUME, merge=True)
-    shutil.copytree(whole.train.output.out, again.train.output.out)
-    shutil.rmtree(again.files.checkpoints / "step-00000004")
+    as_after(2, whole, again)
     ranks(train, 2, again)
     assert losses(again) == losses(whole)
     assert validation(again) == validation(whole)

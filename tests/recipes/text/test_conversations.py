@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -32,14 +30,6 @@ from tests.worlds import Ranks
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    """A process group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def opened(folder: Path, values: list[Any], **template: Any) -> tuple[ChatLines, ChatEncoder]:

@@ -29,22 +29,11 @@ from shardwise.checkpoint.formats.detect import Format
 from shardwise.checkpoint.tools.convert import convert
 from shardwise.elastic.world import World
 from shardwise.insight.schema.training import Existing
-from tests.recipes.corpora import texts, write_jsonl
-from tests.recipes.running import train
+from tests.recipes.running import as_after, train
 from tests.recipes.small import losses, validation
 from tests.recipes.text.plain import BatchOf, plain_losses, tuned
-from tests.recipes.text.published import chats, publish, write_lines
+from tests.recipes.text.published import chats, write_lines
 from tests.worlds import Ranks
-
-
-@pytest.fixture(scope="module")
-def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model with its tokenizer, and a file of chats beside it."""
-    folder = tmp_path_factory.mktemp("published")
-    publish(folder / "model")
-    write_lines(folder / "chats.jsonl", chats(60))
-    write_jsonl(folder / "texts.jsonl", texts(300))
-    return folder
 
 
 def chatting(folder: Path, published: Path, out: str, **changes: Any) -> LmConfig:
@@ -155,8 +144,7 @@ def test_a_fine_tuning_that_was_stopped_goes_on_exactly(
     ranks(train, 2, whole)
     for world_size, batch_size in ((2, 2), (4, 1)):
         again = make(f"over-{world_size}", batch_size=batch_size, existing=Existing.RESUME)
-        shutil.copytree(whole.train.output.out, again.train.output.out)
-        shutil.rmtree(again.files.checkpoints / "step-00000004")
+        as_after(2, whole, again)
         ranks(train, world_size, again)
         assert [s["from_step"] for s in again.files.read()["sessions"]] == [0, 2]
         if world_size == 2:

@@ -14,7 +14,7 @@ from shardwise.app.recipes.text.published import find_pretrained
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
-from tests.recipes.running import train_here
+from tests.recipes.running import train_here, warning_in
 from tests.recipes.small import losses
 from tests.recipes.text.plain import tuned
 from tests.recipes.text.published import chats, make_model, make_tokenizer, publish, write_lines
@@ -158,8 +158,7 @@ def test_a_model_from_scratch_says_that_its_folder_has_weights(
     config = tuned(tmp_path, model, "run", data=(str(data),), steps=1, seq_length=16)
     scratch = dataclasses.replace(config, pretrained=None)
     ranks(trained, 2, scratch)
-    [warning] = [line for line in capfd.readouterr().out.splitlines() if line.startswith("warning")]
-    assert warning == (
+    assert warning_in(capfd) == (
         f"warning    {model} has weights, and --model trains from scratch: --from uses them"
     )
     assert len(losses(scratch)) == 1
