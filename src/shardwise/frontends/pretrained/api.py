@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import (
+    Contents,
     Conversion,
+    SavedModel,
     info_of,
     named_tensors,
     write_configs,
@@ -176,66 +180,114 @@ def save_pretrained(
         CheckpointError: it could not be written, or the path exists; raised on all ranks alike.
         TypeError: ``model`` is not a model of ``transformers``.
     """
-    from transformers import PreTrainedModel
-
-    from shardwise.frontends.pretrained import hf
-
-    if "peft" in sys.modules:  # what is not imported has made no adapters
-        from peft import PeftModel
-
-        from shardwise.frontends.pretrained.lora import has_adapters, save_adapters
-
-        if isinstance(model, PeftModel):
-            save_adapters(model, folder, tokenizer=tokenizer, buffer=buffer, group=group)
-            return
-        if has_adapters(model):
-            raise TypeError(
-                f"model: found a {type(model).__name__} with adapters in it, expected the "
-                "PeftModel around it, whose adapters are saved"
-            )
-    if not isinstance(model, PreTrainedModel):
+    saved = saved_pretrained(model)
+    if saved is None:
         raise TypeError(
             f"model: found a {type(model).__name__}, expected a model of transformers; pass the "
             "inner model of a wrapper, or use shardwise.checkpoint.save_hf for any other module"
         )
 
-    def contents() -> tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]:
-        tensors = named_tensors(model, secondary=hf.tied_names(model))
-        for name in hf.not_saved(model):
-            tensors.pop(name, None)
-        return _reverted(tensors, hf.Reversal(model))
-
     def write_others(partial: Path) -> None:
-        write_configs(partial, model)
+        saved.write_others(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(os.fspath(partial))
 
     write_model(
         Path(folder),
-        contents,
-        write_others,
+        replace(saved, write_others=write_others),
         max_shard_size=max_shard_size,
         buffer=buffer,
         group=group,
     )
 
 
-def _reverted(
-    tensors: Mapping[str, torch.Tensor], reversal: Reversal
-) -> tuple[dict[str, torch.Tensor], list[Conversion]]:
-    """Plan what is written: weights by their names in the files, and those to convert.
+def saved_pretrained(model: nn.Module) -> SavedModel | None:
+    """How a model of ``transformers``, or of peft, is saved; ``None`` for any other module.
 
     Raises:
-        CheckpointError: the conversion of some weights depends on that of others.
+        TypeError: the model has adapters in it, without a ``PeftModel`` around it.
     """
+    if "peft" in sys.modules:  # what is not imported has made no adapters
+        from peft import PeftModel
+
+        from shardwise.frontends.pretrained.lora import has_adapters, saved_adapters
+
+        if isinstance(model, PeftModel):
+            return saved_adapters(model)
+        if has_adapters(model):
+            raise TypeError(
+                f"model: found a {type(model).__name__} with adapters in it, expected the "
+                "PeftModel around it, whose adapters are saved"
+            )
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            return SavedModel(_SavedWeights(model), lambda folder: write_configs(folder, model))
+    return None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How weights become those of a file.
+
+    Attributes:
+        infos: dtype and shape of the weights that this is for, by name in the model.
+        renamed: the name in the model of each weight that is only renamed, by name in the file.
+        converted: names of weights that are converted together, and what they become.
+    """
+
+    infos: Mapping[str, TensorInfo]
+    renamed: Mapping[str, str]
+    converted: Sequence[tuple[Sequence[str], Mapping[str, TensorInfo]]]
+
+
+class _SavedWeights:
+    """The weights of a model of ``transformers`` under the names of published checkpoints.
+
+    Args:
+        model: the model, sharded or not.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._reversal: Reversal | None = None
+        self._plan = _Plan({}, {}, [])
+
+    def __call__(self) -> Contents:
+        """Find what to write: weights by their names in the files, and those to convert.
+
+        Raises:
+            CheckpointError: the conversion of some weights depends on that of others.
+        """
+        from shardwise.frontends.pretrained import hf
+
+        tensors = named_tensors(self._model, secondary=hf.tied_names(self._model))
+        for name in hf.not_saved(self._model):
+            tensors.pop(name, None)
+        if self._reversal is None:
+            self._reversal = hf.Reversal(self._model)
+        infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        if infos != self._plan.infos:
+            self._plan = _planned(infos, self._reversal)
+        convert = self._reversal.revert
+        return Contents(
+            {target: tensors[name] for target, name in self._plan.renamed.items()},
+            [
+                Conversion({name: tensors[name] for name in names}, results, convert)
+                for names, results in self._plan.converted
+            ],
+        )
+
+
+def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
     empty = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
+        name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        for name, info in infos.items()
     }
     planned = reversal.revert(empty)
-    grouped = reversal.groups(tensors.keys())
     converted = []
-    for names in grouped:
+    for names in reversal.groups(infos.keys()):
         made = reversal.revert({name: empty[name] for name in names})
         results = {name: info_of(each) for name, each in made.items()}
         if any(name not in planned or info_of(planned[name]) != results[name] for name in results):
@@ -244,14 +296,13 @@ def _reverted(
                 "are saved alone, and to something else with all weights; expected the same. Use "
                 "shardwise.checkpoint.save_hf, which saves weights under the names of the model"
             )
-        sources = {name: tensors[name] for name in names}
-        converted.append(Conversion(sources, results, reversal.revert))
+        converted.append((names, results))
     # A weight that is only renamed is the same object before and after.
     name_of = {id(each): name for name, each in empty.items()}
-    made_of_others = {name for each in converted for name in each.results}
+    made_of_others = {name for _, results in converted for name in results}
     renamed = {
-        target: tensors[name_of[id(each)]]
+        target: name_of[id(each)]
         for target, each in planned.items()
         if target not in made_of_others
     }
-    return renamed, converted
+    return _Plan(infos, renamed, converted)

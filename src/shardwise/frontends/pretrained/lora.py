@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,9 +27,8 @@ from transformers import PreTrainedModel
 from shardwise._torch import fsdp
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import Conversion, write_model
+from shardwise.checkpoint.ranks.hf import Contents, SavedModel
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor
 from shardwise.frontends.pretrained import hf, opening
@@ -196,36 +193,20 @@ def _uniform(like: torch.Tensor) -> torch.Tensor:
     return nn.init.kaiming_uniform_(torch.empty(like.shape), a=math.sqrt(5))
 
 
-def save_adapters(
-    model: PeftModel,
-    path: str | os.PathLike[str],
-    *,
-    tokenizer: Any = None,
-    buffer: int = DEFAULT_BUFFER,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Save adapters in the format of peft. Every rank calls this.
+def saved_adapters(model: PeftModel) -> SavedModel:
+    """How the adapters of a model are saved: as peft does.
 
-    ``PeftModel.from_pretrained`` and ``AutoPeftModel`` load the folder. Nothing is gathered: each
-    rank writes its shards. The folder is complete, or does not exist.
+    ``PeftModel.from_pretrained`` and ``AutoPeftModel`` load the folder.
 
     Args:
         model: the model of peft, sharded or not.
-        path: the folder to make, on a file system that all ranks share.
-        tokenizer: what is saved beside the adapters with its own ``save_pretrained``; ``None`` for
-            nothing.
-        buffer: bytes that writing may hold beside the model.
-        group: the ranks that save together; the default process group if ``None``.
-
-    Raises:
-        CheckpointError: it could not be written, or the path exists.
     """
 
-    def contents() -> tuple[dict[str, torch.Tensor], list[Conversion]]:
+    def contents() -> Contents:
         saved = get_peft_model_state_dict(
             model, state_dict=tensors_of(model), save_embedding_layers=False
         )
-        return {name: check_tensor(tensor, name) for name, tensor in saved.items()}, []
+        return Contents({name: check_tensor(tensor, name) for name, tensor in saved.items()})
 
     def write_config(folder: Path) -> None:
         config = copy.copy(model.peft_config[_NAME])
@@ -236,15 +217,5 @@ def save_adapters(
             mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=mapping)
         sync(folder / opening.ADAPTER_CONFIG)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
 
-    write_model(
-        Path(path),
-        contents,
-        write_config,
-        max_shard_size=sys.maxsize,  # peft reads one file
-        single=ADAPTER_WEIGHTS,
-        buffer=buffer,
-        group=group,
-    )
+    return SavedModel(contents, write_config, single=ADAPTER_WEIGHTS, needs_single=True)
