@@ -161,7 +161,7 @@ class FolderVersions:
 
     def _changes(self, contents: Contents, doing: str) -> _Changes | None:
         """What differs in this rank's rows; ``None`` if it has not written all of them before."""
-        pieces: list[_Piece] = []
+        pieces: list[_ChangedPart] = []
         seen = set()
 
         def compare(rows: list[Rows]) -> None:
@@ -203,7 +203,7 @@ class FolderVersions:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _ChangedPart:
     """What has changed in a part of a tensor.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Piece:
 class _Changes:
     """What has changed in the rows of a rank."""
 
-    pieces: list[_Piece]
+    pieces: list[_ChangedPart]
 
     @property
     def nbytes(self) -> int:
@@ -249,7 +249,7 @@ class _Changes:
         return sum(each.nbytes for each in itertools.chain(*tensors) if each is not None)
 
 
-def _compared(rows: Rows, old: torch.Tensor, new: torch.Tensor) -> _Piece | None:
+def _compared(rows: Rows, old: torch.Tensor, new: torch.Tensor) -> _ChangedPart | None:
     """What has changed between two values of the same part; ``None`` if nothing has."""
     as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(new.itemsize, torch.int64)
     if new.is_complex():
@@ -261,14 +261,14 @@ def _compared(rows: Rows, old: torch.Tensor, new: torch.Tensor) -> _Piece | None
         return None
     flat = new.reshape(-1)
     if count * (2 + new.itemsize) >= new.nbytes:
-        return _Piece(rows.name, rows.box, None, flat.clone())
+        return _ChangedPart(rows.name, rows.box, None, flat.clone())
     where = differs.nonzero().reshape(-1)
     gaps = where.diff(prepend=where.new_zeros(1))
     while (far := (gaps > _FARTHEST).nonzero().reshape(-1)).numel():
         between = where[far] - gaps[far] + _FARTHEST
         where = torch.cat([where, between]).sort().values
         gaps = where.diff(prepend=where.new_zeros(1))
-    return _Piece(rows.name, rows.box, gaps.to(torch.uint16), flat[where])
+    return _ChangedPart(rows.name, rows.box, gaps.to(torch.uint16), flat[where])
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ class FolderReader:
             each.apply(narrow(self._held[each.name], each.box))
         self._version = about.version
 
-    def _checked(self, found: Any, folder: Path) -> _Piece:
+    def _checked(self, found: Any, folder: Path) -> _ChangedPart:
         """A piece that a checkpoint holds.
 
         Raises:
@@ -380,7 +380,7 @@ class FolderReader:
                 f"{folder}: {name}: found {len(values)} values of {values.dtype} for {box}, "
                 f"expected changes of a tensor of {held.dtype} and shape {list(held.shape)}"
             )
-        return _Piece(name, box, gaps, values)
+        return _ChangedPart(name, box, gaps, values)
 
 
 def _about(folder: Path, read: Callable[[], _About]) -> _About:

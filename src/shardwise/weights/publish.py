@@ -23,7 +23,7 @@ from shardwise.checkpoint.ranks.hf import (
     saved_model,
     write_places,
 )
-from shardwise.frontends.pretrained.api import saved_pretrained
+from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
 from shardwise.weights.memory import SharedVersions, this_host
 from shardwise.weights.version import quoted
@@ -35,6 +35,7 @@ def publish(
     *,
     to: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | None = None,
+    adapters: str = "alone",
     buffers: int = 3,
     group: dist.ProcessGroup | None = None,
 ) -> Publication:
@@ -53,12 +54,14 @@ def publish(
 
     Args:
         model: the model: sharded by Shardwise or by torch, or not sharded. One of ``transformers``
-            is published under the names that :func:`shardwise.save_pretrained` gives its weights;
-            of a ``PeftModel``, the adapters are published.
+            is published under the names that :func:`shardwise.save_pretrained` gives its weights.
         name: what readers call it; any text.
         to: a folder that all ranks and readers see. Versions are written to ``to/name`` as
             safetensors: in full, or as what has changed. ``None`` for memory of this host.
         dtype: what floating-point tensors are converted to; ``None`` for the dtype of the shards.
+        adapters: what is published of a ``PeftModel``: ``"alone"``, the adapters as peft saves
+            them; ``"merged"``, the weights of the base with the adapters merged into them, for
+            which one layer at a time is gathered.
         buffers: how many versions there is memory for, at least 2. The newest one stays, and so
             does one that somebody reads.
         group: the ranks that publish; the default process group if ``None``.
@@ -69,14 +72,17 @@ def publish(
     Raises:
         CheckpointError: another process publishes this name, ranks do not share a host (publish to
             a folder then), or writing failed; raised on all ranks alike.
-        ValueError: ``name`` or ``buffers`` is out of range.
+        ValueError: ``name``, ``adapters`` or ``buffers`` is out of range.
     """
-    saved = saved_pretrained(model) or saved_model(model)
+    if buffers < 2:
+        raise ValueError(f"buffers: found {buffers}, expected 2 or more")
+    file = quoted(name)
+    saved = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
     ranks = Ranks(group_for(group))
     if to is None:
         versions: _Versions = _RanksInMemory(name, saved, dtype, buffers, ranks)
     else:
-        versions = FolderVersions(Path(to) / quoted(name), saved, dtype, ranks, group)
+        versions = FolderVersions(Path(to) / file, saved, dtype, ranks, group)
     publication = Publication(versions)
     publication.update()
     return publication
@@ -97,7 +103,10 @@ class _Versions(Protocol):
 class Publication:
     """What publishes the weights of a model, one version after the other.
 
-    Make one with :func:`publish`.
+    :func:`publish` makes it.
+
+    Args:
+        versions: where they are published.
     """
 
     def __init__(self, versions: _Versions) -> None:

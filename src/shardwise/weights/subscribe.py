@@ -52,7 +52,12 @@ def subscribe(
 class Subscription:
     """The newest version of published weights, as an iterable of names and full tensors.
 
-    Make one with :func:`subscribe`.
+    :func:`subscribe` makes it.
+
+    Args:
+        name: what they are published as.
+        versions: where they are read.
+        timeout: longest time to wait for a version, in seconds.
     """
 
     def __init__(self, name: str, versions: Versions, timeout: float) -> None:

@@ -47,12 +47,14 @@ def quoted(name: str) -> str:
     """The name of published weights as the name of a file. It may contain anything.
 
     Raises:
-        ValueError: it is empty or too long, or has a meaning in paths.
+        ValueError: it is empty or too long.
     """
-    quoted = urllib.parse.quote(name, safe=" ")
-    if not 0 < len(quoted) <= _MOST_NAME or quoted.startswith("."):
+    safe = urllib.parse.quote(name, safe=" ")
+    if safe.startswith("."):
+        safe = f"%2E{safe[1:]}"  # neither hidden nor the folder above
+    if not 0 < len(safe) <= _MOST_NAME:
         raise ValueError(
-            f"name: found {name[:40]!r}, expected a name that does not begin with a dot, of 1 to "
-            f"{_MOST_NAME} characters once it is quoted as in a URL"
+            f"name: found {name[:40]!r}, expected 1 to {_MOST_NAME} characters once it is quoted "
+            "as in a URL"
         )
-    return quoted
+    return safe

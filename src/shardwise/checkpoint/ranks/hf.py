@@ -93,6 +93,18 @@ class Conversion:
     results: Mapping[str, TensorInfo]
     convert: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
+    def renamed(self, names: Mapping[str, str]) -> Conversion:
+        """The same, with results of other names.
+
+        Args:
+            names: the new name of each result.
+        """
+        return Conversion(
+            self.sources,
+            {names[name]: info for name, info in self.results.items()},
+            lambda full: {names[name]: each for name, each in self.convert(full).items()},
+        )
+
 
 @dataclass(frozen=True)
 class Contents:

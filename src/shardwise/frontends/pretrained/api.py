@@ -5,9 +5,10 @@ Importing this does not import transformers: everything that lists our names imp
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -201,17 +202,42 @@ def save_pretrained(
     )
 
 
-def saved_pretrained(model: nn.Module) -> SavedModel | None:
+class AdapterForm(enum.Enum):
+    """How a model with adapters is written."""
+
+    ALONE = "alone"  # as peft saves them
+    MERGED = "merged"  # into the weights of the base
+
+
+def saved_pretrained(
+    model: nn.Module, adapters: AdapterForm = AdapterForm.ALONE
+) -> SavedModel | None:
     """How a model of ``transformers``, or of peft, is saved; ``None`` for any other module.
 
+    Args:
+        model: the model, sharded or not.
+        adapters: what is written of a ``PeftModel``.
+
     Raises:
+        CheckpointError: the adapters cannot be merged.
         TypeError: the model has adapters in it, without a ``PeftModel`` around it.
     """
     if "peft" in sys.modules:  # what is not imported has made no adapters
         from peft import PeftModel
 
-        from shardwise.frontends.pretrained.lora import has_adapters, saved_adapters
+        from shardwise.frontends.pretrained import hf
+        from shardwise.frontends.pretrained.lora import (
+            MergedAdapters,
+            has_adapters,
+            saved_adapters,
+        )
 
+        if isinstance(model, PeftModel) and adapters is AdapterForm.MERGED:
+            base = hf.inner_model(model)
+            return SavedModel(
+                _SavedWeights(base, MergedAdapters(model)),
+                lambda folder: write_configs(folder, base),
+            )
         if isinstance(model, PeftModel):
             return saved_adapters(model)
         if has_adapters(model):
@@ -227,13 +253,17 @@ def saved_pretrained(model: nn.Module) -> SavedModel | None:
     return None
 
 
+#: Tensors by their names in the model, and those that are first computed of others.
+Unconverted = tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]
+
+
 @dataclass(frozen=True)
 class _Plan:
     """How weights become those of a file.
 
     Attributes:
         infos: dtype and shape of the weights that this is for, by name in the model.
-        renamed: the name in the model of each weight that is only renamed, by name in the file.
+        renamed: for each weight that is only renamed, by name in the model: its name in the file.
         converted: names of weights that are converted together, and what they become.
     """
 
@@ -247,10 +277,14 @@ class _SavedWeights:
 
     Args:
         model: the model, sharded or not.
+        read: returns its tensors; those of its state dict by default.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, read: Callable[[], Unconverted] | None = None
+    ) -> None:
         self._model = model
+        self._read = self._own_tensors if read is None else read
         self._reversal: Reversal | None = None
         self._plan = _Plan({}, {}, [])
 
@@ -262,22 +296,39 @@ class _SavedWeights:
         """
         from shardwise.frontends.pretrained import hf
 
-        tensors = named_tensors(self._model, secondary=hf.tied_names(self._model))
-        for name in hf.not_saved(self._model):
-            tensors.pop(name, None)
+        tensors, computed = self._read()
         if self._reversal is None:
             self._reversal = hf.Reversal(self._model)
         infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        for each in computed:
+            infos.update(each.results)
         if infos != self._plan.infos:
             self._plan = _planned(infos, self._reversal)
-        convert = self._reversal.revert
+        names, convert = self._plan.renamed, self._reversal.revert
+        for each in computed:
+            if not each.results.keys() <= names.keys():
+                raise CheckpointError(
+                    f"{', '.join(each.results)}: found adapters on weights that transformers "
+                    "converts when it saves them, expected others; publish the adapters alone"
+                )
         return Contents(
-            {target: tensors[name] for target, name in self._plan.renamed.items()},
+            {names[name]: tensor for name, tensor in tensors.items() if name in names},
             [
-                Conversion({name: tensors[name] for name in names}, results, convert)
-                for names, results in self._plan.converted
+                *(each.renamed(names) for each in computed),
+                *(
+                    Conversion({name: tensors[name] for name in group}, results, convert)
+                    for group, results in self._plan.converted
+                ),
             ],
         )
+
+    def _own_tensors(self) -> Unconverted:
+        from shardwise.frontends.pretrained import hf
+
+        tensors = named_tensors(self._model, secondary=hf.tied_names(self._model))
+        for name in hf.not_saved(self._model):
+            tensors.pop(name, None)
+        return tensors, []
 
 
 def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
@@ -301,7 +352,7 @@ def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
     name_of = {id(each): name for name, each in empty.items()}
     made_of_others = {name for _, results in converted for name in results}
     renamed = {
-        target: name_of[id(each)]
+        name_of[id(each)]: target
         for target, each in planned.items()
         if target not in made_of_others
     }

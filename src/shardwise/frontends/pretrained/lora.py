@@ -25,15 +25,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise._torch import fsdp
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import Contents, SavedModel
+from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
-from shardwise.checkpoint.ranks.state import check_tensor
+from shardwise.checkpoint.ranks.state import check_tensor, ties
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
-from shardwise.frontends.pretrained.merging import ADAPTER_WEIGHTS, PREFIX
+from shardwise.frontends.pretrained.merging import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    MergedLayer,
+    merge,
+    planned_merge,
+)
 from shardwise.sharding.allocate import allocate
 
 _NAME = "default"  # peft's own name of the first adapter
@@ -219,3 +226,65 @@ def saved_adapters(model: PeftModel) -> SavedModel:
         sync(folder / opening.ADAPTER_CONFIG)
 
     return SavedModel(contents, write_config, single=ADAPTER_WEIGHTS, needs_single=True)
+
+
+class MergedAdapters:
+    """The weights of a base with its adapters merged into them, one layer at a time.
+
+    Args:
+        model: the model of peft, sharded or not.
+
+    Raises:
+        CheckpointError: peft cannot merge a layer, or it would untie weights.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self._model = model
+        self._names = plain_names(model)
+        base = hf.inner_model(model)
+        plain = hf.build(fsdp.original_class(base), copy.deepcopy(base.config), torch.float32)
+        tied = ties(plain)
+        adapted = opening.with_adapters(plain, copy.copy(model.peft_config[_NAME]), "model")
+        merged, self._replaced = planned_merge(adapted, lambda name, plain: name)
+        self._layers: dict[MergedLayer[str], dict[str, str]] = {}
+        for name, (layer, inside) in merged.items():
+            self._layers.setdefault(layer, {})[inside] = name
+        self._changed = merged.keys() | self._replaced.keys()
+        for name in sorted(self._changed & tied.keys()):
+            raise CheckpointError(
+                f"{name}: found adapters on a weight that is tied to "
+                f"{', '.join({*tied[name]} - {name})}, expected others; publish the adapters alone"
+            )
+
+    def __call__(self) -> tuple[dict[str, torch.Tensor], list[Conversion]]:
+        """The tensors that no adapter changes, by name in the plain model, and the merged ones."""
+        found = tensors_of(self._model)
+        secondary = hf.tied_names(hf.inner_model(self._model))
+        kept = {
+            plain: found[name]
+            for name, plain in self._names.items()
+            if plain not in self._changed and plain not in secondary
+        }
+        kept |= {plain: found[name] for plain, name in self._replaced.items()}
+        return kept, [self._merge(layer, names, found) for layer, names in self._layers.items()]
+
+    def _merge(
+        self,
+        layer: MergedLayer[str],
+        names: Mapping[str, str],
+        found: Mapping[str, torch.Tensor],
+    ) -> Conversion:
+        sources = {name: found[name] for name in layer.sources.values()}
+
+        def convert(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            # Copies, for peft adds to the weight of the base, which may be the model's own.
+            own = {name: full[source].clone() for name, source in layer.sources.items()}
+            made = merge(layer, own, type(self._model).__name__)
+            return {names[inside]: tensor for inside, tensor in made.items()}
+
+        results = {
+            names[inside.rpartition("base_layer.")[2]]: info_of(found[source])
+            for inside, source in layer.sources.items()
+            if "base_layer." in inside
+        }
+        return Conversion(sources, results, convert)
