@@ -103,6 +103,7 @@ def test_no_reader_sees_half_a_version_and_no_memory_is_left(tmp_path: Path, pla
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("place", ["memory", "folder"])
 def test_the_same_after_a_thousand_kills(tmp_path: Path, place: str) -> None:
     _check(place, tmp_path, 1000)

@@ -172,7 +172,9 @@ class SharedVersions:
         """
         descriptor = self._locked_file()
         try:
-            os.ftruncate(descriptor, nbytes)
+            if os.fstat(descriptor).st_size != nbytes:
+                os.ftruncate(descriptor, nbytes)
+                os.posix_fallocate(descriptor, 0, nbytes)  # else a write could end the process
             os.pwrite(descriptor, header, 0)
             yield path_of(os.getpid(), descriptor)
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,17 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.entries import torch_dtype
+from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, lay_out
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER, ReadWindow
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import (
     Contents,
+    Rows,
     SavedModel,
     own_rows,
     saved_model,
-    write_places,
+    write_rows,
 )
 from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
@@ -163,7 +166,7 @@ class _RanksInMemory:
         self._saved = saved
         self._dtype = dtype
         self._ranks = ranks
-        self._window = ReadWindow(DEFAULT_BUFFER)
+        self._maps: dict[Path, torch.Tensor] = {}
         self._shared: SharedVersions | None = None
 
         def begin() -> tuple[str, int]:
@@ -185,11 +188,27 @@ class _RanksInMemory:
                 assert self._shared is not None
                 return stack.enter_context(self._shared.next(header, nbytes))
 
-            file = ranks.first(doing, prepare)
-            places = {name: (file, start) for name, start in starts.items()}
-            write_places(places, contents, ranks, doing, self._window)
+            memory = self._mapped(ranks.first(doing, prepare), nbytes)
+
+            def write(rows: list[Rows]) -> None:
+                for each in rows:
+                    info = infos[each.name]
+                    place = memory[starts[each.name] :][: info.nbytes]
+                    full = place.view(torch_dtype(info.dtype)).view(info.shape)
+                    narrow(full, each.box).copy_(each.values)
+
+            write_rows(contents, ranks, doing, write)
             ranks.first(doing, stack.close)
         self.version += 1
+
+    def _mapped(self, file: Path, nbytes: int) -> torch.Tensor:
+        """The bytes of a version, to be written by all ranks. They stay mapped for the next one."""
+        found = self._maps.get(file)
+        if found is None or found.nbytes != nbytes:
+            with file.open("r+b") as opened:
+                memory = mmap.mmap(opened.fileno(), nbytes)
+            found = self._maps[file] = torch.frombuffer(memory, dtype=torch.uint8)
+        return found
 
     def _contents(self) -> Contents:
         contents = replace(self._saved.contents(), dtype=self._dtype)
@@ -203,5 +222,6 @@ class _RanksInMemory:
 
     def close(self) -> None:
         """Publish no more."""
+        self._maps.clear()
         if self._shared is not None:
             self._shared.close()
