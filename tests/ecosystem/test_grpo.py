@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -125,6 +126,9 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
     process.start()
     try:
+        while not Path(address).exists():
+            assert process.is_alive()
+            time.sleep(0.05)
         yield address
     finally:
         process.kill()
@@ -134,8 +138,6 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_a_process_generates_with_the_weights_of_every_step(
     ranks: Ranks, tmp_path: Path, generator: str
 ) -> None:
-    while not Path(generator).exists():
-        pass
     first, second = ranks(_train, 2, tmp_path, generator)
     assert first == second
     assert len(first) == STEPS

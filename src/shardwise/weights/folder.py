@@ -17,7 +17,7 @@ import itertools
 import re
 import secrets
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.checkpoint.disk.commit import delete
 from shardwise.checkpoint.disk.entries import dotted
 from shardwise.checkpoint.disk.files import LockedFile, read_small, write_new
 from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.disk.safetensors import as_bytes
 from shardwise.checkpoint.formats.hf import HfSource
 from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.hf import Contents, Rows, SavedModel, write_model, write_rows
@@ -113,8 +114,9 @@ class FolderVersions:
         self._ranks = ranks
         self._group = group
         self._lock: LockedFile | None = None
-        # The rows that this rank has written, as they are in the newest version.
-        self._held: dict[tuple[str, Box], torch.Tensor] = {}
+        # The rows that this rank has written, as they are in the newest version, by tensor,
+        # shape of the tensor, part and dtype.
+        self._held: dict[_Key, torch.Tensor] = {}
         self._full = 0  # number of the newest version in full; 0 if this publisher has none
         self._left = 0  # bytes of changes that are cheaper than a version in full
         self.version, self._origin = ranks.first(f"publishing to {root}", self._begin)
@@ -130,52 +132,57 @@ class FolderVersions:
         Raises:
             CheckpointError: it could not be written, on any rank. Readers see the one before.
         """
-        about = _About(_FORMAT, self.version + 1, self._origin)
-        target = version_folder(self._root, about.number)
-        doing = f"publishing {target}"
+        try:
+            self._update()
+        except BaseException:
+            self._held.clear()  # so that the next one is in full
+            raise
+
+    def _update(self) -> None:
+        doing = f"publishing to {self._root}"
         contents = replace(self._ranks.all(doing, self._saved.contents), dtype=self._dtype)
         changes = self._changes(contents, doing)
-        sizes = self._ranks.together(
-            doing,
-            lambda: (changes is None, 0 if changes is None else changes.nbytes),
-            lambda parts: [parts] * self._ranks.size,
-        )
-        nbytes = sum(size for _, size in sizes)
-        if any(is_new for is_new, _ in sizes) or nbytes > self._left:
+
+        def choose(sizes: list[int | None]) -> list[tuple[int, int | None]]:
+            number = max(_numbers(self._root), default=0) + 1
+            known = [size for size in sizes if size is not None]
+            total = sum(known) if len(known) == len(sizes) else None
+            return [(number, total)] * len(sizes)
+
+        mine = None if changes is None else sum(each.nbytes for each in changes)
+        number, total = self._ranks.together(doing, lambda: mine, choose)
+        about, target = _About(_FORMAT, number, self._origin), version_folder(self._root, number)
+        if changes is None or total is None or total > self._left:
             self._write_full(target, about, contents)
             self._left = sum(info.nbytes for info in contents.infos().values())
         else:
-            assert changes is not None
-            about_it = {"format": _FORMAT, "number": about.number, "origin": about.origin}
-            rank = {f"rank{self._ranks.rank}": [each.saved() for each in changes.pieces]}
-            save(target, nn.Module(), extra={"about": about_it, **rank}, group=self._group)
-            for each in changes.pieces:
-                each.apply(self._held[each.name, each.box])
-            self._left -= nbytes
-        self.version = about.number
+            rank = {f"rank{self._ranks.rank}": [each.saved() for each in changes]}
+            save(target, nn.Module(), extra={"about": asdict(about), **rank}, group=self._group)
+            for each in changes:
+                each.apply(self._held[each.key])
+            self._left -= total
+        self.version = number
 
     def close(self) -> None:
         """Publish no more. The versions stay."""
         if self._lock is not None:
             self._lock.close()
 
-    def _changes(self, contents: Contents, doing: str) -> _Changes | None:
+    def _changes(self, contents: Contents, doing: str) -> list[_ChangedPart] | None:
         """What differs in this rank's rows; ``None`` if it has not written all of them before."""
         pieces: list[_ChangedPart] = []
-        seen = set()
+        keys = set()
 
         def compare(rows: list[Rows]) -> None:
             for each in rows:
-                held = self._held.get((each.name, each.box))
-                seen.add((each.name, each.box))
-                if held is None or held.dtype != contents.dtype_of(each.values.dtype):
-                    continue
-                new = each.values.to(held.dtype).cpu().contiguous()
-                if (piece := _compared(each, held, new)) is not None:
-                    pieces.append(piece)
+                key = _key(each, contents)
+                keys.add(key)
+                if (held := self._held.get(key)) is not None:
+                    new = each.values.to(held.dtype).cpu().contiguous()
+                    pieces.extend(_compared(key, held, new))
 
         write_rows(contents, self._ranks, doing, compare)
-        return _Changes(pieces) if seen == self._held.keys() else None
+        return pieces if keys == self._held.keys() else None
 
     def _write_full(self, target: Path, about: _About, contents: Contents) -> None:
         def write_others(folder: Path) -> None:
@@ -188,8 +195,8 @@ class FolderVersions:
 
         def keep(rows: list[Rows]) -> None:
             for each in rows:
-                copy = each.values.to("cpu", contents.dtype_of(each.values.dtype), copy=True)
-                self._held[each.name, each.box] = copy.contiguous()
+                key = _key(each, contents)
+                self._held[key] = each.values.to("cpu", key.dtype, copy=True).contiguous()
 
         write_rows(contents, self._ranks, f"publishing {target}", keep)
         last, self._full = self._full, about.number
@@ -203,21 +210,45 @@ class FolderVersions:
 
 
 @dataclass(frozen=True)
+class _Key:
+    """Which part of which tensor.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the tensor in full.
+        box: the part.
+        dtype: in which it is published.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    dtype: torch.dtype
+
+
+def _key(rows: Rows, contents: Contents) -> _Key:
+    return _Key(rows.name, rows.shape, rows.box, contents.dtype_of(rows.values.dtype))
+
+
+@dataclass(frozen=True)
 class _ChangedPart:
     """What has changed in a part of a tensor.
 
     Attributes:
-        name: of the tensor.
-        box: the part.
+        key: the part.
         gaps: how far each changed element, in row-major order, is from the one before, in 16 bits;
             ``None`` if ``values`` are all elements.
         values: of the changed elements.
     """
 
-    name: str
-    box: Box
+    key: _Key
     gaps: torch.Tensor | None
     values: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in a version."""
+        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
 
     def apply(self, part: torch.Tensor) -> None:
         """Change a part of a tensor."""
@@ -231,44 +262,33 @@ class _ChangedPart:
 
     def saved(self) -> dict[str, Any]:
         """The piece as a checkpoint holds it."""
-        box = {"offsets": list(self.box.offsets), "sizes": list(self.box.sizes)}
+        box = {"offsets": list(self.key.box.offsets), "sizes": list(self.key.box.sizes)}
         tensors = {"values": self.values} | ({} if self.gaps is None else {"gaps": self.gaps})
-        return {"name": self.name, **box, **tensors}
+        return {"name": self.key.name, "shape": list(self.key.shape), **box, **tensors}
 
 
-@dataclass(frozen=True)
-class _Changes:
-    """What has changed in the rows of a rank."""
-
-    pieces: list[_ChangedPart]
-
-    @property
-    def nbytes(self) -> int:
-        """Their size."""
-        tensors = ((each.values, each.gaps) for each in self.pieces)
-        return sum(each.nbytes for each in itertools.chain(*tensors) if each is not None)
-
-
-def _compared(rows: Rows, old: torch.Tensor, new: torch.Tensor) -> _ChangedPart | None:
-    """What has changed between two values of the same part; ``None`` if nothing has."""
-    as_integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(new.itemsize, torch.int64)
-    if new.is_complex():
-        old, new = torch.view_as_real(old), torch.view_as_real(new)
+def _compared(key: _Key, old: torch.Tensor, new: torch.Tensor) -> Iterator[_ChangedPart]:
+    """What has changed between two values of the same part, if anything has."""
     # Bits are compared, for NaN is not equal to itself and the zeros are.
-    differs = old.reshape(-1).view(as_integers) != new.reshape(-1).view(as_integers)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[new.itemsize]
+    differs = as_bytes(old).view(bits) != as_bytes(new).view(bits)
     count = int(differs.count_nonzero())
     if not count:
-        return None
+        return
     flat = new.reshape(-1)
     if count * (2 + new.itemsize) >= new.nbytes:
-        return _ChangedPart(rows.name, rows.box, None, flat.clone())
+        yield _ChangedPart(key, None, flat.clone())
+        return
     where = differs.nonzero().reshape(-1)
     gaps = where.diff(prepend=where.new_zeros(1))
-    while (far := (gaps > _FARTHEST).nonzero().reshape(-1)).numel():
-        between = where[far] - gaps[far] + _FARTHEST
-        where = torch.cat([where, between]).sort().values
+    # As many elements between two as it takes to reach from one to the other.
+    between = (gaps - 1).clamp(min=0) // _FARTHEST
+    if between.any():
+        first = (where - gaps).repeat_interleave(between)
+        number = torch.arange(len(first)) - (between.cumsum(0) - between).repeat_interleave(between)
+        where = torch.cat([where, first + (number + 1) * _FARTHEST]).sort().values
         gaps = where.diff(prepend=where.new_zeros(1))
-    return _ChangedPart(rows.name, rows.box, gaps.to(torch.uint16), flat[where])
+    yield _ChangedPart(key, gaps.to(torch.uint16), flat[where])
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -354,7 +374,7 @@ class FolderReader:
             for each in found
         ]
         for each in pieces:
-            each.apply(narrow(self._held[each.name], each.box))
+            each.apply(narrow(self._held[each.key.name], each.key.box))
         self._version = about.version
 
     def _checked(self, found: Any, folder: Path) -> _ChangedPart:
@@ -367,7 +387,8 @@ class FolderReader:
             name, box = found["name"], Box(tuple(found["offsets"]), tuple(found["sizes"]))
             values, gaps = found["values"], found.get("gaps")
             held = self._held[name]
-            fits = box.is_inside(held.shape) and values.dtype == held.dtype
+            fits = found["shape"] == list(held.shape) and box.is_inside(held.shape)
+            fits &= values.dtype == held.dtype
             if gaps is None:
                 fits &= values.shape == (box.numel,)
             else:
@@ -380,7 +401,7 @@ class FolderReader:
                 f"{folder}: {name}: found {len(values)} values of {values.dtype} for {box}, "
                 f"expected changes of a tensor of {held.dtype} and shape {list(held.shape)}"
             )
-        return _ChangedPart(name, box, gaps, values)
+        return _ChangedPart(_Key(name, tuple(held.shape), box, held.dtype), gaps, values)
 
 
 def _about(folder: Path, read: Callable[[], _About]) -> _About:

@@ -21,6 +21,7 @@ import mmap
 import os
 import stat
 import tempfile
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,6 +153,10 @@ class SharedVersions:
         self._pointer = _file_of(name, "pointer")
         self._lock = LockedFile(_file_of(name, "lock"), f"publishing {name!r}")
         self._files: list[int] = []  # descriptors, those written longest ago first
+        # Also where it is forgotten, and at the end of the process; not in one that was forked.
+        self._close = weakref.finalize(
+            self, _close, self._files, self._lock, self._pointer, os.getpid()
+        )
         self.version = 0
         with contextlib.suppress(CheckpointError):  # of another release
             if (last := _pointer_in(self._pointer)) is not None:
@@ -191,10 +196,7 @@ class SharedVersions:
 
     def close(self) -> None:
         """Publish no more. Readers keep what they have."""
-        self._pointer.unlink(missing_ok=True)
-        while self._files:
-            os.close(self._files.pop())
-        self._lock.close()
+        self._close()
 
     def _locked_file(self) -> int:
         """A file that is not the newest version and that nobody reads, locked."""
@@ -215,6 +217,14 @@ class SharedVersions:
             f"({', '.join(readers) or 'unknown'}), expected memory for one that nobody reads; let "
             f"them drop their tensors, or publish with more than buffers={self._most}"
         )
+
+
+def _close(files: list[int], lock: LockedFile, pointer: Path, process: int) -> None:
+    if os.getpid() == process:
+        pointer.unlink(missing_ok=True)
+    while files:
+        os.close(files.pop())
+    lock.close()
 
 
 def _lockers(inodes: set[int]) -> list[str]:

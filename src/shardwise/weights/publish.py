@@ -198,8 +198,13 @@ class _RanksInMemory:
                     narrow(full, each.box).copy_(each.values)
 
             write_rows(contents, ranks, doing, write)
-            ranks.first(doing, stack.close)
-        self.version += 1
+
+            def show() -> int:
+                stack.close()
+                assert self._shared is not None
+                return self._shared.version
+
+            self.version = ranks.first(doing, show)
 
     def _mapped(self, file: Path, nbytes: int) -> torch.Tensor:
         """The bytes of a version, to be written by all ranks. They stay mapped for the next one."""
