@@ -25,8 +25,8 @@ pytest.importorskip("trl", reason="needs trl: install .[ecosystem]")
 pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
 
 STEPS, PROMPTS, GENERATIONS, LENGTH = 12, 2, 8, 6
-#: What completions are rewarded for.
-WANTED = ord("e")
+#: Completions are rewarded for tokens below this one, a quarter of all.
+BELOW = SEPARATOR // 4
 
 
 def _generate(folder: Path, address: str, ranks: int) -> None:
@@ -62,8 +62,8 @@ def _completed(model: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
     return tokens[len(prompt) :], logprobs
 
 
-def _share_of_wanted(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    return [sum(token == WANTED for token in each) / LENGTH for each in completion_ids]
+def _share_of_low_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [sum(token < BELOW for token in each) / LENGTH for each in completion_ids]
 
 
 def _train(rank: int, world_size: int, folder: Path, address: str) -> list[float]:
@@ -89,7 +89,7 @@ def _train(rank: int, world_size: int, folder: Path, address: str) -> list[float
     with contextlib.redirect_stdout(None):
         trainer = GRPOTrainer(
             model=model,
-            reward_funcs=_share_of_wanted,
+            reward_funcs=_share_of_low_tokens,
             rollout_func=rollout,
             processing_class=byte_tokenizer(),
             train_dataset=Dataset.from_list([{"prompt": text} for text in ("a", "bc") * 32]),
@@ -141,4 +141,4 @@ def test_a_process_generates_with_the_weights_of_every_step(
     first, second = ranks(_train, 2, tmp_path, generator)
     assert first == second
     assert len(first) == STEPS
-    assert sum(first[-3:]) > 3 * sum(first[:3]) + 0.1  # it learns to say what is wanted
+    assert sum(first[-3:]) > sum(first[:3]) + 0.3  # it learns what is rewarded
