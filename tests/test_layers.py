@@ -25,6 +25,7 @@ LAYERS = [
     ["optim"],
     ["checkpoint"],
     ["frontends"],
+    ["weights"],
     ["diloco"],
     ["insight"],
     ["__init__"],

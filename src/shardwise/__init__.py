@@ -63,6 +63,8 @@ if TYPE_CHECKING:
     from shardwise.optim.norms import clip_grad_norm_
     from shardwise.sharding.ledger import GradientReductionHandle
     from shardwise.transport.wire import Wire
+    from shardwise.weights.publish import Publication, publish
+    from shardwise.weights.subscribe import Subscription, subscribe
 
 __version__ = "0.1.0.dev0"
 
@@ -89,6 +91,7 @@ __all__ = [
     "OptimStateKeyType",
     "PeerLostError",
     "PlannedStep",
+    "Publication",
     "RankFailedError",
     "RanksDivergedError",
     "ShardedOptimStateDictConfig",
@@ -99,6 +102,7 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StrategyConfig",
+    "Subscription",
     "UnshardHandle",
     "Wire",
     "XlaFullyShardedDataParallel",
@@ -115,12 +119,14 @@ __all__ = [
     "optim",
     "patch_torch",
     "plan",
+    "publish",
     "register_fsdp_forward_method",
     "save_pretrained",
     "schedules",
     "share_comm_ctx",
     "simulate",
     "simulation",
+    "subscribe",
     "timeline",
     "wrap",
 ]

@@ -87,7 +87,7 @@ def fill(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Overwrite everything by what its name asks for."""
     with torch.no_grad():
         for name, tensor in named(model, optimizer).items():
-            tensor.copy_(_like(tensor, expected(name, tensor)))
+            tensor.copy_(like(tensor, expected(name, tensor)))
 
 
 def wrong(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
@@ -112,7 +112,8 @@ def expected(name: str, tensor: Tensor) -> Tensor:
     return torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype) + 1
 
 
-def _like(tensor: Tensor, whole: Tensor) -> Tensor:
+def like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """A whole tensor, sharded as another one is."""
     if not isinstance(tensor, DTensor):
         return whole
     return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)

@@ -7,9 +7,12 @@ elsewhere, so files are opened here and nowhere else. Torch is not imported.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import socket
 import stat
 import threading
+import time
 from enum import Enum
 from pathlib import Path
 from typing import Self
@@ -18,6 +21,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.strict import refuse
 
 _SYNC_EVERY = 32 << 20  # bytes
+_LOCK_TRIES, _LOCK_SECONDS = 20, 0.01
+_MOST_OF_LOCK = 4096  # bytes
 
 
 class Links(Enum):
@@ -220,6 +225,71 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class LockedFile(Closing):
+    """A file that one process at a time can lock, and that says which one has.
+
+    The kernel releases the lock when the process ends.
+
+    Args:
+        path: path of the file; made if it does not exist.
+        doing: what only the process with the lock does, for the error message.
+
+    Raises:
+        CheckpointError: another process has locked it.
+        OSError: it cannot be opened, or the file system has no locks.
+    """
+
+    def __init__(self, path: Path, doing: str) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self._handle = os.open(path, flags, 0o600)
+        try:
+            lock_soon(self._handle)
+        except BlockingIOError:
+            holder = content_of_lock(self._handle).decode(errors="replace").strip()
+            os.close(self._handle)
+            raise CheckpointError(
+                f"{doing}: found {holder or 'a process'} doing that ({path} is locked), expected "
+                "one at a time; end it first, or take another name"
+            ) from None
+        except OSError:
+            os.close(self._handle)
+            raise
+        name_holder(self._handle)
+
+    def close(self) -> None:
+        """Release the lock."""
+        os.close(self._handle)
+
+
+def lock_soon(handle: int) -> None:
+    """Lock a file, or give up soon: who looks whether it is locked locks it briefly.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+        OSError: the file system has no locks.
+    """
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_LOCK_SECONDS)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def content_of_lock(handle: int) -> bytes:
+    """What a file says that a process has locked."""
+    # A host that lost its power may leave zeros.
+    return os.pread(handle, _MOST_OF_LOCK, 0).strip(b"\0")
+
+
+def name_holder(handle: int) -> None:
+    """Write to a locked file which process holds it."""
+    # It only informs: on a full disk the lock holds all the same.
+    with contextlib.suppress(OSError):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
 
 def _named(error: OSError, path: Path) -> OSError:

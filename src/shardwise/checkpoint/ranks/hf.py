@@ -12,7 +12,8 @@ import functools
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from shardwise._torch import fsdp
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
-from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name
+from shardwise.checkpoint.disk.entries import TensorInfo, dtype_name, torch_dtype
 from shardwise.checkpoint.disk.files import sync, write_new
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, as_bytes, lay_out
@@ -73,14 +75,8 @@ def save_hf(
     Raises:
         CheckpointError: it could not be written, or the path exists.
     """
-    write_model(
-        Path(path),
-        lambda: (named_tensors(model), []),
-        lambda folder: write_configs(folder, model),
-        max_shard_size=max_shard_size,
-        buffer=buffer,
-        group=group,
-    )
+    saved = saved_model(model)
+    write_model(Path(path), saved, max_shard_size=max_shard_size, buffer=buffer, group=group)
 
 
 @dataclass(frozen=True)
@@ -97,29 +93,178 @@ class Conversion:
     results: Mapping[str, TensorInfo]
     convert: Callable[[Mapping[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
+    def renamed(self, names: Mapping[str, str]) -> Conversion:
+        """The same, with results of other names.
+
+        Args:
+            names: the new name of each result.
+        """
+        return Conversion(
+            self.sources,
+            {names[name]: info for name, info in self.results.items()},
+            lambda full: {names[name]: each for name, each in self.convert(full).items()},
+        )
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What ranks write of a model.
+
+    Attributes:
+        tensors: the tensors to write by their names in the files, sharded or not.
+        conversions: what is written in another form. The sources of one conversion at a time are
+            gathered in full on every rank.
+        dtype: what floating-point tensors are converted to; ``None`` to write them as they are.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    conversions: Sequence[Conversion] = ()
+    dtype: torch.dtype | None = None
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Dtype and shape of everything that is written, by name."""
+        infos = {name: info_of(tensor) for name, tensor in self.tensors.items()}
+        for conversion in self.conversions:
+            infos.update(conversion.results)
+        return {
+            name: TensorInfo(dtype_name(self.dtype_of(torch_dtype(info.dtype))), info.shape)
+            for name, info in infos.items()
+        }
+
+    def dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which tensors of a dtype are written."""
+        return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A part of a tensor that this rank writes.
+
+    Attributes:
+        name: of the tensor.
+        shape: of the tensor in full.
+        box: which part of it.
+        values: the part, in the dtype of the model; shares the memory of a shard, or is new.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    values: torch.Tensor
+
+
+def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
+    """The rows of this rank's shards that it is the one to write."""
+    return [
+        Rows(name, tuple(tensor.shape), *own_part(tensor.detach()))
+        for name, tensor in contents.tensors.items()
+        if _writes(tensor, ranks)
+    ]
+
+
+def write_rows(
+    contents: Contents, ranks: Ranks, doing: str, write: Callable[[list[Rows]], None]
+) -> None:
+    """Let every rank write its rows. Every rank calls this.
+
+    Every element is written by one rank. What is converted is written by one rank in full, the
+    ranks taking turns.
+
+    Args:
+        contents: what to write.
+        ranks: who writes.
+        doing: what the ranks do, for error messages.
+        write: called with rows of this rank, once for the shards and once for each conversion.
+
+    Raises:
+        CheckpointError: a rank failed; raised on all ranks alike.
+    """
+    ranks.all(doing, lambda: write(own_rows(contents, ranks)))
+    for number, conversion in enumerate(contents.conversions):
+        sources = {name: each.detach() for name, each in conversion.sources.items()}
+        full = {
+            name: (full_tensor(each) if isinstance(each, DTensor) else each).cpu()
+            for name, each in sources.items()
+        }
+        made = full if number % ranks.size == ranks.rank else {}
+        ranks.all(doing, functools.partial(_write_converted, conversion, made, write))
+        del full, made
+
+
+#: Where tensors are: the file, and the byte of it at which they begin, by name.
+Places = Mapping[str, tuple[Path, int]]
+
+
+def write_places(
+    places: Places, contents: Contents, ranks: Ranks, doing: str, window: ReadWindow
+) -> None:
+    """Write everything to its place in files that exist. Every rank calls this.
+
+    Args:
+        places: where to write.
+        contents: what to write.
+        ranks: who writes.
+        doing: what the ranks do, for error messages.
+        window: says how much writing may hold in memory.
+
+    Raises:
+        CheckpointError: a rank failed; raised on all ranks alike.
+    """
+
+    def write(rows: list[Rows]) -> None:
+        rows.sort(key=lambda each: places[each.name])
+        for file, group in itertools.groupby(rows, key=lambda each: places[each.name][0]):
+            with file.open("r+b") as opened:
+                for each in group:
+                    dtype = contents.dtype_of(each.values.dtype)
+                    _write_parts(opened.fileno(), places[each.name][1], each, dtype, window)
+                os.fsync(opened.fileno())
+
+    write_rows(contents, ranks, doing, write)
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """How a model is saved.
+
+    Attributes:
+        contents: called on every rank whenever the model is saved; returns what is written of it.
+            Calls after the first are cheap.
+        write_others: called on the first rank with the folder, to write the files beside the
+            weights.
+        single: name of the file, if all tensors are in one.
+        needs_single: whether whoever reads it reads one file only, however large.
+    """
+
+    contents: Callable[[], Contents]
+    write_others: Callable[[Path], None]
+    single: str = SINGLE
+    needs_single: bool = False
+
+
+def saved_model(model: nn.Module) -> SavedModel:
+    """How any model is saved: under its own names, with its configuration if it has one."""
+    return SavedModel(
+        lambda: Contents(named_tensors(model)), lambda folder: write_configs(folder, model)
+    )
+
 
 def write_model(
     target: Path,
-    contents: Callable[[], tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]],
-    write_others: Callable[[Path], None],
+    saved: SavedModel,
     *,
-    max_shard_size: int,
-    buffer: int,
-    group: dist.ProcessGroup | None,
-    single: str = SINGLE,
+    max_shard_size: int = DEFAULT_SHARD,
+    buffer: int = DEFAULT_BUFFER,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write tensors, sharded or not, and other files to a new folder. Every rank calls this.
+    """Write a model, sharded or not, to a new folder. Every rank calls this.
 
     Args:
         target: the folder to make, on a file system that all ranks share.
-        contents: called on every rank; returns what it has to write: tensors by the names in the
-            files, and what is converted first. The sources of one conversion at a time are gathered
-            in full on every rank.
-        write_others: called on the first rank with the folder, to write the other files.
+        saved: what to write.
         max_shard_size: largest size of a file in bytes; a larger tensor gets a file of its own.
         buffer: bytes that writing may hold beside the model.
         group: the ranks that save together; the default process group if ``None``.
-        single: name of the file, if all tensors are in one.
 
     Raises:
         CheckpointError: it could not be written, or the path exists.
@@ -127,21 +272,19 @@ def write_model(
     wait_for_save()
     ranks = Ranks(group_for(group))
     doing = f"saving {target}"
-    tensors, conversions = ranks.all(doing, contents)
+    contents = ranks.all(doing, saved.contents)
     with contextlib.ExitStack() as stack:
 
         def prepare() -> tuple[str, Files]:
-            infos = {name: info_of(tensor) for name, tensor in tensors.items()}
-            for conversion in conversions:
-                infos.update(conversion.results)
-            files = plan_files(infos, max_shard_size, single)
+            most = sys.maxsize if saved.needs_single else max_shard_size
+            files = plan_files(contents.infos(), most, saved.single)
             partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
             _make_files(partial, files)
             write_index(partial, files)
-            write_others(partial)
-            for written in partial.rglob("*"):
-                sync(written)
+            saved.write_others(partial)
+            for made in partial.rglob("*"):
+                sync(made)
             return str(partial), files
 
         partial, files = ranks.first(doing, prepare)
@@ -150,17 +293,7 @@ def write_model(
             for file, infos in files.items()
             for name, at in lay_out(infos, PT_METADATA)[1].items()
         }
-        ranks.all(doing, lambda: _write_shards(places, tensors, ranks, ReadWindow(buffer)))
-        for number, conversion in enumerate(conversions):
-            sources = {name: each.detach() for name, each in conversion.sources.items()}
-            full = {
-                name: (full_tensor(each) if isinstance(each, DTensor) else each).cpu()
-                for name, each in sources.items()
-            }
-            writes = number % ranks.size == ranks.rank
-            made = full if writes else {}
-            ranks.all(doing, functools.partial(_write_converted, places, conversion, made))
-            del full, made
+        write_places(places, contents, ranks, doing, ReadWindow(buffer))
         ranks.first(doing, stack.close)
 
 
@@ -220,33 +353,6 @@ def _make_files(folder: Path, files: Files) -> None:
             opened.truncate(len(header) + sum(info.nbytes for info in tensors.values()))
 
 
-#: Where tensors are: the file, and the byte of it at which they begin, by name.
-_Places = Mapping[str, tuple[Path, int]]
-
-
-def _opened(places: _Places, names: Sequence[str]) -> Iterator[tuple[str, int, int]]:
-    """Open the files of tensors, one after the other, and sync each in the end.
-
-    Yields:
-        A name, the descriptor of its file, and where in the file the tensor begins.
-    """
-    ordered = sorted(names, key=lambda name: places[name])
-    for file, group in itertools.groupby(ordered, key=lambda name: places[name][0]):
-        with file.open("r+b") as opened:
-            for name in group:
-                yield name, opened.fileno(), places[name][1]
-            os.fsync(opened.fileno())
-
-
-def _write_shards(
-    places: _Places, tensors: Mapping[str, torch.Tensor], ranks: Ranks, window: ReadWindow
-) -> None:
-    """Write what this rank has to write to the files, and wait until it is on the disk."""
-    own = [name for name, tensor in tensors.items() if _writes(tensor, ranks)]
-    for name, handle, start in _opened(places, own):
-        _write_parts(handle, start, tensors[name], window)
-
-
 def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
     """Whether this rank is the one to write its part, of all ranks that have the same part."""
     if not isinstance(tensor, DTensor):
@@ -258,19 +364,23 @@ def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
     )
 
 
-def _write_parts(handle: int, start: int, tensor: torch.Tensor, window: ReadWindow) -> None:
-    info = info_of(tensor)
-    box, local = own_part(tensor)
-    for part in window.boxes(info, box):
-        here = narrow(local.detach(), part.relative_to(box.offsets)).contiguous().cpu()
-        data = as_bytes(here).numpy().data
+def _write_parts(
+    handle: int, start: int, rows: Rows, dtype: torch.dtype, window: ReadWindow
+) -> None:
+    """Write rows to an open file in which their tensor begins at byte ``start``."""
+    info = TensorInfo(dtype_name(dtype), rows.shape)
+    for part in window.boxes(info, rows.box):
+        found = narrow(rows.values, part.relative_to(rows.box.offsets))
+        data = as_bytes(found.to(dtype).contiguous().cpu()).numpy().data
         for first, count in runs_of(info.shape, part.offsets, part.sizes):
             run, data = data[: count * info.itemsize], data[count * info.itemsize :]
             _write_all(handle, run, start + first * info.itemsize)
 
 
 def _write_converted(
-    places: _Places, conversion: Conversion, full: Mapping[str, torch.Tensor]
+    conversion: Conversion,
+    full: Mapping[str, torch.Tensor],
+    write: Callable[[list[Rows]], None],
 ) -> None:
     """Convert full tensors and write the results; nothing on a rank that has no full tensors."""
     if not full:
@@ -281,8 +391,12 @@ def _write_converted(
             f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
             f"expected {', '.join(conversion.results)} with the planned shapes"
         )
-    for name, handle, start in _opened(places, list(made)):
-        _write_all(handle, as_bytes(made[name].contiguous()).numpy().data, start)
+    write(
+        [
+            Rows(name, tuple(tensor.shape), full_box(tensor.shape), tensor)
+            for name, tensor in made.items()
+        ]
+    )
 
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:

@@ -261,6 +261,8 @@ def model_state(model: nn.Module, *, ignore_frozen_params: bool) -> dict[str, An
     """
     options = StateDictOptions(ignore_frozen_params=ignore_frozen_params)
     with sharded_state_dicts(model):
+        if not any(True for _ in model.children()) and not model.state_dict():
+            return {}  # torch refuses a model without tensors
         return get_model_state_dict(model, options=options)
 
 

@@ -5,9 +5,11 @@ Importing this does not import transformers: everything that lists our names imp
 
 from __future__ import annotations
 
+import enum
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,11 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.entries import TensorInfo, torch_dtype
 from shardwise.checkpoint.formats.hf import DEFAULT_SHARD
 from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import (
+    Contents,
     Conversion,
+    SavedModel,
     info_of,
     named_tensors,
     write_configs,
@@ -176,66 +181,164 @@ def save_pretrained(
         CheckpointError: it could not be written, or the path exists; raised on all ranks alike.
         TypeError: ``model`` is not a model of ``transformers``.
     """
-    from transformers import PreTrainedModel
-
-    from shardwise.frontends.pretrained import hf
-
-    if "peft" in sys.modules:  # what is not imported has made no adapters
-        from peft import PeftModel
-
-        from shardwise.frontends.pretrained.lora import has_adapters, save_adapters
-
-        if isinstance(model, PeftModel):
-            save_adapters(model, folder, tokenizer=tokenizer, buffer=buffer, group=group)
-            return
-        if has_adapters(model):
-            raise TypeError(
-                f"model: found a {type(model).__name__} with adapters in it, expected the "
-                "PeftModel around it, whose adapters are saved"
-            )
-    if not isinstance(model, PreTrainedModel):
+    saved = saved_pretrained(model)
+    if saved is None:
         raise TypeError(
             f"model: found a {type(model).__name__}, expected a model of transformers; pass the "
             "inner model of a wrapper, or use shardwise.checkpoint.save_hf for any other module"
         )
 
-    def contents() -> tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]:
-        tensors = named_tensors(model, secondary=hf.tied_names(model))
-        for name in hf.not_saved(model):
-            tensors.pop(name, None)
-        return _reverted(tensors, hf.Reversal(model))
-
     def write_others(partial: Path) -> None:
-        write_configs(partial, model)
+        saved.write_others(partial)
         if tokenizer is not None:
             tokenizer.save_pretrained(os.fspath(partial))
 
     write_model(
         Path(folder),
-        contents,
-        write_others,
+        replace(saved, write_others=write_others),
         max_shard_size=max_shard_size,
         buffer=buffer,
         group=group,
     )
 
 
-def _reverted(
-    tensors: Mapping[str, torch.Tensor], reversal: Reversal
-) -> tuple[dict[str, torch.Tensor], list[Conversion]]:
-    """Plan what is written: weights by their names in the files, and those to convert.
+class AdapterForm(enum.Enum):
+    """How a model with adapters is written."""
+
+    ALONE = "alone"  # as peft saves them
+    MERGED = "merged"  # into the weights of the base
+
+
+def saved_pretrained(
+    model: nn.Module, adapters: AdapterForm = AdapterForm.ALONE
+) -> SavedModel | None:
+    """How a model of ``transformers``, or of peft, is saved; ``None`` for any other module.
+
+    Args:
+        model: the model, sharded or not.
+        adapters: what is written of a ``PeftModel``.
 
     Raises:
-        CheckpointError: the conversion of some weights depends on that of others.
+        CheckpointError: the adapters cannot be merged.
+        TypeError: the model has adapters in it, without a ``PeftModel`` around it.
     """
+    if "peft" in sys.modules:  # what is not imported has made no adapters
+        from peft import PeftModel
+
+        from shardwise.frontends.pretrained import hf
+        from shardwise.frontends.pretrained.lora import (
+            MergedAdapters,
+            has_adapters,
+            saved_adapters,
+        )
+
+        if isinstance(model, PeftModel) and adapters is AdapterForm.MERGED:
+            base = hf.inner_model(model)
+            return SavedModel(
+                _SavedWeights(base, MergedAdapters(model)),
+                lambda folder: write_configs(folder, base),
+            )
+        if isinstance(model, PeftModel):
+            return saved_adapters(model)
+        if has_adapters(model):
+            raise TypeError(
+                f"model: found a {type(model).__name__} with adapters in it, expected the "
+                "PeftModel around it, whose adapters are saved"
+            )
+    if "transformers" in sys.modules:
+        from transformers import PreTrainedModel
+
+        if isinstance(model, PreTrainedModel):
+            return SavedModel(_SavedWeights(model), lambda folder: write_configs(folder, model))
+    return None
+
+
+#: Tensors by their names in the model, and those that are first computed of others.
+Unconverted = tuple[Mapping[str, torch.Tensor], Sequence[Conversion]]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How weights become those of a file.
+
+    Attributes:
+        infos: dtype and shape of the weights that this is for, by name in the model.
+        renamed: for each weight that is only renamed, by name in the model: its name in the file.
+        converted: names of weights that are converted together, and what they become.
+    """
+
+    infos: Mapping[str, TensorInfo]
+    renamed: Mapping[str, str]
+    converted: Sequence[tuple[Sequence[str], Mapping[str, TensorInfo]]]
+
+
+class _SavedWeights:
+    """The weights of a model of ``transformers`` under the names of published checkpoints.
+
+    Args:
+        model: the model, sharded or not.
+        read: returns its tensors; those of its state dict by default.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, read: Callable[[], Unconverted] | None = None
+    ) -> None:
+        self._model = model
+        self._read = self._own_tensors if read is None else read
+        self._reversal: Reversal | None = None
+        self._plan = _Plan({}, {}, [])
+
+    def __call__(self) -> Contents:
+        """Find what to write: weights by their names in the files, and those to convert.
+
+        Raises:
+            CheckpointError: the conversion of some weights depends on that of others.
+        """
+        from shardwise.frontends.pretrained import hf
+
+        tensors, computed = self._read()
+        if self._reversal is None:
+            self._reversal = hf.Reversal(self._model)
+        infos = {name: info_of(tensor) for name, tensor in tensors.items()}
+        for each in computed:
+            infos.update(each.results)
+        if infos != self._plan.infos:
+            self._plan = _planned(infos, self._reversal)
+        names, convert = self._plan.renamed, self._reversal.revert
+        for each in computed:
+            if not each.results.keys() <= names.keys():
+                raise CheckpointError(
+                    f"{', '.join(each.results)}: found adapters on weights that transformers "
+                    "converts when it saves them, expected others; publish the adapters alone"
+                )
+        return Contents(
+            {names[name]: tensor for name, tensor in tensors.items() if name in names},
+            [
+                *(each.renamed(names) for each in computed),
+                *(
+                    Conversion({name: tensors[name] for name in group}, results, convert)
+                    for group, results in self._plan.converted
+                ),
+            ],
+        )
+
+    def _own_tensors(self) -> Unconverted:
+        from shardwise.frontends.pretrained import hf
+
+        tensors = named_tensors(self._model, secondary=hf.tied_names(self._model))
+        for name in hf.not_saved(self._model):
+            tensors.pop(name, None)
+        return tensors, []
+
+
+def _planned(infos: Mapping[str, TensorInfo], reversal: Reversal) -> _Plan:
     empty = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        for name, tensor in tensors.items()
+        name: torch.empty(info.shape, dtype=torch_dtype(info.dtype), device="meta")
+        for name, info in infos.items()
     }
     planned = reversal.revert(empty)
-    grouped = reversal.groups(tensors.keys())
     converted = []
-    for names in grouped:
+    for names in reversal.groups(infos.keys()):
         made = reversal.revert({name: empty[name] for name in names})
         results = {name: info_of(each) for name, each in made.items()}
         if any(name not in planned or info_of(planned[name]) != results[name] for name in results):
@@ -244,14 +347,13 @@ def _reverted(
                 "are saved alone, and to something else with all weights; expected the same. Use "
                 "shardwise.checkpoint.save_hf, which saves weights under the names of the model"
             )
-        sources = {name: tensors[name] for name in names}
-        converted.append(Conversion(sources, results, reversal.revert))
+        converted.append((names, results))
     # A weight that is only renamed is the same object before and after.
     name_of = {id(each): name for name, each in empty.items()}
-    made_of_others = {name for each in converted for name in each.results}
+    made_of_others = {name for _, results in converted for name in results}
     renamed = {
-        target: tensors[name_of[id(each)]]
+        name_of[id(each)]: target
         for target, each in planned.items()
         if target not in made_of_others
     }
-    return renamed, converted
+    return _Plan(infos, renamed, converted)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,16 +25,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from shardwise._torch import fsdp
+from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import sync
 from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.formats.source import DEFAULT_BUFFER
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import Conversion, write_model
+from shardwise.checkpoint.ranks.hf import Contents, Conversion, SavedModel, info_of
 from shardwise.checkpoint.ranks.loading import own_part, tensors_of
-from shardwise.checkpoint.ranks.state import check_tensor
+from shardwise.checkpoint.ranks.state import check_tensor, ties
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
-from shardwise.frontends.pretrained.merging import ADAPTER_WEIGHTS, PREFIX
+from shardwise.frontends.pretrained.merging import (
+    ADAPTER_WEIGHTS,
+    PREFIX,
+    MergedLayer,
+    merge,
+    planned_merge,
+)
 from shardwise.sharding.allocate import allocate
 
 _NAME = "default"  # peft's own name of the first adapter
@@ -196,36 +200,20 @@ def _uniform(like: torch.Tensor) -> torch.Tensor:
     return nn.init.kaiming_uniform_(torch.empty(like.shape), a=math.sqrt(5))
 
 
-def save_adapters(
-    model: PeftModel,
-    path: str | os.PathLike[str],
-    *,
-    tokenizer: Any = None,
-    buffer: int = DEFAULT_BUFFER,
-    group: dist.ProcessGroup | None = None,
-) -> None:
-    """Save adapters in the format of peft. Every rank calls this.
+def saved_adapters(model: PeftModel) -> SavedModel:
+    """How the adapters of a model are saved: as peft does.
 
-    ``PeftModel.from_pretrained`` and ``AutoPeftModel`` load the folder. Nothing is gathered: each
-    rank writes its shards. The folder is complete, or does not exist.
+    ``PeftModel.from_pretrained`` and ``AutoPeftModel`` load the folder.
 
     Args:
         model: the model of peft, sharded or not.
-        path: the folder to make, on a file system that all ranks share.
-        tokenizer: what is saved beside the adapters with its own ``save_pretrained``; ``None`` for
-            nothing.
-        buffer: bytes that writing may hold beside the model.
-        group: the ranks that save together; the default process group if ``None``.
-
-    Raises:
-        CheckpointError: it could not be written, or the path exists.
     """
 
-    def contents() -> tuple[dict[str, torch.Tensor], list[Conversion]]:
+    def contents() -> Contents:
         saved = get_peft_model_state_dict(
             model, state_dict=tensors_of(model), save_embedding_layers=False
         )
-        return {name: check_tensor(tensor, name) for name, tensor in saved.items()}, []
+        return Contents({name: check_tensor(tensor, name) for name, tensor in saved.items()})
 
     def write_config(folder: Path) -> None:
         config = copy.copy(model.peft_config[_NAME])
@@ -236,15 +224,67 @@ def save_adapters(
             mapping = {"base_model_class": base.__name__, "parent_library": base.__module__}
         config.save_pretrained(str(folder), auto_mapping_dict=mapping)
         sync(folder / opening.ADAPTER_CONFIG)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(folder))
 
-    write_model(
-        Path(path),
-        contents,
-        write_config,
-        max_shard_size=sys.maxsize,  # peft reads one file
-        single=ADAPTER_WEIGHTS,
-        buffer=buffer,
-        group=group,
-    )
+    return SavedModel(contents, write_config, single=ADAPTER_WEIGHTS, needs_single=True)
+
+
+class MergedAdapters:
+    """The weights of a base with its adapters merged into them, one layer at a time.
+
+    Args:
+        model: the model of peft, sharded or not.
+
+    Raises:
+        CheckpointError: peft cannot merge a layer, or it would untie weights.
+    """
+
+    def __init__(self, model: PeftModel) -> None:
+        self._model = model
+        self._names = plain_names(model)
+        base = hf.inner_model(model)
+        plain = hf.build(fsdp.original_class(base), copy.deepcopy(base.config), torch.float32)
+        tied = ties(plain)
+        adapted = opening.with_adapters(plain, copy.copy(model.peft_config[_NAME]), "model")
+        merged, self._replaced = planned_merge(adapted, lambda name, plain: name)
+        self._layers: dict[MergedLayer[str], dict[str, str]] = {}
+        for name, (layer, inside) in merged.items():
+            self._layers.setdefault(layer, {})[inside] = name
+        self._changed = merged.keys() | self._replaced.keys()
+        for name in sorted(self._changed & tied.keys()):
+            raise CheckpointError(
+                f"{name}: found adapters on a weight that is tied to "
+                f"{', '.join({*tied[name]} - {name})}, expected others; publish the adapters alone"
+            )
+
+    def __call__(self) -> tuple[dict[str, torch.Tensor], list[Conversion]]:
+        """The tensors that no adapter changes, by name in the plain model, and the merged ones."""
+        found = tensors_of(self._model)
+        secondary = hf.tied_names(hf.inner_model(self._model))
+        kept = {
+            plain: found[name]
+            for name, plain in self._names.items()
+            if plain not in self._changed and plain not in secondary
+        }
+        kept |= {plain: found[name] for plain, name in self._replaced.items()}
+        return kept, [self._merge(layer, names, found) for layer, names in self._layers.items()]
+
+    def _merge(
+        self,
+        layer: MergedLayer[str],
+        names: Mapping[str, str],
+        found: Mapping[str, torch.Tensor],
+    ) -> Conversion:
+        sources = {name: found[name] for name in layer.sources.values()}
+
+        def convert(full: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            # Copies, for peft adds to the weight of the base, which may be the model's own.
+            own = {name: full[source].clone() for name, source in layer.sources.items()}
+            made = merge(layer, own, type(self._model).__name__)
+            return {names[inside]: tensor for inside, tensor in made.items()}
+
+        results = {
+            names[inside.rpartition("base_layer.")[2]]: info_of(found[source])
+            for inside, source in layer.sources.items()
+            if "base_layer." in inside
+        }
+        return Conversion(sources, results, convert)

@@ -9,10 +9,10 @@ from the base's files to the new ones through a buffer.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -102,8 +102,11 @@ def merge_lora(
             _write_beside(folder, adapters, folder_of_base, merged.untied)
 
 
-@dataclass
-class _Layer:
+S = TypeVar("S")
+
+
+@dataclass(eq=False)
+class MergedLayer(Generic[S]):
     """A layer of the model that adapters change.
 
     Attributes:
@@ -114,12 +117,14 @@ class _Layer:
 
     module: nn.Module
     base: nn.Module
-    sources: Mapping[str, tuple[Source, StatePath]]
+    sources: Mapping[str, S]
 
+
+_Stored = tuple[Source, StatePath]
 
 #: The layer of each tensor that is merged, and the tensor's name in that layer's base; and where to
 #: read each tensor that the adapters replace.
-_MergePlan = tuple[dict[str, tuple[_Layer, str]], dict[str, tuple[Source, StatePath]]]
+_MergePlan = tuple[dict[str, tuple[MergedLayer[_Stored], str]], dict[str, _Stored]]
 
 
 class MergedSource(Source):
@@ -141,7 +146,7 @@ class MergedSource(Source):
         self.where = base.where
         self.values: dict[StatePath, Any] = {}
         self._base = base
-        self._last: tuple[_Layer, dict[str, torch.Tensor]] | None = None
+        self._last: tuple[MergedLayer[_Stored], dict[str, torch.Tensor]] | None = None
         try:
             model = build(base.where)
         except ValueError as error:
@@ -185,19 +190,33 @@ class MergedSource(Source):
         else:
             self._base.read(self._stored.get(name, path), box, into)
 
-    def _merged(self, layer: _Layer) -> dict[str, torch.Tensor]:
+    def _merged(self, layer: MergedLayer[_Stored]) -> dict[str, torch.Tensor]:
         """The merged tensors of a layer. Those of the last layer are kept."""
         if self._last is None or self._last[0] is not layer:
             self._last = None  # frees it first
-            self._last = layer, _merge(layer, str(self.where))
+            tensors = {name: source.full(path) for name, (source, path) in layer.sources.items()}
+            self._last = layer, merge(layer, tensors, str(self.where))
         return self._last[1]
 
 
-def _merge(layer: _Layer, where: str) -> dict[str, torch.Tensor]:
-    """Read a layer, let ``peft`` merge it, and return the tensors of its base."""
+def merge(
+    layer: MergedLayer[S], tensors: Mapping[str, torch.Tensor], where: str
+) -> dict[str, torch.Tensor]:
+    """Let ``peft`` merge a layer.
+
+    Args:
+        layer: the layer.
+        tensors: its tensors in full, by name in the layer.
+        where: what it belongs to, for the error message.
+
+    Returns:
+        The tensors of its base, by name there.
+
+    Raises:
+        CheckpointError: a merged weight is not finite.
+    """
     try:
-        for name, (source, path) in layer.sources.items():
-            tensor = source.full(path)
+        for name, tensor in tensors.items():
             if "base_layer." not in name and tensor.dtype in (torch.float16, torch.bfloat16):
                 tensor = tensor.float()  # as peft loads adapters
             _assign(layer.module, name, tensor)
@@ -287,8 +306,6 @@ def _plan(
 ) -> _MergePlan:
     """Find what becomes of each tensor, and check that adapters and base belong together."""
     from peft import get_peft_model_state_dict
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 
     named = dict(adapted.named_parameters(remove_duplicate=False))
     names = {id(param): name for name, param in named.items()}
@@ -300,8 +317,6 @@ def _plan(
         names[id(param)]: (values, given[key]) for key, param in saved.items() if key not in named
     }
     sources |= {name: (values, given[name]) for name in of_base}
-    merged: dict[str, tuple[_Layer, str]] = {}
-    replaced: dict[str, tuple[Source, StatePath]] = {}
 
     def source_of(name: str, plain: str) -> tuple[Source, StatePath]:
         found = sources.get(name)
@@ -320,42 +335,72 @@ def _plan(
             )
         return found
 
-    inside: set[str] = set()
-    modules: list[tuple[str, nn.Module]] = list(adapted.named_modules())
-    for name, module in modules:
+    merged, replaced = planned_merge(adapted, source_of)
+    layers = tuple(f"{name}." for name in adapters_of(adapted))
+    for name in sources:
+        if not name.startswith(layers):
+            replaced[name.removeprefix(PREFIX)] = source_of(name, name.removeprefix(PREFIX))
+    if not merged and not replaced:
+        raise CheckpointError(f"{values.where}: contains nothing that could be merged")
+    return merged, replaced
+
+
+def adapters_of(adapted: nn.Module) -> dict[str, nn.Module]:
+    """The outermost layers of peft in a model, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
+    found: dict[str, nn.Module] = {}
+    for name, module in adapted.named_modules():
+        if isinstance(module, kinds) and not name.startswith(tuple(f"{each}." for each in found)):
+            found[name] = module
+    return found
+
+
+def planned_merge(
+    adapted: nn.Module, source_of: Callable[[str, str], S]
+) -> tuple[dict[str, tuple[MergedLayer[S], str]], dict[str, S]]:
+    """Find what becomes of each tensor of a base when its adapters are merged into it.
+
+    Args:
+        adapted: the model of peft, on the meta device.
+        source_of: called with the name of a tensor of ``adapted``, and the name of the tensor of
+            the plain model whose values it has if it is not an adapter; returns where its values
+            are.
+
+    Returns:
+        For each tensor that is merged, by its name in the plain model, the layer, and its name in
+        that layer's base; and where the values are of each one that is replaced.
+
+    Raises:
+        CheckpointError: peft cannot merge a layer.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    merged: dict[str, tuple[MergedLayer[S], str]] = {}
+    replaced: dict[str, S] = {}
+    for name, module in adapters_of(adapted).items():
         plain = name.removeprefix(PREFIX)
-        if any(name.startswith(each) for each in inside):
-            continue
-        if isinstance(module, BaseTunerLayer):
-            if not hasattr(module, "merge"):
-                raise CheckpointError(f"{plain}: {type(module).__name__} cannot be merged")
-            inside.add(f"{name}.")
+        if isinstance(module, BaseTunerLayer) and hasattr(module, "merge"):
+            assert isinstance(module, nn.Module)
             kernel = module.get_base_layer()
             depth = "base_layer." * len(list(_wrappers(module)))
-            layer = _Layer(
-                module,
-                kernel,
-                {
-                    each: source_of(f"{name}.{each}", f"{plain}.{each.removeprefix(depth)}")
-                    for each, _ in module.named_parameters()
-                },
-            )
+            sources = {
+                each: source_of(f"{name}.{each}", f"{plain}.{each.removeprefix(depth)}")
+                for each, _ in module.named_parameters()
+            }
+            layer = MergedLayer(module, kernel, sources)
             for each, _ in kernel.named_parameters():
                 merged[f"{plain}.{each}"] = layer, each
         elif isinstance(module, ModulesToSaveWrapper):
-            inside.add(f"{name}.")
             adapter = module.active_adapters[0]
             for each, _ in module.original_module.named_parameters():
                 found = source_of(f"{name}.modules_to_save.{adapter}.{each}", f"{plain}.{each}")
                 replaced[f"{plain}.{each}"] = found
-        elif isinstance(module, AuxiliaryTrainingWrapper):
+        else:
             raise CheckpointError(f"{plain}: {type(module).__name__} cannot be merged")
-    for name in sources:
-        plain = name.removeprefix(PREFIX)
-        if not any(name.startswith(each) for each in inside):
-            replaced[plain] = source_of(name, plain)
-    if not merged and not replaced:
-        raise CheckpointError(f"{values.where}: contains nothing that could be merged")
     return merged, replaced
 
 

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import itertools
 import json
 import os
 import re
 import shutil
-import socket
 import stat
-import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +26,13 @@ from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import TOKENIZER
-from shardwise.checkpoint.disk.files import open_file, replace_file
+from shardwise.checkpoint.disk.files import (
+    content_of_lock,
+    lock_soon,
+    name_holder,
+    open_file,
+    replace_file,
+)
 from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.option import OptionError, flatten
@@ -39,7 +42,6 @@ from shardwise.insight.schema.training import Existing, OutputConfig
 REPLICAS = "replicas"
 
 _MAX_RECORD = 1 << 26  # bytes of a run.json: tens of thousands of sessions
-_LOCK_TRIES, _LOCK_SECONDS = 20, 0.01
 _MAX_PATH = 4095  # bytes, of Linux
 # As long as a name below the folder of a run gets.
 _DEEPEST = "checkpoints/replicas/0000/.step-0000000000.partial/shard-000000-of-000000.safetensors"
@@ -306,7 +308,6 @@ def write_text(path: Path, text: str) -> None:
     replace_file(path, text.encode())
 
 
-_MOST_BYTES = 300  # of a holder: the name of a host, and a number
 _HOLDER = re.compile(rb"process \d+ on [^\n]*\n?")
 
 
@@ -379,9 +380,9 @@ def _not_ours(files: RunDir, what: str) -> OptionError:
 
 def _lock(handle: int, files: RunDir) -> None:
     try:
-        _lock_soon(handle)
+        lock_soon(handle)
     except BlockingIOError:
-        holder = _content(handle).decode(errors="replace").strip()
+        holder = content_of_lock(handle).decode(errors="replace").strip()
         raise OptionError(
             "--out",
             f"a run that is under way in {files.root} ({holder or 'it has only begun'})",
@@ -392,25 +393,7 @@ def _lock(handle: int, files: RunDir) -> None:
             f"warning    {files.lock} cannot be locked ({error.strerror}): start no other run there"
         )
         return
-    found = _content(handle)
+    found = content_of_lock(handle)
     if found and not _HOLDER.fullmatch(found):
         raise _not_ours(files, "a file of something else")
-    # It only informs: on a full disk the lock holds all the same.
-    with contextlib.suppress(OSError):
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-
-def _lock_soon(handle: int) -> None:
-    """Lock a file, or give up soon: a page that looks whether it is locked locks it briefly."""
-    for _ in range(_LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(_LOCK_SECONDS)
-    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _content(handle: int) -> bytes:
-    # A host that lost its power may leave zeros.
-    return os.pread(handle, _MOST_BYTES, 0).strip(b"\0")
+    name_holder(handle)

@@ -22,7 +22,6 @@ from shardwise.frontends.pretrained.lora import (
     add_adapters,
     initialize_adapters,
     plain_names,
-    save_adapters,
 )
 from shardwise.frontends.pretrained.merging import merge_lora
 from shardwise.insight.schema.option import OptionError
@@ -107,7 +106,7 @@ class Adapters:
         """
         files, say = self._config.files, place.display.say
         on_rank_zero(f"replacing {files.adapters}", lambda: delete(files.adapters))
-        save_adapters(self._model, files.adapters, tokenizer=tokenizer)
+        pretrained.save_pretrained(self._model, files.adapters, tokenizer=tokenizer)
         say(f"adapters   {files.adapters}")
         if self._config.merge:
             on_rank_zero(

@@ -1,0 +1,1 @@
+"""Weights that other processes read while a model trains."""

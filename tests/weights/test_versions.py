@@ -1,0 +1,363 @@
+"""Readers see one version or the one before, and the publisher does not wait for them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise
+from shardwise.base.errors import CheckpointError
+from shardwise.weights import memory
+
+
+def _model(value: float = 1.0, size: int = 64) -> nn.Linear:
+    model = nn.Linear(size, size, bias=False)
+    nn.init.constant_(model.weight, value)
+    return model
+
+
+def _set(model: nn.Linear, value: float) -> None:
+    nn.init.constant_(model.weight, value)
+
+
+@pytest.fixture(params=["memory", "folder"])
+def to(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
+    """Where weights are published."""
+    return None if request.param == "memory" else str(tmp_path / "published")
+
+
+# -- any place -------------------------------------------------------------------------------------
+
+
+def test_a_reader_keeps_the_version_that_it_has_read(to: str | None) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", to=to) as weights:
+        first = dict(shardwise.subscribe("policy", at=to))
+        for value in (2, 3, 4):
+            _set(model, value)
+            weights.update()
+        assert first["weight"].eq(1).all()
+        assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(4).all()
+
+
+def test_what_a_reader_writes_stays_its_own(to: str | None) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", to=to):
+        subscription = shardwise.subscribe("policy", at=to)
+        dict(subscription)["weight"].zero_()
+        assert dict(subscription)["weight"].eq(1).all()
+        assert model.weight.eq(1).all()
+
+
+def test_a_reader_waits_for_a_newer_version(to: str | None) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", to=to) as weights:
+        subscription = shardwise.subscribe("policy", at=to)
+        assert subscription.version == 0
+        assert subscription.wait() == 1  # nothing has been read yet
+        dict(subscription)
+        with pytest.raises(CheckpointError, match=r"found version 1 again within the timeout"):
+            subscription.wait(timeout=0.01)
+        weights.update()
+        assert subscription.wait() == 2
+
+
+def test_one_that_nobody_publishes_is_an_error_after_the_timeout(to: str | None) -> None:
+    with pytest.raises(CheckpointError, match=r"'policy': found no version within the timeout"):
+        dict(shardwise.subscribe("policy", at=to, timeout=0.01))
+
+
+def test_a_name_has_one_publisher(to: str | None) -> None:
+    first = shardwise.publish(_model(), "policy", to=to)
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* doing that"):
+        shardwise.publish(_model(), "policy", to=to)
+    with shardwise.publish(_model(), "another", to=to):
+        pass
+    first.close()
+    with shardwise.publish(_model(5), "policy", to=to):
+        assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(5).all()
+
+
+@pytest.mark.parametrize(
+    "name", ["org/model", "../../x", "ein Käse", ".", "..", ".a.b", "~", "%2F"]
+)
+def test_a_name_may_contain_anything(to: str | None, name: str, tmp_path: Path) -> None:
+    with shardwise.publish(_model(3), name, to=to):
+        assert dict(shardwise.subscribe(name, at=to))["weight"].eq(3).all()
+    inside = {"names", "published"} if to else {"names"}
+    assert {each.name for each in tmp_path.iterdir()} == inside
+
+
+@pytest.mark.parametrize("name", ["", "x" * 201, "Käse" * 40])
+def test_a_name_that_no_file_can_have_is_refused(to: str | None, name: str) -> None:
+    for call in (
+        lambda: shardwise.publish(_model(), name, to=to),
+        lambda: shardwise.subscribe(name, at=to),
+    ):
+        with pytest.raises(ValueError, match="name: found"):
+            call()
+
+
+def test_a_publisher_that_begins_anew_goes_on_counting(to: str | None) -> None:
+    model = _model(1)
+    process = multiprocessing.get_context("fork").Process(target=_publish_twice_and_die, args=(to,))
+    process.start()
+    process.join()
+    assert process.exitcode == 7
+    with shardwise.publish(model, "policy", to=to) as weights:
+        subscription = shardwise.subscribe("policy", at=to)
+        assert dict(subscription)["weight"].eq(1).all()
+        assert subscription.version == weights.version == 3
+
+
+def _publish_twice_and_die(to: str | None) -> None:
+    weights = shardwise.publish(_model(9), "policy", to=to)
+    weights.update()
+    os._exit(7)
+
+
+# -- memory ----------------------------------------------------------------------------------------
+
+
+def test_memory_is_written_again_once_nobody_reads_it() -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy") as weights:
+        before = _descriptors()
+        for value in range(2, 9):
+            _set(model, value)
+            weights.update()
+            assert dict(shardwise.subscribe("policy"))["weight"].eq(value).all()
+            gc.collect()
+        assert _descriptors() - before <= 2
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_readers_of_all_older_versions_are_named() -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", buffers=2) as weights:
+        kept = dict(shardwise.subscribe("policy"))
+        _set(model, 2)
+        weights.update()
+        with pytest.raises(
+            CheckpointError, match=rf"found readers .*process {os.getpid()} \(.*python"
+        ):
+            weights.update()
+        assert dict(shardwise.subscribe("policy"))["weight"].eq(2).all()
+        assert kept["weight"].eq(1).all()
+        del kept
+        gc.collect()
+        _set(model, 3)
+        weights.update()
+        assert dict(shardwise.subscribe("policy"))["weight"].eq(3).all()
+
+
+def test_tensors_outlive_their_publisher() -> None:
+    weights = shardwise.publish(_model(4), "policy")
+    tensors = dict(shardwise.subscribe("policy"))
+    weights.close()
+    assert tensors["weight"].eq(4).all()
+    with pytest.raises(CheckpointError, match="found no version"):
+        dict(shardwise.subscribe("policy", timeout=0.01))
+
+
+def test_a_pointer_of_another_release_is_refused(tmp_path: Path) -> None:
+    with shardwise.publish(_model(), "policy") as weights:
+        [pointer] = (tmp_path / "names").rglob("*.pointer")
+        said = json.loads(pointer.read_text())
+        for changed in (said | {"format": 2}, {"format": 1}, {**said, "more": 1}):
+            pointer.write_text(json.dumps(changed))
+            with pytest.raises(CheckpointError, match=r"policy\.pointer: found .*release"):
+                dict(shardwise.subscribe("policy"))
+        weights.update()  # says where the newest version is again
+        assert dict(shardwise.subscribe("policy"))["weight"].eq(1).all()
+
+
+def test_a_pointer_into_another_process_is_not_followed(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(b"secret")
+    with shardwise.publish(_model(), "policy"), other.open() as opened:
+        [pointer] = (tmp_path / "names").rglob("*.pointer")
+        said = json.loads(pointer.read_text())
+        for changed in ({"descriptor": opened.fileno()}, {"descriptor": 0}, {"process": 2**30}):
+            pointer.write_text(json.dumps(said | changed))
+            with pytest.raises(CheckpointError, match="found no version"):
+                dict(shardwise.subscribe("policy", timeout=0.01))
+
+
+def test_a_publisher_in_another_container_is_said_to_be_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with shardwise.publish(_model(), "policy"):
+        monkeypatch.setattr(memory, "this_host", lambda: "another boot")
+        with pytest.raises(CheckpointError, match=r"another container.* Publish to a folder"):
+            dict(shardwise.subscribe("policy"))
+
+
+def test_names_in_a_folder_that_others_may_write_to_are_refused(tmp_path: Path) -> None:
+    home = tmp_path / "names" / f"shardwise-{os.getuid()}"
+    home.mkdir()
+    home.chmod(0o777)
+    with pytest.raises(CheckpointError, match=r"found drwxrwxrwx of user .*, expected a folder"):
+        shardwise.publish(_model(), "policy")
+    home.rmdir()
+    home.symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match=r"found lrwxrwxrwx of user"):
+        shardwise.subscribe("policy")
+
+
+def _read_as(user: int, names: str, results: Any) -> None:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    found = []
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            found += [
+                os.readlink(f"/proc/{process}/fd/{fd}") for fd in os.listdir(f"/proc/{process}/fd")
+            ]
+        except OSError:
+            continue
+    results.put([each for each in found if "weights" in each])
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
+def test_another_user_cannot_read_them(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with shardwise.publish(_model(), "policy"):
+        results = context.SimpleQueue()
+        process = context.Process(target=_read_as, args=(12345, str(tmp_path / "names"), results))
+        process.start()
+        assert results.get() == []
+        process.join()
+        [home] = (tmp_path / "names").iterdir()
+        assert home.stat().st_mode & 0o077 == 0
+
+
+# -- folders ---------------------------------------------------------------------------------------
+
+
+def _versions(folder: Path) -> list[str]:
+    return sorted(each.name for each in folder.glob("version-*"))
+
+
+def test_changes_take_a_few_percent_and_are_exact(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = _model(1, size=1024).to(torch.bfloat16)
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        subscription = shardwise.subscribe("policy", at=tmp_path)
+        dict(subscription)
+        with torch.no_grad():
+            changed = torch.rand(model.weight.shape) < 0.02
+            model.weight[changed] = torch.randn(int(changed.sum())).to(torch.bfloat16)
+            model.weight[0, :3] = torch.tensor([torch.nan, -0.0, torch.inf])
+        weights.update()
+        size = sum(each.stat().st_size for each in (tmp_path / "policy/version-00000002").iterdir())
+        assert size < 0.06 * model.weight.nbytes
+        bits = dict(subscription)["weight"].view(torch.int16)
+        assert torch.equal(bits, model.weight.detach().view(torch.int16))
+        assert subscription.version == 2
+
+
+def test_elements_that_are_far_apart_are_found(tmp_path: Path) -> None:
+    model = nn.Linear(1000, 500, bias=False)
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        subscription = shardwise.subscribe("policy", at=tmp_path)
+        for where in ([499_999], [0], [65_535, 131_071], [65_536, 400_000], [3, 65_538, 131_074]):
+            dict(subscription)
+            with torch.no_grad():
+                model.weight.view(-1)[where] += 1
+            weights.update()
+            assert torch.equal(dict(subscription)["weight"], model.weight.detach())
+        assert len(_versions(tmp_path / "policy")) == 6
+
+
+def test_a_version_in_full_follows_once_changes_add_up_to_it(tmp_path: Path) -> None:
+    model = _model(0)
+    full = []
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        for value in range(1, 12):
+            with torch.no_grad():
+                model.weight.view(-1)[: 4096 // 4] = value
+            version = weights.update()
+            if (tmp_path / f"policy/version-{version:08}/model.safetensors").exists():
+                full.append(version)
+            late = dict(shardwise.subscribe("policy", at=tmp_path))
+            assert torch.equal(late["weight"], model.weight.detach())
+    assert len(full) >= 2
+    # A reader of the version in full before may still be at it.
+    assert _versions(tmp_path / "policy")[0] == f"version-{full[-2]:08}"
+
+
+def test_a_version_in_full_is_a_model_that_others_load(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with shardwise.publish(model, "policy", to=tmp_path):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "policy/version-00000001"
+        )
+    assert all(
+        torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True)
+    )
+
+
+def test_changes_that_do_not_follow_what_a_reader_has_are_refused(tmp_path: Path) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        subscription = shardwise.subscribe("policy", at=tmp_path)
+        dict(subscription)
+        for value in (2.0, 3.0):
+            model.weight.data[0, 0] = value
+            weights.update()
+        shutil.rmtree(tmp_path / "policy/version-00000002")
+        with pytest.raises(CheckpointError, match=r"found changes since version 2 .*, expected"):
+            dict(subscription)
+
+
+def test_a_damaged_version_is_refused_and_the_next_in_full_is_read(tmp_path: Path) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        subscription = shardwise.subscribe("policy", at=tmp_path)
+        dict(subscription)
+        model.weight.data[0, 0] = 2
+        weights.update()
+        [shard] = (tmp_path / "policy/version-00000002").glob("shard-*")
+        damaged = bytearray(shard.read_bytes())
+        damaged[-1] ^= 1
+        shard.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="version-00000002"):
+            dict(subscription)
+    with shardwise.publish(model, "policy", to=tmp_path):
+        assert torch.equal(dict(subscription)["weight"], model.weight.detach())
+        assert subscription.version == 3
+
+
+def test_a_model_that_gets_a_parameter_is_published_in_full(tmp_path: Path) -> None:
+    model: Any = _model(1)
+    with shardwise.publish(model, "policy", to=tmp_path) as weights:
+        subscription = shardwise.subscribe("policy", at=tmp_path)
+        dict(subscription)
+        model.bias = nn.Parameter(torch.ones(64))
+        weights.update()
+        assert dict(subscription).keys() == {"weight", "bias"}
