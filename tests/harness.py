@@ -22,7 +22,6 @@ seconds, with the stacks of every rank that was still running.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import enum
 import faulthandler
@@ -189,7 +188,6 @@ def run_ranks(
         then = _Then.STAY if usual and len(world.ran) < _RUNS_OF_A_WORLD else _Then.LEAVE
         outcomes = world.run(jobs, then, timeout, stop_at_failure=not expect_failures)
     if not world.ends:
-        world.send(signal.SIGSTOP)
         _kept[world_size] = world
     for outcome in outcomes:
         if outcome.output:
@@ -224,11 +222,7 @@ def worlds_of_its_own() -> Iterator[None]:
 
 def _take_world(world_size: int) -> _World:
     """Take a world that waits, or a new one."""
-    world = _kept.pop(world_size, None)
-    if world is None:
-        return _World(world_size)
-    world.send(signal.SIGCONT)
-    return world
+    return _kept.pop(world_size, None) or _World(world_size)
 
 
 class _World:
@@ -259,13 +253,6 @@ class _World:
             self.ends = True
         if self.ends:
             self.end()
-
-    def send(self, number: signal.Signals) -> None:
-        """Suspend all processes, or wake them: each thread of gloo looks for work all the time."""
-        for process in self.processes:
-            assert process.pid is not None
-            with suppress(ProcessLookupError):
-                os.kill(process.pid, number)
 
     def end(self) -> None:
         """End all processes."""
@@ -416,8 +403,6 @@ def start_server() -> multiprocessing.context.ForkServerContext:
 
 def _rank_main(pipe: Connection) -> None:
     """Be one rank: set up, call, report, and stay until the parent lets go."""
-    if sys.platform == "linux":  # with the server, also while it is suspended
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     inbox = _watch_parent(pipe)
     handlers = {int(n): signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = _Surroundings(dict(os.environ), Path.cwd(), handlers)
