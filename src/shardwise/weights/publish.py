@@ -26,6 +26,7 @@ from shardwise.checkpoint.ranks.hf import (
     saved_model,
     write_rows,
 )
+from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
 from shardwise.weights.memory import SharedVersions, this_host
@@ -75,10 +76,12 @@ def publish(
     Raises:
         CheckpointError: another process publishes this name, ranks do not share a host (publish to
             a folder then), or writing failed; raised on all ranks alike.
-        ValueError: ``name``, ``adapters`` or ``buffers`` is out of range.
+        ValueError: ``name``, ``dtype``, ``adapters`` or ``buffers`` is out of range.
     """
     if buffers < 2:
         raise ValueError(f"buffers: found {buffers}, expected 2 or more")
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"dtype: found {dtype}, expected a floating-point one")
     file = quoted(name)
     saved = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
     ranks = Ranks(group_for(group))
@@ -87,7 +90,11 @@ def publish(
     else:
         versions = FolderVersions(Path(to) / file, saved, dtype, ranks, group)
     publication = Publication(versions)
-    publication.update()
+    try:
+        publication.update()
+    except BaseException:
+        publication.close()
+        raise
     return publication
 
 
@@ -130,9 +137,10 @@ class Publication:
 
         Raises:
             CheckpointError: it could not be written, or readers hold all memory there is; the
-                message names them. Raised on all ranks alike; the version before is still there,
-                and a later update may succeed.
+                message names them. Or a checkpoint that was being saved failed. Raised on all ranks
+                alike; the version before is still there, and a later update may succeed.
         """
+        wait_for_save()  # which uses the same process group
         with torch.no_grad():
             self._versions.update()
         return self.version

@@ -191,38 +191,6 @@ def write_rows(
         del full, made
 
 
-#: Where tensors are: the file, and the byte of it at which they begin, by name.
-Places = Mapping[str, tuple[Path, int]]
-
-
-def write_places(
-    places: Places, contents: Contents, ranks: Ranks, doing: str, window: ReadWindow
-) -> None:
-    """Write everything to its place in files that exist. Every rank calls this.
-
-    Args:
-        places: where to write.
-        contents: what to write.
-        ranks: who writes.
-        doing: what the ranks do, for error messages.
-        window: says how much writing may hold in memory.
-
-    Raises:
-        CheckpointError: a rank failed; raised on all ranks alike.
-    """
-
-    def write(rows: list[Rows]) -> None:
-        rows.sort(key=lambda each: places[each.name])
-        for file, group in itertools.groupby(rows, key=lambda each: places[each.name][0]):
-            with file.open("r+b") as opened:
-                for each in group:
-                    dtype = contents.dtype_of(each.values.dtype)
-                    _write_parts(opened.fileno(), places[each.name][1], each, dtype, window)
-                os.fsync(opened.fileno())
-
-    write_rows(contents, ranks, doing, write)
-
-
 @dataclass(frozen=True)
 class SavedModel:
     """How a model is saved.
@@ -293,7 +261,8 @@ def write_model(
             for file, infos in files.items()
             for name, at in lay_out(infos, PT_METADATA)[1].items()
         }
-        write_places(places, contents, ranks, doing, ReadWindow(buffer))
+        write = functools.partial(_write_places, places, contents, ReadWindow(buffer))
+        write_rows(contents, ranks, doing, write)
         ranks.first(doing, stack.close)
 
 
@@ -351,6 +320,23 @@ def _make_files(folder: Path, files: Files) -> None:
         with (folder / name).open("xb") as opened:
             opened.write(header)
             opened.truncate(len(header) + sum(info.nbytes for info in tensors.values()))
+
+
+#: Where tensors are: the file, and the byte of it at which they begin, by name.
+_Places = Mapping[str, tuple[Path, int]]
+
+
+def _write_places(
+    places: _Places, contents: Contents, window: ReadWindow, rows: Sequence[Rows]
+) -> None:
+    """Write rows to their places in files that exist, and wait until they are on the disk."""
+    ordered = sorted(rows, key=lambda each: places[each.name])
+    for file, group in itertools.groupby(ordered, key=lambda each: places[each.name][0]):
+        with file.open("r+b") as opened:
+            for each in group:
+                dtype = contents.dtype_of(each.values.dtype)
+                _write_parts(opened.fileno(), places[each.name][1], each, dtype, window)
+            os.fsync(opened.fileno())
 
 
 def _writes(tensor: torch.Tensor, ranks: Ranks) -> bool:
