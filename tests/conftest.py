@@ -81,9 +81,9 @@ def _one_tree_of_commands() -> Generator[None]:
         yield
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _kept_worlds() -> Generator[None]:
-    """End the ranks that wait for the next test, and their stores, after the last one."""
+@pytest.fixture(scope="module", autouse=True)
+def _worlds_of_a_file() -> Generator[None]:
+    """End the ranks that waited for the next test of a file, and their store, with the file."""
     yield
     if "tests.harness" in sys.modules:
         sys.modules["tests.harness"].end_kept_worlds()
@@ -106,9 +106,8 @@ def threads() -> Callable[..., list[Any]]:
 
 
 @pytest.fixture
-def new_ranks() -> Generator[None]:
+def new_ranks() -> None:
     """Give a test ranks that have run nothing: it looks at what they hold, or at their start."""
-    from tests.harness import worlds_of_its_own
+    from tests.harness import end_kept_worlds
 
-    with worlds_of_its_own():
-        yield
+    end_kept_worlds()

@@ -39,8 +39,8 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -206,18 +206,6 @@ def end_kept_worlds() -> None:
     for world in _kept.values():
         world.end()
     _kept.clear()
-
-
-@contextmanager
-def worlds_of_its_own() -> Iterator[None]:
-    """Leave the worlds that wait alone: a test has new ones, which end with it."""
-    others = dict(_kept)
-    _kept.clear()
-    try:
-        yield
-    finally:
-        end_kept_worlds()
-        _kept.update(others)
 
 
 def _take_world(world_size: int) -> _World:

@@ -139,7 +139,7 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
             param_dtype="bf16",
             reduce_dtype="fp32",
             optimizer="adamw",
-            accumulate=2 if mesh == "dp=2" else 1,  # rehearsals take most of the time
+            accumulate=2,
         )
     )
 

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.app.recipes.core import rundir, training
+from shardwise.app.recipes.core import training
 from shardwise.app.recipes.core.recipe import Task
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.runs.files import Lock, lock_of
 from shardwise.base import devices
+from shardwise.checkpoint.disk import files as lock_files
 from shardwise.elastic.rank import StopSignals
 from shardwise.elastic.world import LOCKED, World
 from shardwise.insight.schema.option import OptionError
@@ -63,7 +64,7 @@ def test_a_file_system_without_locks_is_named(
     def refuse(handle: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(rundir.fcntl, "flock", refuse)
+    monkeypatch.setattr(lock_files.fcntl, "flock", refuse)
     with locked(RunDir(tmp_path)):
         assert "run.lock cannot be locked (No locks available)" in capsys.readouterr().err
 
@@ -122,7 +123,7 @@ def test_a_full_disk_keeps_nobody_from_the_lock(
     def no_room(handle: int, data: bytes, at: int) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(rundir.os, "pwrite", no_room)
+    monkeypatch.setattr(lock_files.os, "pwrite", no_room)
     files = RunDir(tmp_path)
     with locked(files), pytest.raises(OptionError, match=r"under way in .* \(it has only begun\)"):
         locked(files).__enter__()
@@ -165,6 +166,6 @@ def test_a_page_that_looks_at_the_lock_is_in_nobodys_way(
     fcntl.flock(looking, fcntl.LOCK_SH)
     # Of its own: the threads of other tests sleep, too.
     looks_away = types.SimpleNamespace(sleep=lambda seconds: os.close(looking))
-    monkeypatch.setattr(rundir, "time", looks_away)
+    monkeypatch.setattr(lock_files, "time", looks_away)
     with locked(files):
         assert lock_of(files.lock) is Lock.HELD
