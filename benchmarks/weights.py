@@ -101,7 +101,8 @@ def main() -> None:
         unit = "" if "/" in what else " s"
         print(f"{what:24} {statistics.median(values):8.2f}{unit}")
     with tempfile.TemporaryDirectory() as folder:
-        for what, share in shardwise.launch(_changes, (nbytes // 8, folder), nproc=RANKS)[0].items():
+        shares = shardwise.launch(_changes, (nbytes // 8, folder), nproc=RANKS)[0]
+        for what, share in shares.items():
             print(f"{what:24} {share:8.2%}")
 
 
