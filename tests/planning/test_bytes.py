@@ -120,15 +120,16 @@ MESHES = (
 
 
 @pytest.mark.parametrize(
-    ("mesh", "strategy", "transport"),
+    ("mesh", "strategy", "transport", "param_dtype"),
     [
-        *((*mesh, "collectives") for mesh in MESHES),
-        *((*mesh, "c10d") for mesh in MESHES[:2]),
-        *(pytest.param(*mesh, "c10d", marks=pytest.mark.long) for mesh in MESHES[2:]),
+        *((*mesh, "collectives", "bf16") for mesh in MESHES),
+        (*MESHES[1], "collectives", None),  # nothing is converted
+        *((*mesh, "c10d", "bf16") for mesh in MESHES[:2]),
+        *(pytest.param(*mesh, "c10d", "bf16", marks=pytest.mark.long) for mesh in MESHES[2:]),
     ],
 )
 def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
-    mesh: str, strategy: Strategy, transport: str
+    mesh: str, strategy: Strategy, transport: str, param_dtype: str | None
 ) -> None:
     check(
         LanguageTraining(
@@ -136,7 +137,7 @@ def test_a_plan_of_a_language_model_is_exact_on_every_mesh(
             mesh=mesh,
             strategy=strategy,
             transport=transport,
-            param_dtype="bf16",
+            param_dtype=param_dtype,
             reduce_dtype="fp32",
             optimizer="adamw",
             accumulate=2,

@@ -332,14 +332,14 @@ class GroupGrads:
             if param.full is not None and self._due.get(param):
                 param.full.grad = None
 
-    def complete(self, grads: list[Grad], options: GroupOptions) -> None:
-        """Add gradients that were taken to the sharded ones: there is nothing to reduce."""
+    def complete(self, grads: list[Grad], options: GroupOptions, name: str) -> None:
+        """Add what was taken from the group ``name`` to the sharded gradients, without reducing."""
         factor, keeps_dtype = options.gradient_divide_factor, options.keep_low_precision_grads
         while grads:
             grad = grads.pop(0)
             dtype = self._reduce_dtype(local_of(grad.param.form.parameter).dtype)
             scaling = _UNSCALED if factor is None else Scaling.of(dtype, 1, factor)
-            grad.value = _scaled(grad.value, dtype, scaling).contiguous()
+            grad.value = _scaled(grad.value, dtype, scaling, name).contiguous()
             _add_to_shard(grad, scaling, keeps_dtype)
 
     def deliver(
@@ -430,27 +430,25 @@ def _add_all(
     Returns:
         Where the number for each parameter arrives: 1-D, not 0 where any rank has a gradient.
     """
-    made: list[torch.Tensor] = []
     for grad, dtype, scaling, out in zip(grads, dtypes, scalings, outs, strict=True):
         value, layout = grad.value, grad.param.layout
         is_cut = transport.world_size > 1 and layout.dim is not None
         if scaling.before != 1.0 or not is_cut:
-            value = _scaled(value, dtype, scaling)
+            value = _scaled(value, dtype, scaling, name)
         if is_cut:
-            full = layout.to_chunks(value)
+            value = layout.to_chunks(value)
             if out is None:
                 out = torch.empty(layout.chunk_numel, dtype=dtype, device=value.device)
-            made += (full, out)
-            grad.value = out
-            flight.scatter(scaling.op, grad.param, full, out, grad.is_owned)
+            flight.scatter(scaling.op, grad.param, value, out, grad.is_owned)
         else:
-            value = value.reshape(-1) if out is None else out.copy_(value.reshape(-1))
-            made.append(value)
-            grad.value = value
+            value = value.reshape(-1)
+            out = value if out is None else out.copy_(value)
             if transport.world_size > 1:
-                flight.reduce(scaling.op, grad.param, grad.value)
+                flight.reduce(scaling.op, grad.param, out)
+        observe.memory_of(Memory.GRADIENTS, name, value, out)
+        grad.value = out
     found, sent = _count(flight, scalings[0].op, grads, transport)
-    observe.memory_of(Memory.GRADIENTS, name, *made, sent, found)
+    observe.memory_of(Memory.GRADIENTS, name, sent, found)
     return found
 
 
@@ -552,10 +550,11 @@ def _absent(grads: Sequence[Grad], found: torch.Tensor) -> Set[GroupParam]:
     return set(missing.values())
 
 
-def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling) -> torch.Tensor:
+def _scaled(value: torch.Tensor, dtype: torch.dtype, scaling: Scaling, name: str) -> torch.Tensor:
     """Return a full gradient in the dtype of the reduction, as it goes into that."""
     if value.dtype != dtype:
         value = value.to(dtype)
+        observe.memory_of(Memory.GRADIENTS, name, value)  # beside what it was converted from
     return value if scaling.before == 1.0 else value / scaling.before
 
 

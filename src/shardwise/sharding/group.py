@@ -651,7 +651,7 @@ class ParamGroup:
         steps = self.stepper is not None and completes and self.completes_grads
         if self.mesh.is_alone and options.all_reduce_hook is None:
             with autograd.no_grad():
-                waiting.complete(grads, options)
+                waiting.complete(grads, options, self.label.name)
                 if steps:
                     self._step_own()
             return None

@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
+from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.sharding.layout import Layout
 from shardwise.sharding.param import ShardedParam, copy_owners
@@ -296,15 +297,15 @@ class GroupParam:
         origin, mesh = self.form.origin, self.form.mesh
         assert origin is not None
         # Leave the data parallel dimensions alone: they are reduced later.
+        pairs = enumerate(zip(grad.placements, origin.placements, strict=True))
         wanted = tuple(
-            found if i in mesh.own_dims else placement
-            for i, (found, placement) in enumerate(
-                zip(grad.placements, origin.placements, strict=True)
-            )
+            found if i in mesh.own_dims else placement for i, (found, placement) in pairs
         )
         if wanted != grad.placements:
             grad = grad.redistribute(placements=wanted)
-        return dtensor.wait_tensor(dtensor.local_of(grad))
+        local = dtensor.wait_tensor(dtensor.local_of(grad))
+        observe.memory_of(observe.Memory.GRADIENTS, self.fqn, local)  # beside what autograd made
+        return local
 
     def __repr__(self) -> str:
         return f"GroupParam({self.fqn}, {tuple(self.layout.shape)}, dim={self.layout.dim})"
