@@ -265,7 +265,8 @@ UNSEEN = {
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs)": _SELF,
     "sharding/hooks.py pre_forward: wait_for_inputs(args, kwargs) (2)": _SELF,
     "sharding/hooks.py mark_inputs: autograd.wait_in_graph(tensor)": _SELF,
-    "sharding/delivery.py GroupGrads.complete: _scaled(grad.value, dtype, scaling).contiguous()": (
+    "sharding/delivery.py GroupGrads.complete: "
+    "_scaled(grad.value, dtype, scaling, name).contiguous()": (
         "autograd gives gradients the strides of their parameter, so nothing is copied"
     ),
     "frontends/summon.py _rows: "
