@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise
+from shardwise.checkpoint.ranks.loading import own_part
 
 RANKS, WIDTH = 2, 4096
 SHARES = (0.01, 0.02, 0.03)
@@ -31,7 +32,8 @@ def _model(nbytes: int) -> nn.Sequential:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     for layer in model:
         shardwise.fully_shard(layer)
-    return shardwise.fully_shard(model)
+    shardwise.fully_shard(model)
+    return model
 
 
 def _in_memory(nbytes: int, rounds: int) -> dict[str, list[float]]:
@@ -81,7 +83,7 @@ def _changes(nbytes: int, folder: str) -> dict[str, float]:
         for share in SHARES:
             with torch.no_grad():
                 for param in model.parameters():
-                    local = param.to_local()  # type: ignore[operator]
+                    local = own_part(param)[1]
                     local[torch.rand(local.shape) < share] += 1
             version = Path(folder) / "changes" / f"version-{weights.update():08}"
             size = sum(file.stat().st_size for file in version.iterdir())
