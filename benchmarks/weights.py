@@ -2,10 +2,10 @@
 
     python benchmarks/weights.py [--megabytes 1200] [--rounds 9]
 
-In every round, two ranks publish a version of a model in memory, and a reader maps it and looks at
-every page. Beside it, as many threads copy as many bytes from one tensor to another. Then a share
-of the elements in bf16 changes, and the ranks publish to a folder: the bytes of that version are
-beside those of the model.
+In every round, two ranks publish a version of a model in memory, and a reader maps it, and then
+looks at every page. Beside it, as many threads copy as many bytes from one tensor to another. Then
+a share of the elements in bf16 changes, and the ranks publish to a folder: the bytes of that
+version are beside those of the model.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from shardwise.checkpoint.ranks.loading import own_part
 
 RANKS, WIDTH = 2, 4096
 SHARES = (0.01, 0.02, 0.03)
+RATIO = "(publish + map) / copy"
 
 
 def _model(nbytes: int) -> nn.Sequential:
@@ -40,12 +41,12 @@ def _in_memory(nbytes: int, rounds: int) -> dict[str, list[float]]:
     """The seconds that each part of each round took, on the first rank."""
     model = _model(nbytes)
     total = sum(param.numel() for param in model.parameters())
-    found: dict[str, list[float]] = {
-        "publish": [],
-        "read": [],
-        "one copy": [],
-        "publish / copy": [],
-    }
+    found: dict[str, list[float]] = {}
+
+    def note(**seconds: float) -> None:
+        for name, each in seconds.items():
+            found.setdefault(name.replace("_", " "), []).append(each)
+
     with shardwise.publish(model, "benchmark of weights") as weights:
         weights.update()
         weights.update()  # all buffers have their pages now
@@ -58,18 +59,18 @@ def _in_memory(nbytes: int, rounds: int) -> dict[str, list[float]]:
             if source is not None and target is not None:
                 begin = time.perf_counter()
                 tensors = dict(shardwise.subscribe("benchmark of weights"))
+                mapped = time.perf_counter() - begin
                 for each in tensors.values():
                     each.view(-1)[::1024].sum()
-                read = time.perf_counter() - begin
+                looked = time.perf_counter() - begin - mapped
                 del tensors, each
                 torch.set_num_threads(RANKS)
                 begin = time.perf_counter()
                 target.copy_(source)
                 copied = time.perf_counter() - begin
                 torch.set_num_threads(1)
-                for name, seconds in zip(found, (published, read, copied), strict=False):
-                    found[name].append(seconds)
-                found["publish / copy"].append((published + read) / copied)
+                note(publish=published, map=mapped, look_at_every_page=looked, one_copy=copied)
+                found.setdefault(RATIO, []).append((published + mapped) / copied)
             dist.barrier()
     return found
 
@@ -100,8 +101,8 @@ def main() -> None:
     nbytes = arguments.megabytes * 10**6
     found = shardwise.launch(_in_memory, (nbytes, arguments.rounds), nproc=RANKS)[0]
     for what, values in found.items():
-        unit = "" if "/" in what else " s"
-        print(f"{what:24} {statistics.median(values):8.2f}{unit}")
+        unit = "" if what == RATIO else " s"
+        print(f"{what:24} {statistics.median(values):8.3f}{unit}")
     with tempfile.TemporaryDirectory() as folder:
         shares = shardwise.launch(_changes, (nbytes // 8, folder), nproc=RANKS)[0]
         for what, share in shares.items():
