@@ -132,3 +132,26 @@ def test_merged_adapters_follow_a_step() -> None:
         weights.update()
         merged = copy.deepcopy(model).merge_and_unload().to(torch.bfloat16)
         _assert_read(merged.state_dict(), None)
+
+
+@pytest.mark.parametrize(
+    ("to", "updates"),
+    [(None, 40), ("folder", 20), pytest.param(None, 200, marks=pytest.mark.long)],
+)
+def test_a_reader_computes_the_logits_of_the_trainer_after_every_update(
+    tmp_path: Path, to: str | None, updates: int
+) -> None:
+    place = None if to is None else str(tmp_path / to)
+    trained, engine = _make("llama"), _make("llama")
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    tokens = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
+    with shardwise.publish(trained, "policy", to=place) as weights:
+        subscription = shardwise.subscribe("policy", at=place)
+        for _ in range(updates):
+            trained(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            weights.update()
+            engine.load_state_dict(dict(subscription))
+            with torch.no_grad():
+                assert torch.equal(engine(tokens).logits, trained(tokens).logits)
