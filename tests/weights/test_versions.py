@@ -6,6 +6,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -124,6 +125,35 @@ def _publish_twice_and_die(to: str | None) -> None:
     weights = shardwise.publish(_model(9), "policy", to=to)
     weights.update()
     os._exit(7)
+
+
+def test_a_closed_publication_publishes_no_more(to: str | None) -> None:
+    weights = shardwise.publish(_model(), "policy", to=to)
+    weights.close()
+    weights.close()
+    with pytest.raises(ValueError, match=r"found it closed, expected an open one; publish again"):
+        weights.update()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": torch.int8}, "dtype: found torch.int8, expected a floating-point one"),
+        ({"buffers": 1}, "buffers: found 1, expected 2 or more"),
+        ({"adapters": "both"}, "adapters: found 'both', expected 'alone' or 'merged'"),
+    ],
+)
+def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        shardwise.publish(_model(), "policy", **options)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"file/policy: Not a directory"):
+        shardwise.publish(_model(), "policy", to=tmp_path / "file")
+    with shardwise.publish(_model(), "policy", to=tmp_path / "folder"):
+        pass
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def publish(
         raise ValueError(f"buffers: found {buffers}, expected 2 or more")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"dtype: found {dtype}, expected a floating-point one")
+    if adapters not in (forms := [form.value for form in AdapterForm]):
+        raise ValueError(f"adapters: found {adapters!r}, expected {' or '.join(map(repr, forms))}")
     file = quoted(name)
     saved = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
     ranks = Ranks(group_for(group))
@@ -121,6 +123,7 @@ class Publication:
 
     def __init__(self, versions: _Versions) -> None:
         self._versions = versions
+        self._is_closed = False
 
     @property
     def version(self) -> int:
@@ -139,7 +142,10 @@ class Publication:
             CheckpointError: it could not be written, or readers hold all memory there is; the
                 message names them. Or a checkpoint that was being saved failed. Raised on all ranks
                 alike; the version before is still there, and a later update may succeed.
+            ValueError: it is closed.
         """
+        if self._is_closed:
+            raise ValueError("publication: found it closed, expected an open one; publish again")
         wait_for_save()  # which uses the same process group
         with torch.no_grad():
             self._versions.update()
@@ -147,7 +153,9 @@ class Publication:
 
     def close(self) -> None:
         """Publish no more. Versions in memory vanish once nobody reads them, folders stay."""
-        self._versions.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._versions.close()
 
     def __enter__(self) -> Self:
         return self
