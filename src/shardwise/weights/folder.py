@@ -37,11 +37,10 @@ from shardwise.checkpoint.ranks.agreement import Ranks
 from shardwise.checkpoint.ranks.hf import Contents, Rows, SavedModel, write_model, write_rows
 from shardwise.checkpoint.ranks.loading import read_extra
 from shardwise.checkpoint.ranks.saving import save
-from shardwise.weights.version import Version
+from shardwise.weights.version import FORMAT, Version, check_format
 
 _FOLDER = re.compile(r"version-(\d{8,})", re.ASCII)
 _ABOUT = "version.json"
-_FORMAT = 1
 _MOST_ABOUT = 4096  # bytes
 _FARTHEST = 2**16 - 1
 _LOOKS = 20  # attempts at a folder from which the publisher deletes what is being read
@@ -151,7 +150,7 @@ class FolderVersions:
 
         mine = None if changes is None else sum(each.nbytes for each in changes)
         number, total = self._ranks.together(doing, lambda: mine, choose)
-        about, target = _About(_FORMAT, number, self._origin), version_folder(self._root, number)
+        about, target = _About(FORMAT, number, self._origin), version_folder(self._root, number)
         if changes is None or total is None or total > self._left:
             self._write_full(target, about, contents)
             self._left = sum(info.nbytes for info in contents.infos().values())
@@ -409,9 +408,5 @@ def _about(folder: Path, read: Callable[[], _About]) -> _About:
         about = read()
     except ValueError as error:
         raise CheckpointError(f"{folder}: {error}") from None
-    if about.format != _FORMAT:
-        raise CheckpointError(
-            f"{folder}: found format {about.format}, expected {_FORMAT}; publish and read with the "
-            "same release of Shardwise"
-        )
+    check_format(folder, about.format)
     return about

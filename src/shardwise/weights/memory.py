@@ -33,10 +33,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.files import LockedFile, read_small
 from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header
-from shardwise.weights.version import Version, quoted
+from shardwise.weights.version import FORMAT, Version, check_format, quoted
 
-# Changes when a reader of an earlier release would misread what is published.
-_FORMAT = 1
 _MOST_POINTER = 4096  # bytes
 
 
@@ -124,11 +122,7 @@ def _pointer_in(file: Path) -> _Pointer | None:
         return None
     except ValueError as error:
         raise CheckpointError(f"{file}: {error}; it is of another release of Shardwise") from None
-    if pointer.format != _FORMAT:
-        raise CheckpointError(
-            f"{file}: found format {pointer.format}, expected {_FORMAT}; publish and read with the "
-            "same release of Shardwise"
-        )
+    check_format(file, pointer.format)
     return pointer
 
 
@@ -185,7 +179,7 @@ class SharedVersions:
         finally:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         inode, version = os.fstat(descriptor).st_ino, self.version + 1
-        shown = _Pointer(_FORMAT, self._host, os.getpid(), descriptor, inode, version)
+        shown = _Pointer(FORMAT, self._host, os.getpid(), descriptor, inode, version)
         # It says nothing any more after a crash of the system, so it need not be on the disk.
         beside = self._pointer.with_suffix(".next")
         beside.write_bytes(plain.written(shown))

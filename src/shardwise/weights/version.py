@@ -5,10 +5,15 @@ from __future__ import annotations
 import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from shardwise.base.errors import CheckpointError
+
+#: Changes when a reader of an earlier release would misread what is published.
+FORMAT = 1
 _MOST_NAME = 200  # bytes, so that a suffix fits in the name of a file
 
 
@@ -58,3 +63,16 @@ def quoted(name: str) -> str:
             "as in a URL"
         )
     return safe
+
+
+def check_format(where: Path, found: int) -> None:
+    """Check that this release can read what is published.
+
+    Raises:
+        CheckpointError: it is of a release that publishes in another form.
+    """
+    if found != FORMAT:
+        raise CheckpointError(
+            f"{where}: found format {found}, expected {FORMAT}; publish and read with the same "
+            "release of Shardwise"
+        )
