@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import shardwise
 from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
 from tests.pretrained.small import save_llama
+from tests.waiting import wait_until
 from tests.worlds import Ranks
 
 pytest.importorskip("trl", reason="needs trl: install .[ecosystem]")
@@ -126,9 +126,8 @@ def generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     )
     process.start()
     try:
-        while not Path(address).exists():
-            assert process.is_alive()
-            time.sleep(0.05)
+        wait_until(lambda: Path(address).exists() or not process.is_alive(), 300.0)
+        assert process.is_alive()
         yield address
     finally:
         process.kill()

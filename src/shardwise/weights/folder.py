@@ -148,18 +148,22 @@ class FolderVersions:
             total = sum(known) if len(known) == len(sizes) else None
             return [(number, total)] * len(sizes)
 
-        mine = None if changes is None else sum(each.nbytes for each in changes)
+        same_parts = not changes.new and changes.keys == self._held.keys()
+        mine = sum(each.nbytes for each in changes.parts) if same_parts else None
         number, total = self._ranks.together(doing, lambda: mine, choose)
         about, target = _About(FORMAT, number, self._origin), version_folder(self._root, number)
-        if changes is None or total is None or total > self._left:
+        if total is None or total > self._left:
             self._write_full(target, about, contents)
             self._left = sum(info.nbytes for info in contents.infos().values())
         else:
-            rank = {f"rank{self._ranks.rank}": [each.saved() for each in changes]}
+            rank = {f"rank{self._ranks.rank}": [each.saved() for each in changes.parts]}
             save(target, nn.Module(), extra={"about": asdict(about), **rank}, group=self._group)
-            for each in changes:
-                each.apply(self._held[each.key])
             self._left -= total
+        for gone in self._held.keys() - changes.keys:
+            del self._held[gone]
+        for each in changes.parts:
+            each.apply(self._held[each.key])
+        self._held |= changes.new
         self.version = number
 
     def close(self) -> None:
@@ -167,21 +171,22 @@ class FolderVersions:
         if self._lock is not None:
             self._lock.close()
 
-    def _changes(self, contents: Contents, doing: str) -> list[_ChangedPart] | None:
-        """What differs in this rank's rows; ``None`` if it has not written all of them before."""
-        pieces: list[_ChangedPart] = []
-        keys = set()
+    def _changes(self, contents: Contents, doing: str) -> _Changes:
+        """How this rank's rows differ from those of the newest version."""
+        found = _Changes(set(), [], {})
 
         def compare(rows: list[Rows]) -> None:
             for each in rows:
                 key = _key(each, contents)
-                keys.add(key)
-                if (held := self._held.get(key)) is not None:
-                    new = each.values.to(held.dtype).cpu().contiguous()
-                    pieces.extend(_compared(key, held, new))
+                found.keys.add(key)
+                if (held := self._held.get(key)) is None:
+                    found.new[key] = each.values.to("cpu", key.dtype, copy=True).contiguous()
+                else:
+                    now = each.values.to(key.dtype).cpu().contiguous()
+                    found.parts.extend(_compared(key, held, now))
 
         write_rows(contents, self._ranks, doing, compare)
-        return pieces if keys == self._held.keys() else None
+        return found
 
     def _write_full(self, target: Path, about: _About, contents: Contents) -> None:
         def write_others(folder: Path) -> None:
@@ -190,14 +195,6 @@ class FolderVersions:
 
         saved = replace(self._saved, contents=lambda: contents, write_others=write_others)
         write_model(target, saved, group=self._group)
-        self._held.clear()
-
-        def keep(rows: list[Rows]) -> None:
-            for each in rows:
-                key = _key(each, contents)
-                self._held[key] = each.values.to("cpu", key.dtype, copy=True).contiguous()
-
-        write_rows(contents, self._ranks, f"publishing {target}", keep)
         last, self._full = self._full, about.number
 
         def delete_older() -> None:
@@ -264,6 +261,21 @@ class _ChangedPart:
         box = {"offsets": list(self.key.box.offsets), "sizes": list(self.key.box.sizes)}
         tensors = {"values": self.values} | ({} if self.gaps is None else {"gaps": self.gaps})
         return {"name": self.key.name, "shape": list(self.key.shape), **box, **tensors}
+
+
+@dataclass(frozen=True)
+class _Changes:
+    """How the rows of a rank differ from those of the newest version.
+
+    Attributes:
+        keys: which parts it has now.
+        parts: what has changed in parts that it had.
+        new: parts that it did not have, copied.
+    """
+
+    keys: set[_Key]
+    parts: list[_ChangedPart]
+    new: dict[_Key, torch.Tensor]
 
 
 def _compared(key: _Key, old: torch.Tensor, new: torch.Tensor) -> Iterator[_ChangedPart]:
