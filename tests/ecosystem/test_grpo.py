@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
-import tempfile
 from collections.abc import Iterator
 from multiprocessing.connection import Client, Listener
 from pathlib import Path
@@ -18,6 +16,7 @@ import shardwise
 from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
 from tests.pretrained.small import save_llama
 from tests.waiting import wait_until
+from tests.weights.names import keep_names_in
 from tests.worlds import Ranks
 
 pytest.importorskip("trl", reason="needs trl: install .[ecosystem]")
@@ -72,7 +71,7 @@ def _train(rank: int, world_size: int, folder: Path, address: str) -> list[float
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
+    keep_names_in(folder)
     AcceleratorState._reset_state(reset_partial_state=True)
     model = shardwise.from_pretrained(folder / "model").train()
     weights = shardwise.publish(model, "policy")

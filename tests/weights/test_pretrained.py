@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ import shardwise
 from shardwise.base.errors import CheckpointError
 from tests.harness import run_ranks
 from tests.pretrained.test_lora import KINDS
+from tests.weights.names import keep_names_in
 
 pytest.importorskip("transformers")
 pytest.importorskip("peft", reason="needs peft: install .[ecosystem]")
@@ -68,7 +67,7 @@ def _assert_read(expected: dict[str, torch.Tensor], at: str | None) -> None:
 
 
 def _publishes_experts(rank: int, world_size: int, folder: Path, to: str | None) -> None:
-    os.environ["TMPDIR"], tempfile.tempdir = str(folder / "names"), None
+    keep_names_in(folder / "names")
     model = _shard(_make("mixtral", num_local_experts=3))
     with shardwise.publish(model, "policy", to=to) as weights:
         for step in range(3):
@@ -92,7 +91,7 @@ def test_a_published_model_has_the_names_and_tensors_of_its_files(
 def _publishes_adapters(rank: int, world_size: int, names: str) -> None:
     from peft import get_peft_model_state_dict
 
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     for kind in KINDS:
         twin = _adapted(_make("llama"), kind)
         base = _make("llama")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from shardwise.base.errors import CheckpointError
 from tests.checkpoint.meshes import NAMES, build, fill, give_state, like, random_setup
 from tests.corpus.gathering import wholes
 from tests.harness import run_ranks
+from tests.weights.names import keep_names_in
 
 
 def _full(model: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
@@ -69,7 +68,7 @@ def _publish_while_it_changes(model: nn.Module, to: str | None, dtype: torch.dty
 
 
 def _on_ranks(rank: int, world_size: int, names: str, to: str | None, seed: int) -> None:
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     draw = random.Random(seed)
     setup = random_setup(draw, world_size, draw.choice(NAMES))
     model, optimizer = build(setup, seed)
@@ -95,7 +94,7 @@ def test_a_model_that_is_not_sharded_is_published_without_ranks(
 
 
 def _tensor_parallel(rank: int, world_size: int, names: str) -> None:
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 3))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
@@ -108,7 +107,7 @@ def test_what_tensor_parallelism_has_cut_is_put_together(tmp_path: Path) -> None
 
 
 def _torchs(rank: int, world_size: int, names: str) -> None:
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     torch_fully_shard(model[0])
     torch_fully_shard(model)
@@ -120,7 +119,7 @@ def test_a_model_that_torch_has_sharded_is_published(tmp_path: Path) -> None:
 
 
 def _fails_on_one_rank(rank: int, world_size: int, names: str, to: str | None) -> None:
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     model: Any = nn.Linear(5, 7)
     shardwise.fully_shard(model)
     weights = shardwise.publish(model, "policy", to=to)

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import CheckpointError
 from shardwise.weights import memory
+from tests.weights.names import keep_names_in
 
 
 def _model(value: float = 1.0, size: int = 64) -> nn.Linear:
@@ -252,7 +252,7 @@ def _read_as(user: int, names: str, results: Any) -> None:
     os.setgroups([])
     os.setgid(user)
     os.setuid(user)
-    os.environ["TMPDIR"], tempfile.tempdir = names, None
+    keep_names_in(names)
     found = []
     for process in filter(str.isdigit, os.listdir("/proc")):
         try:

@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk.strict import refuse
 
 _SYNC_EVERY = 32 << 20  # bytes
 _LOCK_TRIES, _LOCK_SECONDS = 20, 0.01
-_MOST_OF_LOCK = 4096  # bytes
+_MOST_OF_LOCK = 300  # bytes: the name of a host, and a number
 
 
 class Links(Enum):
