@@ -52,6 +52,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
+    from shardwise.frontends.relayout import relayout
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
     from shardwise.insight.inspect.read import inspect
@@ -121,6 +122,7 @@ __all__ = [
     "plan",
     "publish",
     "register_fsdp_forward_method",
+    "relayout",
     "save_pretrained",
     "schedules",
     "share_comm_ctx",

@@ -35,6 +35,24 @@ def has_shared_store(group: dist.ProcessGroup) -> bool:
     return isinstance(store, dist.TCPStore | dist.FileStore)  # type: ignore[attr-defined]
 
 
+def groups_known() -> int:
+    """How many process groups this process is in. Torch names a group made by its members so."""
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+@contextmanager
+def knowing_groups(number: int) -> Iterator[None]:
+    """Have torch name groups as on a rank that is in ``number`` of them, this one's or more."""
+    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
+    added = [object() for _ in range(number - len(names))]
+    names.update(dict.fromkeys(added, ""))
+    try:
+        yield
+    finally:
+        for each in added:
+            del names[each]
+
+
 def timeout_of(group: dist.ProcessGroup) -> float:
     """Return how long a collective of ``group`` may take, in seconds."""
     types = group._device_types

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -61,6 +62,22 @@ def set_local_memory(tensor: torch.Tensor, memory: torch.Tensor) -> None:
         dtensor._local_tensor = memory
     if dtensor.device != memory.device:  # of the wrapper, where torch expects the gradient
         dtensor.data = wrap_local(memory, dtensor._spec)
+
+
+def move_local(tensor: torch.Tensor, local: torch.Tensor, spec: DTensorSpec) -> None:
+    """Give a ``DTensor`` another local tensor and layout. Its device and global shape stay."""
+    dtensor = cast(DTensor, tensor)
+    dtensor._local_tensor, dtensor._spec = local, spec
+
+
+def without_memory(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Return a tensor like another one, of any shape, with memory for one element: NaN, or 0.
+
+    Its strides are 0, unless it has no more than one element.
+    """
+    value = float("nan") if tensor.is_floating_point() else 0
+    few = shape if math.prod(shape) < 2 else ()
+    return torch.full(few, value, dtype=tensor.dtype, device=tensor.device).expand(shape)
 
 
 def spec_of(tensor: torch.Tensor) -> DTensorSpec:

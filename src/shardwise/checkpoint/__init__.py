@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.disk.commit import is_complete, keep_last, latest, step_folder, steps
     from shardwise.checkpoint.ranks.hf import save_hf
     from shardwise.checkpoint.ranks.loading import load, load_weights
+    from shardwise.checkpoint.ranks.moving import transfer
     from shardwise.checkpoint.ranks.saving import Handle, async_save, save
     from shardwise.checkpoint.ranks.xla import (
         consolidate_sharded_model_checkpoints,
@@ -34,6 +35,7 @@ __all__ = [
     "save_rank_checkpoint",
     "step_folder",
     "steps",
+    "transfer",
 ]
 
 

@@ -283,6 +283,42 @@ class ShardedParam:
             )
         self._register_everywhere(made)
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether the shard has memory: it is not on the meta device, nor moved elsewhere."""
+        return not self.local.is_meta and 0 not in self.local.stride()
+
+    def let_go(self) -> None:
+        """Drop the memory of the shard, which the caller has. The values here are NaN then."""
+        if not self.local.is_meta:
+            nothing = dtensor.without_memory(self.local, self.local.shape)
+            dtensor.move_local(self.parameter, nothing, self.spec)
+
+    def leave(self) -> None:
+        """Move to the meta device. The parameter stays the same object."""
+        self._exchange(torch.empty(self.local.shape, dtype=self.local.dtype, device="meta"))
+
+    def take_place(self, place: Place) -> None:
+        """Take another place, still without memory. The parameter stays the same object."""
+        self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
+        shape = self.layout.shard_shape(self.mesh.shard.rank)
+        dtensor.move_local(self.parameter, dtensor.without_memory(self.local, shape), place.spec)
+
+    def fill_place(self) -> None:
+        """Take memory, which the caller fills. The parameter stays the same object."""
+        shard = self.offload.empty_like(self.local, self.mesh.device, self.fqn)
+        self._report(shard)
+        if self.parameter.is_meta:
+            self._exchange(shard)
+        else:
+            dtensor.move_local(self.parameter, shard, self.spec)
+
+    def _exchange(self, shard: torch.Tensor) -> None:
+        """Exchange the shard for one on another device, which a ``DTensor`` cannot change."""
+        requires_grad = self.parameter.requires_grad
+        made = dtensor.make_parameter(shard, self.spec, requires_grad=requires_grad)
+        torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
+
     def add_grad(self, shard: torch.Tensor) -> None:
         """Add a reduced gradient to the gradient of the parameter.
 

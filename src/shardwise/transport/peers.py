@@ -642,11 +642,13 @@ def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None 
         return make()
     doing = f"the creation of {what}"
     with world.collective(doing):  # the store may go with the rank that keeps it
-        _arrive(world, members, what, doing)
-    if devices.accelerator() is not None:
-        # The current device belongs to a thread, and making a mesh may choose it.
-        return make()
-    return world.call(make, doing, [rank for rank in members if rank != world.rank])
+        known = _arrive(world, members, what, doing)
+    # Ranks may be in different numbers of groups, after a change of the mesh say.
+    with c10d.knowing_groups(known):
+        if devices.accelerator() is not None:
+            # The current device belongs to a thread, and making a mesh may choose it.
+            return make()
+        return world.call(make, doing, [rank for rank in members if rank != world.rank])
 
 
 def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
@@ -654,8 +656,10 @@ def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
     return Counter()
 
 
-def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> None:
+def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> int:
     """Report in the store that this rank has come, and wait until all have.
+
+    Returns the largest number of process groups that one of them is in.
 
     Where ranks meet for the first time they wait in the store, which does not know who is alive.
     But the default process group exists already, so its connections tell.
@@ -664,9 +668,12 @@ def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> No
     number = arrivals[members]
     arrivals[members] += 1
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
-    world.store.set(f"{name}/{world.rank}", what)
+    known = [c10d.groups_known()]
+    world.store.set(f"{name}/{world.rank}", f"{known[0]} {what}")
 
-    def check(rank: int, theirs: str) -> None:
+    def check(rank: int, text: str) -> None:
+        number, _, theirs = text.partition(" ")
+        known.append(int(number))
         if theirs != what:
             raise RanksDivergedError(
                 f"ranks have diverged: rank {world.rank} makes {what}, and rank {rank} makes "
@@ -674,3 +681,4 @@ def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> No
             )
 
     world.read({rank: f"{name}/{rank}" for rank in members if rank != world.rank}, doing, check)
+    return max(known)

@@ -13,9 +13,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.base import devices
 from shardwise.base.devices import GLOO
 from shardwise.base.errors import CheckpointError, PeerLostError, lost_peer_behind
+from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.peers import Notice, Peers, new_group
+from shardwise.transport.select import all_to_all
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -141,6 +144,11 @@ class Ranks:
             CheckpointError: it failed; the message says why.
         """
         return self.together(doing, lambda: None, lambda parts: [part()] * len(parts))
+
+    def all_to_all(self) -> AllToAll:
+        """What moves tensors on the host between these ranks."""
+        assert self._group is not None
+        return all_to_all(self._group, devices.CPU)
 
     def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
         try:

@@ -127,7 +127,9 @@ def _load(
     into = _model_tensors(saved)
     _check_names(manifest, into, saved, strict=strict, where=str(path))
     if optimizer is not None:
-        into |= destinations(manifest, optimizer, names)
+        find = destinations(optimizer, names)
+        found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
+        into |= {fqn: tensor for fqn, tensor in found if tensor is not None}
     for entry in manifest.section("extra"):
         into[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
     entries = [entry for entry in manifest.tensors if entry.fqn in into]
@@ -143,14 +145,39 @@ def _load(
         ],
         str(path),
     )
-    if not _is_filled_in_place(model, saved):
-        options = StateDictOptions(strict=strict and not ignore_frozen_params)
+    return install(tree, model, optimizer, saved, strict=strict and not ignore_frozen_params)
+
+
+def install(
+    tree: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    saved: Mapping[str, Any],
+    *,
+    strict: bool,
+) -> dict[str, Any]:
+    """Give a model and an optimizer the state that has been brought to where it belongs.
+
+    Args:
+        tree: the state, as it was saved.
+        model: the model.
+        optimizer: an optimizer of its parameters.
+        saved: the model's state dict before.
+        strict: as for torch's ``set_model_state_dict``, which is called if the model does not hold
+            all that was brought: hooks have replaced values of its state dict.
+
+    Returns:
+        ``extra`` as it was saved.
+    """
+    now = {**saved, **tree.get("model", {})}
+    if not _is_filled_in_place(model, now):
         with sharded_state_dicts(model):
-            set_model_state_dict(model, {**saved, **tree.get("model", {})}, options=options)
+            set_model_state_dict(model, now, options=StateDictOptions(strict=strict))
     if optimizer is not None:
+        names = parameter_names(model, saved)
         load_optimizer_tree(optimizer, names, tree.get("optimizer", {}))
-    found: dict[str, Any] = tree.get("extra", {})
-    return found
+    extra: dict[str, Any] = tree.get("extra", {})
+    return extra
 
 
 def _is_filled_in_place(model: nn.Module, saved: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ checkpoint says so, or an optimizer whose state has shapes of its own.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from shardwise.base.optim_names import (
     parameters_in_order,
     without_wrappers,
 )
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, torch_dtype
+from shardwise.checkpoint.disk.entries import TensorEntry, torch_dtype
 from shardwise.checkpoint.ranks.subclasses import SHARDS, is_needed, put_together, whole_path
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
@@ -124,22 +124,20 @@ def _together(state: Any, param: Tensor, where: str) -> Any:
 
 
 def destinations(
-    manifest: Manifest, optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
-) -> dict[str, Tensor]:
-    """Tensors to read the saved state of an optimizer into, sharded like its parameters.
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
+) -> Callable[[TensorEntry], Tensor | None]:
+    """Make tensors to read the saved state of an optimizer into, sharded like its parameters.
 
     State that the optimizer already has is reused, and overwritten when it is read into.
 
     Args:
-        manifest: the checkpoint's manifest.
         optimizer: the optimizer.
         names: names by parameter.
 
     Returns:
-        Tensors by the name of their entry in the manifest.
-
-    Raises:
-        CheckpointError: the checkpoint has state of a parameter that the optimizer does not have.
+        A function that returns the tensor for an entry of the optimizer; ``None`` if this rank
+        needs nothing of it. It raises ``CheckpointError`` if the entry is of a parameter that the
+        optimizer does not have.
     """
     # Here, since a training that only saves does not need them.
     from shardwise.optim.forms import OwnStates
@@ -147,8 +145,7 @@ def destinations(
 
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
-    found: dict[str, Tensor] = {}
-    inside = list(_optimizers(optimizer))
+    inside = list(inside_of(optimizer))
     own = next((each for each in inside if isinstance(each, OwnStates)), None)
     offloaded = next((each for each in inside if isinstance(each, OffloadedOptimizer)), None)
 
@@ -156,39 +153,41 @@ def destinations(
     def made(param: Tensor) -> dict[str, Tensor]:
         return {} if own is None else own.new_state(param)
 
-    for entry in manifest.section("optimizer"):
+    def destination(entry: TensorEntry) -> Tensor | None:
         if entry.path[1] != STATE or len(entry.path) < 4:
-            found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-            continue
+            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
         param = mine.get(str(entry.path[2]))
         if param is None or id(param) not in held:
             raise CheckpointError(f"{entry.fqn}: the optimizer has no parameter of this name")
         if whole_path(entry.path) is not None:
-            if is_needed(entry.path, param):
-                found[entry.fqn] = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-            continue
+            needed = is_needed(entry.path, param)
+            return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) if needed else None
         before: Any = optimizer.state.get(param, {})
         for key in entry.path[3:]:
             before = before.get(key) if isinstance(before, dict) else None
-        if not _is_alike(before, entry):
-            new = made(param).get(str(entry.path[-1]))
-            if new is None or not _is_alike(new, entry):
-                new = _made_for(param, entry)
-            before = new if offloaded is None else offloaded.home_like(new)
-        found[entry.fqn] = before
-    return found
+        if _is_alike(before, entry, param):
+            found: Tensor = before
+            return found
+        new = made(param).get(str(entry.path[-1]))
+        if new is None or not _is_alike(new, entry, param):
+            new = _made_for(param, entry)
+        return new if offloaded is None else offloaded.home_like(new)
+
+    return destination
 
 
-def _optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def inside_of(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     """An optimizer, and those inside of it: that of ``offload``, ``in_backward`` or ``DiLoCo``."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner", None)
 
 
-def _is_alike(before: Any, entry: TensorEntry) -> bool:
+def _is_alike(before: Any, entry: TensorEntry, param: Tensor) -> bool:
+    meshes = {each.device_mesh for each in (before, param) if isinstance(each, DTensor)}
     return (
         isinstance(before, Tensor)
+        and len(meshes) < 2  # else the parameter has been moved since
         and tuple(before.shape) == entry.shape
         and before.dtype == torch_dtype(entry.dtype)
         and before.device.type != "meta"

@@ -25,7 +25,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import StrPath, keep_last
-from shardwise.checkpoint.disk.entries import dotted
+from shardwise.checkpoint.disk.entries import Origin, dotted
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.state import SavedState, facts_of, state_of
 from shardwise.checkpoint.ranks.subclasses import whole_path
@@ -228,14 +228,17 @@ class _Apart:
     names: frozenset[str]
 
 
-def _mixed(plans: Sequence[SavePlan]) -> frozenset[str]:
-    """The states whose shards are taken apart on some ranks and whole on others."""
+def mixed(origins: Sequence[Mapping[str, Origin]]) -> frozenset[str]:
+    """The states whose shards are taken apart on some ranks and whole on others.
+
+    Args:
+        origins: for each rank, where its tensors are in the state, by name.
+    """
     apart: set[str] = set()
-    for plan in plans:
-        origins, _ = plan.storage_data
-        paths = (whole_path(origin.path) for origin in origins.values())
+    for each in origins:
+        paths = (whole_path(origin.path) for origin in each.values())
         apart.update(dotted(path) for path in paths if path is not None)
-    return frozenset(item.index.fqn for plan in plans for item in plan.items) & apart
+    return frozenset(apart.intersection(name for each in origins for name in each))
 
 
 class Saving:
@@ -329,9 +332,9 @@ class Saving:
 
         def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
             nonlocal metadata
-            mixed = _mixed(plans)
-            if mixed:
-                return [_Apart(mixed)] * len(plans)
+            apart = mixed([plan.storage_data[0] for plan in plans])
+            if apart:
+                return [_Apart(apart)] * len(plans)
             plans, metadata = planner.create_global_plan(plans)
             return [*writer.prepare_global_plan(plans)]
 

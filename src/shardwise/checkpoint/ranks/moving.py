@@ -1,0 +1,416 @@
+"""Moving a training state between ranks, from one layout into another, without a disk.
+
+what every rank holds -> some tensors at a time: who needs which rows -> rows go from where they
+are to where they belong -> the old shards of these tensors are dropped
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
+from shardwise.checkpoint.disk.entries import (
+    StoredPiece,
+    TensorEntry,
+    Value,
+    dtype_name,
+    torch_dtype,
+)
+from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.disk.values import unflatten
+from shardwise.checkpoint.ranks.agreement import Ranks, group_for
+from shardwise.checkpoint.ranks.loading import install, own_part
+from shardwise.checkpoint.ranks.optimizer import destinations, inside_of, parameter_names
+from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
+from shardwise.checkpoint.ranks.state import (
+    SavedState,
+    check_same_names,
+    model_state,
+    state_of,
+    ties,
+)
+from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.sharding.param import forms_of
+from shardwise.transport.base import Label
+
+#: Bytes that travel at once, between all ranks, and of tensors whose new shards are made at once.
+_AT_ONCE = 32 * 1024 * 1024
+_ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they are packed
+
+#: A model and an optimizer of its parameters, if it has one.
+Training = tuple[nn.Module, torch.optim.Optimizer | None]
+
+
+def transfer(
+    source: Training | None,
+    target: Training | None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Move a training state from one model and optimizer into another. Every rank calls this.
+
+    The two may be sharded in any way, over any of the ranks; the values that arrive are those that
+    a checkpoint would bring. Beside its new shards and the rows of its old ones that have not left
+    yet, a rank holds some tensors on their way: at most 64 MiB, or one tensor.
+
+    What is moved is gone: the parameters of ``source`` that are ``DTensor`` s are on the meta
+    device afterwards, and its optimizer has no state. If ranks do not agree on what to move, all
+    raise and nothing has changed. If one fails later or is lost, ``source`` and ``target`` are of
+    no more use; load a checkpoint.
+
+    Args:
+        source: what this rank trained, between two steps; ``None`` on ranks that did not.
+        target: what this rank will train, sharded, with memory or on the meta device. ``None`` on
+            ranks that will not.
+        extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
+        group: the ranks of both; the default process group if ``None``.
+
+    Returns:
+        ``extra``, on ranks with a ``target``.
+
+    Raises:
+        CheckpointError: the two are of different models or optimizers, or a rank failed; the
+            message names it. Raised on every rank alike.
+    """
+    return move(source, lambda: target, extra, doing="transfer", group=group)
+
+
+def move(
+    source: Training | None,
+    begin: Callable[[], Training | None],
+    extra: Mapping[str, Any] | None = None,
+    *,
+    doing: str,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Move a training state; see :func:`transfer`.
+
+    Args:
+        source: as there.
+        begin: returns the target; called once all ranks have agreed on what to move, and when the
+            sharded parameters of the source have given up their memory.
+        extra: as there.
+        doing: what the ranks do, for error messages.
+        group: as there.
+    """
+    wait_for_save()
+    ranks = Ranks(group_for(group))
+    state = _agree(ranks, doing, source, extra)
+    held = {name: own_part(tensor) for name, tensor in state.mine.tensors.items()}
+    state.mine.tensors.clear()
+
+    def start() -> _Arrivals | None:
+        if source is not None:
+            _let_go(*source)
+        target = begin()
+        return None if target is None else _Arrivals(target, state.entries, doing)
+
+    with torch.no_grad():
+        arrivals = ranks.all(doing, start)
+        for entries in _some_at_a_time(state.entries):
+            _Exchange(ranks, doing, held, arrivals).run(entries)
+            for entry in entries:
+                held.pop(entry.fqn, None)
+    return {} if arrivals is None else arrivals.install(state.values)
+
+
+@dataclass
+class _State:
+    """What all ranks hold together.
+
+    Attributes:
+        mine: what this rank holds.
+        entries: the tensors; the file of a piece is the number of the rank that has it.
+        values: everything else.
+    """
+
+    mine: SavedState
+    entries: list[TensorEntry]
+    values: list[Value]
+
+
+def _agree(
+    ranks: Ranks, doing: str, source: Training | None, extra: Mapping[str, Any] | None
+) -> _State:
+    """Let all ranks know what each of them holds.
+
+    Raises:
+        CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
+    """
+    mine = SavedState()
+    if source is not None:
+        mine = ranks.all(doing, lambda: state_of(*source, extra))
+    else:
+        ranks.all(doing, lambda: None)
+    apart = ranks.together(doing, lambda: mine.origins, lambda parts: [mixed(parts)] * len(parts))
+
+    def part() -> tuple[list[TensorEntry], list[Value]]:
+        mine.take_apart(apart)
+        return [_entry(mine, name, ranks.rank) for name in mine.tensors], mine.values
+
+    def answer(
+        parts: list[tuple[list[TensorEntry], list[Value]]],
+    ) -> list[tuple[list[TensorEntry], list[Value]]]:
+        values: dict[Any, Value] = {}
+        for value in (each for _, of_rank in parts for each in of_rank):
+            values.setdefault(value.path, value)
+        merged = _merged(each for of_rank, _ in parts for each in of_rank)
+        return [(merged, list(values.values()))] * len(parts)
+
+    return _State(mine, *ranks.together(doing, part, answer))
+
+
+def _entry(state: SavedState, name: str, rank: int) -> TensorEntry:
+    tensor, origin = state.tensors[name], state.origins[name]
+    box, _ = own_part(tensor)
+    pieces = (StoredPiece(str(rank), 0, box, ()),) if box.numel else ()
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    return TensorEntry(origin.path, shape, dtype, origin.placements, origin.mesh, pieces)
+
+
+def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
+    """One entry for each tensor, with the pieces of all ranks.
+
+    Raises:
+        CheckpointError: they do not fit together.
+    """
+    found: dict[str, TensorEntry] = {}
+    for entry in entries:
+        known = found.setdefault(entry.fqn, entry)
+        if known is not entry:
+            if known.info != entry.info:
+                raise CheckpointError(
+                    f"{entry.fqn}: found {entry.info} on one rank and {known.info} on another"
+                )
+            found[entry.fqn] = replace(known, pieces=known.pieces + entry.pieces)
+    for entry in found.values():
+        boxes = list(dict.fromkeys(piece.box for piece in entry.pieces))
+        if not is_tiling(boxes, entry.shape):
+            raise CheckpointError(
+                f"{entry.fqn}: found parts {boxes[:4]} of shape {list(entry.shape)}, expected all "
+                "of it once; every rank that holds a part has to take part"
+            )
+    return list(found.values())
+
+
+def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Cut the tensors into lists that travel one after the other, the same on all ranks."""
+    most = min(_AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
+    some: list[TensorEntry] = []
+    for entry in entries:
+        if some and sum(each.nbytes for each in some) + entry.nbytes > most:
+            yield some
+            some = []
+        some.append(entry)
+    if some:
+        yield some
+
+
+def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Drop what a source holds, of which the caller has the tensors."""
+    for form in forms_of(model.parameters()):
+        form.let_go()
+    inside = list(inside_of(optimizer))
+    if not any(isinstance(each, OffloadedOptimizer) for each in inside):  # which knows homes
+        for each in inside:
+            each.state.clear()
+
+
+class _Arrivals:
+    """Where the state arrives on this rank.
+
+    Args:
+        target: the model and the optimizer.
+        entries: what arrives.
+        doing: what the ranks do, for error messages.
+
+    Raises:
+        CheckpointError: the model has other tensors than arrive.
+    """
+
+    def __init__(self, target: Training, entries: list[TensorEntry], doing: str) -> None:
+        self._model, self._optimizer = target
+        self._doing = doing
+        self._saved = model_state(self._model, ignore_frozen_params=False)
+        names = parameter_names(self._model, self._saved)
+        self._params = {name: param for param, name in names.items()}
+        for name, tied in ties(self._model).items():
+            self._params |= {name: self._params[each] for each in tied if each in self._params}
+        self._state = destinations(self._optimizer, names) if self._optimizer else None
+        self._arrived: list[tuple[TensorEntry, Tensor]] = []
+        found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
+        own = {name: each for name, each in self._saved.items() if isinstance(each, Tensor)}
+        check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
+        for name, entry in found.items():
+            if tuple(own[name].shape) != entry.shape:
+                raise CheckpointError(
+                    f"{doing}: {name}: found shape {list(entry.shape)}, expected "
+                    f"{list(own[name].shape)}"
+                )
+
+    def open(self, entry: TensorEntry) -> Tensor | None:
+        """Return the tensor for an entry, with memory; ``None`` if this rank needs nothing."""
+        if entry.section == "model":
+            found: Tensor | None = self._with_memory(str(entry.path[1]))
+        elif entry.section == "optimizer":
+            found = None if self._state is None else self._state(entry)
+        else:
+            found = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+        if found is not None:
+            self._arrived.append((entry, found))
+        return found
+
+    def _with_memory(self, name: str) -> Tensor:
+        param = self._params.get(name)
+        if param is None:
+            found: Tensor = self._saved[name]
+            return found
+        for form in forms_of([param]):
+            if not form.has_memory:
+                form.fill_place()
+        return param
+
+    def install(self, values: Iterable[Value]) -> dict[str, Any]:
+        """Give the model and the optimizer what has arrived, and return ``extra``."""
+        tree = unflatten(
+            [
+                *((value.path, value.value) for value in values),
+                *((entry.path, tensor) for entry, tensor in self._arrived),
+            ],
+            self._doing,
+        )
+        return install(tree, self._model, self._optimizer, self._saved, strict=True)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """A part of a tensor, and the ranks that it goes from and to."""
+
+    entry: TensorEntry
+    held: Box
+    box: Box
+    source: int
+    target: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that it takes on its way."""
+        return -(-self.box.numel * self.entry.itemsize // _ALIGNED) * _ALIGNED
+
+    def view(self, packed: Tensor, at: int) -> Tensor:
+        """The elements where they are packed."""
+        nbytes = self.box.numel * self.entry.itemsize
+        flat = packed[at : at + nbytes].view(torch_dtype(self.entry.dtype))
+        return flat.view(self.box.sizes)
+
+
+class _Exchange:
+    """Some tensors that travel together."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        doing: str,
+        held: Mapping[str, tuple[Box, Tensor]],
+        arrivals: _Arrivals | None,
+    ) -> None:
+        self._ranks = ranks
+        self._doing = doing
+        self._held = held
+        self._arrivals = arrivals
+        self._opened: dict[str, tuple[Box, Tensor]] = {}
+
+    def run(self, entries: list[TensorEntry]) -> None:
+        """Bring the tensors to where they belong."""
+
+        def needs() -> dict[str, Box]:
+            for entry in entries:
+                tensor = None if self._arrivals is None else self._arrivals.open(entry)
+                if tensor is not None:
+                    self._opened[entry.fqn] = own_part(tensor)
+            return {name: box for name, (box, _) in self._opened.items()}
+
+        wanted = self._ranks.together(self._doing, needs, lambda parts: [parts] * len(parts))
+        travelling: list[_Rows] = []
+        for rows in self._rows(entries, wanted):
+            if rows.source != rows.target:
+                travelling.append(rows)
+            elif rows.source == self._ranks.rank:
+                self._at_target(rows).copy_(self._at_source(rows))
+            if sum(each.nbytes for each in travelling) >= _AT_ONCE:
+                self._send(travelling)
+                travelling = []
+        if travelling:
+            self._send(travelling)
+
+    def _rows(self, entries: list[TensorEntry], wanted: list[dict[str, Box]]) -> Iterator[_Rows]:
+        """What goes from rank to rank, in the same order on all of them.
+
+        A rank that has what it needs takes it from itself, another from one of those that have it.
+        """
+        for entry in entries:
+            holders: dict[Box, list[int]] = {}
+            for piece in entry.pieces:
+                holders.setdefault(piece.box, []).append(int(piece.file))
+            for target, needs in enumerate(wanted):
+                if entry.fqn not in needs:
+                    continue
+                for held, ranks in holders.items():
+                    common = held.intersection(needs[entry.fqn])
+                    source = target if target in ranks else ranks[target % len(ranks)]
+                    for box in () if common is None else _cut(common, entry.itemsize):
+                        yield _Rows(entry, held, box, source, target)
+
+    def _send(self, rows: list[_Rows]) -> None:
+        """Exchange rows by one all-to-all."""
+        me, sizes = self._ranks.rank, range(self._ranks.size)
+        leaving = sorted((each for each in rows if each.source == me), key=lambda r: r.target)
+        landing = sorted((each for each in rows if each.target == me), key=lambda r: r.source)
+        sent, received = (
+            torch.empty(sum(each.nbytes for each in some), dtype=torch.uint8)
+            for some in (leaving, landing)
+        )
+        for each, packed in _packed(leaving, sent):
+            packed.copy_(self._at_source(each))
+        counts = (
+            [sum(each.nbytes for each in leaving if each.target == rank) for rank in sizes],
+            [sum(each.nbytes for each in landing if each.source == rank) for rank in sizes],
+        )
+        label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
+        self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
+        for each, packed in _packed(landing, received):
+            self._at_target(each).copy_(packed)
+
+    def _at_source(self, rows: _Rows) -> Tensor:
+        _, local = self._held[rows.entry.fqn]
+        return narrow(local, rows.box.relative_to(rows.held.offsets))
+
+    def _at_target(self, rows: _Rows) -> Tensor:
+        box, local = self._opened[rows.entry.fqn]
+        return narrow(local, rows.box.relative_to(box.offsets))
+
+
+def _packed(rows: list[_Rows], memory: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
+    at = 0
+    for each in rows:
+        yield each, each.view(memory, at)
+        at += each.nbytes
+
+
+def _cut(box: Box, itemsize: int) -> Iterator[Box]:
+    """Cut a box into boxes that travel one after the other."""
+    most = max(_AT_ONCE // itemsize, 1)
+    for first in range(0, box.numel, most):
+        for part in boxes_of_span(box.sizes, first, min(first + most, box.numel)):
+            offsets = tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True))
+            yield Box(offsets, part.sizes)
