@@ -46,8 +46,9 @@ def _move_along(rank: int, world_size: int, name: str, shapes: list[Shape]) -> l
     """Go from layout to layout, and say what is wrong in any of them."""
     meshes = [_mesh(shape) for shape in shapes]
     member = meshes[0].get_coordinate() is not None
-    own = meshes[0] if member else _mesh_of_all(meshes)
-    model, optimizer = _build(name, own, seed=rank)
+    model, optimizer = _build(name, meshes[0] if member else _alone(), seed=rank)
+    if not member:
+        model.to("meta")
     params = list(model.parameters())
     if member:
         give_state(optimizer)
@@ -80,8 +81,10 @@ def part_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return narrow(whole, Box(*dtensor.chunk_of(tensor)))
 
 
-def _mesh_of_all(meshes: list[DeviceMesh]) -> DeviceMesh:
-    return next(mesh for mesh in meshes if mesh.get_coordinate() is not None)
+def _alone() -> DeviceMesh:
+    """A mesh of this rank, which joins later."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -131,7 +134,7 @@ def _sharded(mesh: DeviceMesh, seed: int, **options: Any) -> nn.Module:
 def _goes_on_alike(rank: int, world_size: int, name: str, folder: Path) -> None:
     first, second = _mesh((2,)), _mesh((4,))
     make = OPTIMIZERS[name]
-    model = _sharded(first if rank < 2 else second, seed=rank)
+    model = _sharded(first, seed=rank) if rank < 2 else _sharded(_alone(), seed=rank).to("meta")
     optimizer = make(model, str(folder))
     pair = dist.new_group([0, 1])
     if rank < 2:

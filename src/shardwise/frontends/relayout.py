@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
+from shardwise._torch import autograd
 from shardwise.base.errors import MisuseError
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.moving import Training, move
@@ -144,11 +145,8 @@ class _Layout:
     def apply(self, training: Training) -> Training | None:
         """Give all parameters their new places, without memory; ``None`` on a rank that leaves."""
         model, _ = training
-        for form in {param.form for group in groups_of(model) for param in group.params}:
-            if form in self.places:
-                form.take_place(self.places[form])
-            else:
-                form.leave()
+        for form, place in self.places.items():
+            form.take_place(place)
         outermost = next(states_of(model))
         for state in states_of(model):
             for group in state.groups:
@@ -251,8 +249,15 @@ def _claim(model: nn.Module, mesh: DeviceMesh) -> _Claim:
             )
         group.reshard()
         for form in (param.form for param in group.params):
+            param = form.parameter
             if not form.local.is_meta:
                 held.update(form.spec.mesh.mesh.flatten().tolist())
+            if form.local.is_meta or mesh.get_coordinate() is None:
+                if autograd.has_post_accumulate_hooks(param) or autograd.grad_hooks(param):
+                    raise MisuseError(
+                        f"{_DOING}: {form.fqn} has hooks, which it loses when it moves from or to "
+                        "the meta device; expected a rank that joins or leaves without"
+                    )
     return _Claim(frozenset(held), mesh.mesh.tolist())
 
 

@@ -42,6 +42,12 @@ def libc() -> Any:
     return found
 
 
+def trim_heap() -> None:
+    """Give memory that was freed back to the system. Else the C library keeps what it can reuse."""
+    if hasattr(libc(), "malloc_trim"):
+        libc().malloc_trim(0)
+
+
 def core() -> int:
     """Return the number of the core that this thread runs on; -1 if it is not known."""
     library = libc()

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
+from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
     StoredPiece,
@@ -38,6 +39,7 @@ from shardwise.checkpoint.ranks.state import (
     state_of,
     ties,
 )
+from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.sharding.param import forms_of
 from shardwise.transport.base import Label
@@ -63,7 +65,7 @@ def transfer(
     a checkpoint would bring. Beside its new shards and the rows of its old ones that have not left
     yet, a rank holds some tensors on their way: at most 64 MiB, or one tensor.
 
-    What is moved is gone: the parameters of ``source`` that are ``DTensor`` s are on the meta
+    What is moved is gone: parameters of ``source`` that ``fully_shard`` has sharded are on the meta
     device afterwards, and its optimizer has no state. If ranks do not agree on what to move, all
     raise and nothing has changed. If one fails later or is lost, ``source`` and ``target`` are of
     no more use; load a checkpoint.
@@ -115,13 +117,19 @@ def move(
         target = begin()
         return None if target is None else _Arrivals(target, state.entries, doing)
 
-    with torch.no_grad():
-        arrivals = ranks.all(doing, start)
-        for entries in _some_at_a_time(state.entries):
-            _Exchange(ranks, doing, held, arrivals).run(entries)
-            for entry in entries:
-                held.pop(entry.fqn, None)
-    return {} if arrivals is None else arrivals.install(state.values)
+    try:
+        with torch.no_grad():
+            arrivals = ranks.all(doing, start)
+            for entries in _some_at_a_time(state.entries):
+                _Exchange(ranks, doing, held, arrivals).run(entries)
+                for entry in entries:
+                    held.pop(entry.fqn, None)
+                trim_heap()  # else freed shards stay with the process, and new ones come on top
+        return {} if arrivals is None else arrivals.install(state.values)
+    finally:
+        for form in [] if source is None else forms_of(source[0].parameters()):
+            if not form.has_memory:
+                form.leave()
 
 
 @dataclass
@@ -246,6 +254,9 @@ class _Arrivals:
         self._params = {name: param for param, name in names.items()}
         for name, tied in ties(self._model).items():
             self._params |= {name: self._params[each] for each in tied if each in self._params}
+        for each in inside_of(self._optimizer):
+            if isinstance(each, CheckedOptimizer):
+                each.__setstate__({})  # forgets what it knows of the layout before
         self._state = destinations(self._optimizer, names) if self._optimizer else None
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
         found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
