@@ -252,12 +252,12 @@ def _claim(model: nn.Module, mesh: DeviceMesh) -> _Claim:
             param = form.parameter
             if not form.local.is_meta:
                 held.update(form.spec.mesh.mesh.flatten().tolist())
-            if form.local.is_meta or mesh.get_coordinate() is None:
-                if autograd.has_post_accumulate_hooks(param) or autograd.grad_hooks(param):
-                    raise MisuseError(
-                        f"{_DOING}: {form.fqn} has hooks, which it loses when it moves from or to "
-                        "the meta device; expected a rank that joins or leaves without"
-                    )
+            moves = form.local.is_meta or mesh.get_coordinate() is None
+            if moves and (autograd.has_post_accumulate_hooks(param) or autograd.grad_hooks(param)):
+                raise MisuseError(
+                    f"{_DOING}: {form.fqn} has hooks, which it loses when it moves from or to the "
+                    "meta device; expected none on a rank that joins or leaves"
+                )
     return _Claim(frozenset(held), mesh.mesh.tolist())
 
 

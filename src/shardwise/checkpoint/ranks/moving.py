@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
@@ -117,6 +115,7 @@ def move(
         target = begin()
         return None if target is None else _Arrivals(target, state.entries, doing)
 
+    goes_on = False
     try:
         with torch.no_grad():
             arrivals = ranks.all(doing, start)
@@ -125,11 +124,14 @@ def move(
                 for entry in entries:
                     held.pop(entry.fqn, None)
                 trim_heap()  # else freed shards stay with the process, and new ones come on top
-        return {} if arrivals is None else arrivals.install(state.values)
+        if arrivals is None:
+            return {}
+        found = arrivals.install(state.values)
+        goes_on = source is not None and arrivals.model is source[0]
+        return found
     finally:
-        for form in [] if source is None else forms_of(source[0].parameters()):
-            if not form.has_memory:
-                form.leave()
+        for form in [] if source is None or goes_on else forms_of(source[0].parameters()):
+            form.leave()
 
 
 @dataclass
@@ -247,13 +249,15 @@ class _Arrivals:
     """
 
     def __init__(self, target: Training, entries: list[TensorEntry], doing: str) -> None:
-        self._model, self._optimizer = target
+        self.model, self._optimizer = target
         self._doing = doing
-        self._saved = model_state(self._model, ignore_frozen_params=False)
-        names = parameter_names(self._model, self._saved)
+        self._saved = model_state(self.model, ignore_frozen_params=False)
+        names = parameter_names(self.model, self._saved)
         self._params = {name: param for param, name in names.items()}
-        for name, tied in ties(self._model).items():
-            self._params |= {name: self._params[each] for each in tied if each in self._params}
+        for tied in ties(self.model).values():
+            first = next((self._params[each] for each in tied if each in self._params), None)
+            if first is not None:
+                self._params |= dict.fromkeys(tied, first)
         for each in inside_of(self._optimizer):
             if isinstance(each, CheckedOptimizer):
                 each.__setstate__({})  # forgets what it knows of the layout before
@@ -300,7 +304,7 @@ class _Arrivals:
             ],
             self._doing,
         )
-        return install(tree, self._model, self._optimizer, self._saved, strict=True)
+        return install(tree, self.model, self._optimizer, self._saved, strict=True)
 
 
 @dataclass(frozen=True)
