@@ -222,3 +222,45 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
         before = statistics.mean(by_step[step] for step in range(at - 19, at + 1))
         after = statistics.mean(by_step[step] for step in range(at + 1, at + 21))
         assert abs(after - before) < 0.3 * by_step[1], (at, before, after)
+
+
+def test_a_training_goes_on_in_memory_when_a_host_joins(hosts: Pair, tmp_path: Path) -> None:
+    write_model(tmp_path, attention_dropout=0.0)
+    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
+    (tmp_path / "training.py").write_text(TRAIN)
+    options = (
+        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
+        "--batch-size 2 --lr 0.01 --warmup 2 --checkpoint-every 0 --eval-every 0 --device cpu "
+        "--sample-tokens 0 --nproc 1 --out job "
+        f"--max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{PORT + 1}"
+    ).split()
+    env = {"PYTHONPATH": str(tmp_path)}
+    config = small_config(tmp_path, "job")
+    metrics = config.files.metrics
+
+    def steps() -> int:
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
+        numbered = [*options, "--node-rank", "0"]
+        first = start(hosts[0], "training", *numbered, folder=tmp_path, env=env, out=out, err=err)
+    wait_for(lambda: steps() > 20, first)
+    [rank] = psutil.Process(first.pid).children()
+    second = start(hosts[1], "training", *options, folder=tmp_path, env=env)
+    wait_for(lambda: len(config.files.read()["sessions"]) == 2, first)
+    joined = config.files.read()["sessions"][1]["from_step"]
+    wait_for(lambda: steps() > joined + 20, first)
+    assert rank.is_running()
+    assert not config.files.checkpoints.exists()
+    first.send_signal(signal.SIGINT)
+    first.wait(timeout=WAIT)
+    second.wait(timeout=WAIT)
+    told = (tmp_path / "err").read_text()
+    print(told, (tmp_path / "out").read_text())
+    assert first.returncode == 128 + signal.SIGINT, told
+    history = losses(config)
+    assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
+    by_step = {step: loss for step, loss, _ in history}
+    before = statistics.mean(by_step[step] for step in range(joined - 9, joined + 1))
+    after = statistics.mean(by_step[step] for step in range(joined + 1, joined + 11))
+    assert abs(after - before) < 0.3 * by_step[1], (joined, before, after)

@@ -14,13 +14,14 @@ once when one has failed, before it is known which was first, and gives ranks th
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -37,11 +38,18 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import say, signal_name
-from shardwise.elastic.hosts import Command
+from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
 from shardwise.elastic.outcome import STOP_GRACE, Outcome, Result, StoppedBy
-from shardwise.elastic.rank import STOP_SIGNALS, Ending, RankReport, Stage
+from shardwise.elastic.rank import (
+    MOVES_ON,
+    STOP_SIGNALS,
+    WORLD_FILE,
+    Ending,
+    RankReport,
+    Stage,
+)
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.starting import StartWatch, stacks_of
 from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, environment, usable_cores
@@ -54,14 +62,25 @@ _DEATH = 30.0  # seconds that a process may take to die of SIGKILL
 
 
 class Signals:
-    """The stop signals of this process, noted from the construction until :meth:`close`."""
+    """The stop signals of this process, noted from the construction until :meth:`close`.
+
+    Attributes:
+        noted: the signals.
+        counts_later: whether the first one waits until ranks have completed a step.
+    """
 
     def __init__(self) -> None:
         self.noted: list[int] = []
+        self.counts_later = False
         self._first_at = 0.0
         self._before: dict[int, Any] = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
             self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
+
+    @property
+    def end_waiting(self) -> bool:
+        """Whether to wait for other hosts no longer."""
+        return len(self.noted) > self.counts_later
 
     def close(self) -> None:
         """Restore the handlers."""
@@ -87,6 +106,7 @@ class Agent(LocalElasticAgent):
         rendezvous: where the hosts meet.
         restarts: how often the job may be restarted after a failure.
         signals: what asks to stop.
+        on_join: what ranks do when more hosts join.
 
     Attributes:
         meeting: where the hosts meet.
@@ -97,7 +117,13 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(
-        self, command: Command, nproc: int, rendezvous: Rendezvous, restarts: int, signals: Signals
+        self,
+        command: Command,
+        nproc: int,
+        rendezvous: Rendezvous,
+        restarts: int,
+        signals: Signals,
+        on_join: OnJoin = OnJoin.RESTART,
     ) -> None:
         spec = WorkerSpec(
             role="default",
@@ -111,6 +137,7 @@ class Agent(LocalElasticAgent):
         self.logs = _RankLogs(Path(self._folder.name), rendezvous)
         super().__init__(spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
+        self._on_join = on_join
         self.meeting = rendezvous
         self.restarts = restarts
         self.signals = signals
@@ -149,7 +176,16 @@ class Agent(LocalElasticAgent):
 
     # -- what torch's agent asks for ---------------------------------------------------------------
 
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        verdict = self.meeting.verdict
+        if verdict is None or verdict.next is not Next.REGROUP or not self._are_waiting:
+            super()._stop_workers(worker_group)
+        else:
+            self.signals.counts_later = True  # for what the ranks have is not saved
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if self._are_waiting:
+            return self._move_on(worker_group)
         for rank in self.ranks:
             rank.close()
         spec, generation = worker_group.spec, self.meeting.generation
@@ -171,6 +207,30 @@ class Agent(LocalElasticAgent):
         self._starting = StartWatch(self.ranks, self._say)
         return dict(pids)
 
+    def _move_on(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Give ranks that wait their places in the next world."""
+        self.signals.counts_later = False
+        self._asked, self._outcome, self._has_shown = False, None, False
+        self._timers = Timers(process_clock().now)
+        for worker, rank in zip(worker_group.workers, self.ranks, strict=True):
+            rank.move_on(
+                worker.global_rank,
+                {
+                    "RANK": str(worker.global_rank),
+                    "GROUP_RANK": str(worker_group.group_rank),
+                    "ROLE_RANK": str(worker.role_rank),
+                    "WORLD_SIZE": str(worker.world_size),
+                    "GROUP_WORLD_SIZE": str(worker_group.group_world_size),
+                    "ROLE_WORLD_SIZE": str(worker.role_world_size),
+                    "MASTER_ADDR": str(worker_group.master_addr),
+                    "MASTER_PORT": str(worker_group.master_port),
+                    "TORCHELASTIC_RESTART_COUNT": str(self.meeting.generation),
+                    LOST: self.logs.lost,
+                },
+            )
+        self._starting = StartWatch(self.ranks, self._say)
+        return {worker.local_rank: worker.id for worker in worker_group.workers}
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         order = self.meeting.order()
         if self._outcome is None:
@@ -187,7 +247,7 @@ class Agent(LocalElasticAgent):
         if not self._has_shown:
             self._has_shown = True
             self._show_verdict(self._outcome, verdict)
-        if verdict.next.begins_again and not self.signals.noted:
+        if verdict.next.begins_again and (self._are_waiting or not self.signals.noted):
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
             ended = {worker.global_rank: None for worker in worker_group.workers}
@@ -213,6 +273,11 @@ class Agent(LocalElasticAgent):
         """Whether the ranks were asked to save and stop since more hosts join."""
         return self._asked and not self.signals.noted
 
+    @property
+    def _are_waiting(self) -> bool:
+        """Whether all ranks wait for their next world, with what they have in memory."""
+        return bool(self.ranks) and all(rank.is_waiting for rank in self.ranks)
+
     # -- the ranks ---------------------------------------------------------------------------------
 
     def _watch(self, order: Order) -> Outcome | None:
@@ -232,6 +297,8 @@ class Agent(LocalElasticAgent):
             return Outcome(1)
         if len(self.signals.noted) > 1:
             return self._by_signal(self._kill("at once by {}; what was not saved is lost"))
+        if self._are_waiting:
+            return Outcome(128 + signal.SIGTERM, stopped_by=StoppedBy.RANK)
         self._ask_to_stop(order)
         self._starting.look()
         has_stopped = any(self._has_stopped(rank) for rank in self.ranks)
@@ -265,8 +332,9 @@ class Agent(LocalElasticAgent):
         is_due = self.signals.noted or (order is Order.SAVE_AND_STOP and training)
         if is_due and not self._asked:
             self._asked = True
+            moves_on = not self.signals.noted and self._on_join is OnJoin.STAY
             for rank in self.ranks:
-                rank.send(self._signum)
+                rank.send(MOVES_ON if moves_on else self._signum)
 
     def _finish(self) -> Outcome:
         words = [rank.report for rank in self.ranks if rank.stopped and rank.report]
@@ -483,6 +551,18 @@ class LocalRank:
     def stacks(self) -> str:
         """Return what this rank has written when it was asked where it is."""
         return stacks_of(self._folder)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank waits for its next world."""
+        return self.code is None and self.report is None and self.stage is Stage.WAITING
+
+    def move_on(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Give this rank, which waits, its number in the next world, and the variables of that."""
+        self.rank, self.stage, self.has_stepped = rank, None, False
+        beside = self._folder / f"{WORLD_FILE}.next"
+        beside.write_text(json.dumps(environment), encoding="utf-8")
+        beside.replace(self._folder / WORLD_FILE)
 
     @property
     def failed(self) -> bool:

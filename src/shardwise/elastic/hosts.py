@@ -24,6 +24,13 @@ Command = Callable[[int], Sequence[str]]
 UNNUMBERED = -1  # rank of a host to which host 0 assigns one
 
 
+class OnJoin(enum.Enum):
+    """What the ranks of an elastic job do when more hosts join."""
+
+    RESTART = "restart"  # they save, and end; others begin with what was saved
+    STAY = "stay"  # they wait for the next world, with what they have in memory
+
+
 class JobBackend(enum.Enum):
     """What names the host that serves what all hosts of a job share."""
 

@@ -36,10 +36,11 @@ from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting
 from shardwise.elastic.errors import Stopped, UserError, signal_name
-from shardwise.elastic.world import PARENT_PID, REPORT, World, launched_here
+from shardwise.elastic.world import PARENT_PID, REPORT, World, find_world, launched_here
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_GLANCE = 0.01  # seconds between looks for the next world
 _UNWRITTEN = 120  # Python's exit code if it could not write all output
 
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torch's agent reads it when this process has failed
@@ -49,7 +50,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 PATIENCE = 5.0
 
 
-def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
+def run_rank(world: World, body: Callable[[World, StopSignals], object]) -> NoReturn:
     """Run ``body`` as one rank and end the process with its exit code.
 
     The exit code is 0 when ``body`` returns, 2 for a :class:`UserError` (unless it has another
@@ -74,7 +75,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     leave(0)
 
 
-def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None:
+def run_worker(world: World, body: Callable[[World, StopSignals], object]) -> None:
     """Run ``body`` as one rank in a process of another program, such as a worker of Ray Train.
 
     Unlike :func:`run_rank` it neither ends the process nor handles signals, which only the main
@@ -198,6 +199,12 @@ def _write_files() -> None:
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+#: Asks a rank to go on in another world, after a step, with what it has in memory.
+MOVES_ON = signal.SIGUSR1
+#: What is noted then: less than any signal that asks to stop, which counts for more.
+MOVE_ON = 1
+#: The file beside a rank's report in which it finds its next world.
+WORLD_FILE = "world"
 
 
 def reset_in_children(handler: Callable[[int, FrameType | None], None]) -> None:
@@ -232,6 +239,7 @@ class StopSignals:
         """Handle the signals, and unblock them if a launcher blocked them."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._handle)
+        signal.signal(MOVES_ON, self._handle)
         reset_in_children(self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
@@ -247,12 +255,30 @@ class StopSignals:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Note signals instead of raising."""
-        self._deferred = True
+        before, self._deferred = self._deferred, True
         try:
             yield
         finally:
             self._enter(Stage.ENDING)
-            self._deferred = False
+            self._deferred = before
+
+    def next_world(self) -> World:
+        """Wait until the launcher has more hosts together, and return this rank among them.
+
+        What the rank holds stays in memory meanwhile. A signal that asks to stop does not end the
+        wait: it counts after the first step in the next world.
+        """
+        self._noted = 0 if self._noted == MOVE_ON else self._noted
+        self._enter(Stage.WAITING)
+        file = Path(os.environ[REPORT]).with_name(WORLD_FILE)
+        while not file.exists():
+            time.sleep(_GLANCE)
+        os.environ.update(json.loads(file.read_text(encoding="utf-8")))
+        file.unlink()
+        self._enter(Stage.STARTING)
+        world = find_world()
+        assert world is not None
+        return world
 
     def stepped(self) -> None:
         """Report that a step was completed: from now on a stop request loses nothing."""
@@ -267,7 +293,10 @@ class StopSignals:
         del frame
         # A terminal sends Ctrl-C to every process of the job and the launcher forwards it too:
         # only the first counts.
-        if self._noted:
+        if signum == MOVES_ON:
+            self._noted = self._noted or MOVE_ON
+            return
+        if self._noted > MOVE_ON:
             return
         self._noted = signum
         if not self._deferred:
@@ -283,6 +312,7 @@ class Stage(enum.Enum):
 
     STARTING = "starting"  # it has not completed a step, and can be asked where it is
     TRAINING = "training"  # it has completed a step; asked to stop, it saves
+    WAITING = "waiting"  # for its next world, with what it has in memory
     ENDING = "ending"  # it takes no more steps; everything is saved
 
     @staticmethod

@@ -5,13 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 
-from shardwise.elastic.hosts import HERE, Command, Nodes, Terms
+from shardwise.elastic.hosts import HERE, Command, Nodes, OnJoin, Terms
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import environment
 
 
 def run_job(
-    command: Command, nproc: int, restarts: int, nodes: Nodes = HERE, terms: Terms | None = None
+    command: Command,
+    nproc: int,
+    restarts: int,
+    nodes: Nodes = HERE,
+    terms: Terms | None = None,
+    on_join: OnJoin = OnJoin.RESTART,
 ) -> int:
     """Run this host's part of a job.
 
@@ -21,6 +26,7 @@ def run_job(
         restarts: how often to restart after a rank or a host was lost.
         nodes: the job; by default on this host alone.
         terms: what hosts that join later have to agree on.
+        on_join: what ranks do when more hosts join.
 
     Returns:
         The exit code of this host's last generation.
@@ -36,5 +42,5 @@ def run_job(
         from shardwise.elastic.rendezvous import Rendezvous
 
     with contextlib.closing(Signals()) as signals, agents_environment():
-        rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: bool(signals.noted))
-        return Agent(command, nproc, rendezvous, restarts, signals).run_job()
+        rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: signals.end_waiting)
+        return Agent(command, nproc, rendezvous, restarts, signals, on_join).run_job()

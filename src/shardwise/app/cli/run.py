@@ -24,7 +24,7 @@ from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, Terms, spans_hosts
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin, Terms, spans_hosts
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
@@ -133,14 +133,14 @@ class LaunchConfig(HostsConfig):
 
 
 #: What runs a rank in a process that is not its own; see :func:`in_workers`.
-_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], None]], None] | None] = (
+_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], object]], None] | None] = (
     ContextVar("be_worker", default=None)
 )
 
 
 @contextlib.contextmanager
 def in_workers(
-    be_worker: Callable[[World, Callable[[World, StopSignals], None]], None],
+    be_worker: Callable[[World, Callable[[World, StopSignals], object]], None],
 ) -> Iterator[None]:
     """Let :func:`run` return or raise, in a process that another program has started.
 
@@ -250,7 +250,8 @@ def _launch(
     terms = None
     if nodes is not None and nodes.least is not None:
         terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
-    return _start(command, processes, nodes, max_restarts, terms, show)
+    on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
+    return _start(command, processes, nodes, max_restarts, terms, show, on_join)
 
 
 def _start(
@@ -260,12 +261,13 @@ def _start(
     max_restarts: int,
     terms: Terms | None,
     tell: Callable[[str], None],
+    on_join: OnJoin = OnJoin.RESTART,
 ) -> int:
     """Start this host's ranks, and wait for them; return their exit code."""
     if nodes is None:
         return run_job(lambda attempt: command, processes, max_restarts)
     tell(_meeting(nodes))
-    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms)
+    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms, on_join)
 
 
 def _launch_replicas(

@@ -8,6 +8,7 @@ what a rank trains that is started again.
 
 from __future__ import annotations
 
+import gc
 import pickle
 import sys
 from collections.abc import Sequence
@@ -52,8 +53,14 @@ def main() -> NoReturn:
         replica = find_replica()
         if replica is not None:
             job.be_replica(replica)
-        job.check(world if replica is None else replica.among_all(world))
-        job.run(world, signals)
+        moved = None
+        while True:
+            job.check(world if replica is None else replica.among_all(world))
+            moved = job.run(world, signals, moved)
+            if moved is None:
+                return
+            gc.collect()  # the model in the world before, and what its ranks shared
+            world = signals.next_world()
 
     run_rank(world, train)
 

@@ -18,6 +18,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
+    Origin,
+    StatePath,
     StoredPiece,
     TensorEntry,
     Value,
@@ -31,7 +33,6 @@ from shardwise.checkpoint.ranks.loading import install, own_part
 from shardwise.checkpoint.ranks.optimizer import destinations, inside_of, parameter_names
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
-    SavedState,
     check_same_names,
     model_state,
     state_of,
@@ -50,8 +51,90 @@ _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they a
 Training = tuple[nn.Module, torch.optim.Optimizer | None]
 
 
+class Departure:
+    """What a rank holds of a training that goes on elsewhere: on other ranks, perhaps later.
+
+    It has the memory of the model and the optimizer, which may be dropped after :meth:`let_go`. The
+    process group in which they were sharded may end.
+
+    Args:
+        model: what the rank trained, between two steps.
+        optimizer: an optimizer of its parameters.
+        extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model = model
+        self._optimizer = optimizer
+        self._state = state_of(model, optimizer, extra)
+        # Now, for where this rank is in a mesh may not be known later.
+        self._parts = {name: own_part(each) for name, each in self._state.tensors.items()}
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """Where its tensors are in the state, by name."""
+        return self._state.origins
+
+    @property
+    def values(self) -> list[Value]:
+        """Everything but tensors."""
+        return self._state.values
+
+    def take_apart(self, names: Iterable[str]) -> None:
+        """Take tensors apart whose shards are of a tensor subclass on other ranks."""
+        self._state.take_apart(names)
+        tensors = self._state.tensors
+        self._parts = {name: self._parts.get(name) or own_part(tensors[name]) for name in tensors}
+
+    def entries(self, rank: int) -> list[TensorEntry]:
+        """Its tensors, each with the part that is here; the file of a part is ``rank``."""
+        return [
+            TensorEntry(
+                origin.path,
+                tuple(tensor.shape),
+                dtype_name(tensor.dtype),
+                origin.placements,
+                origin.mesh,
+                (StoredPiece(str(rank), 0, box, ()),) if box.numel else (),
+            )
+            for (name, tensor), (box, _) in zip(
+                self._state.tensors.items(), self._parts.values(), strict=True
+            )
+            for origin in (self._state.origins[name],)
+        ]
+
+    def part(self, name: str) -> tuple[Box, Tensor]:
+        """Where this rank's part of a tensor is, and its elements."""
+        return self._parts[name]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Drop tensors that have left."""
+        for name in names:
+            self._parts.pop(name, None)
+            self._state.tensors.pop(name, None)
+
+    def let_go(self) -> None:
+        """Have the model and the optimizer drop their memory, which stays here."""
+        for form in forms_of(self.model.parameters()):
+            form.let_go()
+        inside = list(inside_of(self._optimizer))
+        if not any(isinstance(each, OffloadedOptimizer) for each in inside):  # which knows homes
+            for each in inside:
+                each.state.clear()
+
+    def leave(self) -> None:
+        """Leave the model on the meta device."""
+        for form in forms_of(self.model.parameters()):
+            form.leave()
+
+
 def transfer(
-    source: Training | None,
+    source: Training | Departure | None,
     target: Training | None,
     extra: Mapping[str, Any] | None = None,
     *,
@@ -86,7 +169,7 @@ def transfer(
 
 
 def move(
-    source: Training | None,
+    source: Training | Departure | None,
     begin: Callable[[], Training | None],
     extra: Mapping[str, Any] | None = None,
     *,
@@ -105,87 +188,69 @@ def move(
     """
     wait_for_save()
     ranks = Ranks(group_for(group))
-    state = _agree(ranks, doing, source, extra)
-    held = {name: own_part(tensor) for name, tensor in state.mine.tensors.items()}
-    state.mine.tensors.clear()
+
+    def depart() -> Departure | None:
+        return Departure(*source, extra) if isinstance(source, tuple) else source
+
+    leaving = ranks.all(doing, depart)
+    entries, values = _agree(ranks, doing, leaving)
 
     def start() -> _Arrivals | None:
-        if source is not None:
-            _let_go(*source)
+        if leaving is not None:
+            leaving.let_go()
         target = begin()
-        return None if target is None else _Arrivals(target, state.entries, doing)
+        return None if target is None else _Arrivals(target, entries, doing)
 
     goes_on = False
     try:
         with torch.no_grad():
             arrivals = ranks.all(doing, start)
-            for entries in _some_at_a_time(state.entries):
-                _Exchange(ranks, doing, held, arrivals).run(entries)
-                for entry in entries:
-                    held.pop(entry.fqn, None)
+            for some in _some_at_a_time(entries):
+                _Exchange(ranks, doing, leaving, arrivals).run(some)
+                if leaving is not None:
+                    leaving.drop([entry.fqn for entry in some])
                 trim_heap()  # else freed shards stay with the process, and new ones come on top
         if arrivals is None:
             return {}
-        found = arrivals.install(state.values)
-        goes_on = source is not None and arrivals.model is source[0]
+        found = arrivals.install(values)
+        goes_on = leaving is not None and arrivals.model is leaving.model
         return found
     finally:
-        for form in [] if source is None or goes_on else forms_of(source[0].parameters()):
-            form.leave()
-
-
-@dataclass
-class _State:
-    """What all ranks hold together.
-
-    Attributes:
-        mine: what this rank holds.
-        entries: the tensors; the file of a piece is the number of the rank that has it.
-        values: everything else.
-    """
-
-    mine: SavedState
-    entries: list[TensorEntry]
-    values: list[Value]
+        if leaving is not None and not goes_on:
+            leaving.leave()
 
 
 def _agree(
-    ranks: Ranks, doing: str, source: Training | None, extra: Mapping[str, Any] | None
-) -> _State:
-    """Let all ranks know what each of them holds.
+    ranks: Ranks, doing: str, mine: Departure | None
+) -> tuple[list[TensorEntry], list[Value]]:
+    """Let all ranks know what they hold together.
+
+    Returns:
+        The tensors, where the file of a piece is the number of the rank that has it; and everything
+        else.
 
     Raises:
         CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
     """
-    mine = SavedState()
-    if source is not None:
-        mine = ranks.all(doing, lambda: state_of(*source, extra))
-    else:
-        ranks.all(doing, lambda: None)
-    apart = ranks.together(doing, lambda: mine.origins, lambda parts: [mixed(parts)] * len(parts))
+    origins = {} if mine is None else mine.origins
+    apart = ranks.together(doing, lambda: origins, lambda parts: [mixed(parts)] * len(parts))
 
     def part() -> tuple[list[TensorEntry], list[Value]]:
+        if mine is None:
+            return [], []
         mine.take_apart(apart)
-        return [_entry(mine, name, ranks.rank) for name in mine.tensors], mine.values
+        return mine.entries(ranks.rank), mine.values
 
     def answer(
         parts: list[tuple[list[TensorEntry], list[Value]]],
     ) -> list[tuple[list[TensorEntry], list[Value]]]:
-        values: dict[Any, Value] = {}
+        values: dict[StatePath, Value] = {}
         for value in (each for _, of_rank in parts for each in of_rank):
             values.setdefault(value.path, value)
         merged = _merged(each for of_rank, _ in parts for each in of_rank)
         return [(merged, list(values.values()))] * len(parts)
 
-    return _State(mine, *ranks.together(doing, part, answer))
-
-
-def _entry(state: SavedState, name: str, rank: int) -> TensorEntry:
-    tensor, origin = state.tensors[name], state.origins[name]
-    box, _ = own_part(tensor)
-    pieces = (StoredPiece(str(rank), 0, box, ()),) if box.numel else ()
-    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-    return TensorEntry(origin.path, shape, dtype, origin.placements, origin.mesh, pieces)
+    return ranks.together(doing, part, answer)
 
 
 def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -224,16 +289,6 @@ def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
         some.append(entry)
     if some:
         yield some
-
-
-def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    """Drop what a source holds, of which the caller has the tensors."""
-    for form in forms_of(model.parameters()):
-        form.let_go()
-    inside = list(inside_of(optimizer))
-    if not any(isinstance(each, OffloadedOptimizer) for each in inside):  # which knows homes
-        for each in inside:
-            each.state.clear()
 
 
 class _Arrivals:
@@ -336,12 +391,12 @@ class _Exchange:
         self,
         ranks: Ranks,
         doing: str,
-        held: Mapping[str, tuple[Box, Tensor]],
+        leaving: Departure | None,
         arrivals: _Arrivals | None,
     ) -> None:
         self._ranks = ranks
         self._doing = doing
-        self._held = held
+        self._leaving = leaving
         self._arrivals = arrivals
         self._opened: dict[str, tuple[Box, Tensor]] = {}
 
@@ -407,7 +462,8 @@ class _Exchange:
             self._at_target(each).copy_(packed)
 
     def _at_source(self, rows: _Rows) -> Tensor:
-        _, local = self._held[rows.entry.fqn]
+        assert self._leaving is not None
+        _, local = self._leaving.part(rows.entry.fqn)
         return narrow(local, rows.box.relative_to(rows.held.offsets))
 
     def _at_target(self, rows: _Rows) -> Tensor:

@@ -255,13 +255,21 @@ class Checkpoints:
                     f"{path}: was saved by --strategy diloco; go on with that (with --replicas 1, "
                     "if need be)"
                 )
-            position = _position(extra, path)
-            if self._data is not None:
-                self._data.load_state(extra.get(_DATA, {}), path)
+            position = self.go_on(extra, path)
             before = (read_manifest(path).world_size, _replicas(extra))
             if before == (dist.get_world_size(self._group), self._replicas):
                 _set_random_state(self._device, extra, path)
         return position
+
+    def go_on(self, extra: Mapping[str, Any], where: Path) -> Position:
+        """Go on from what :meth:`extra` returned; ``where`` names it in messages.
+
+        Raises:
+            CheckpointError: it is no such thing.
+        """
+        if self._data is not None:
+            self._data.load_state(extra.get(_DATA, {}), where)
+        return _position(extra, where)
 
     def improves(self, step: int, loss: float) -> bool:
         """Whether an evaluation is the best one so far; if so, the checkpoint of its step is kept.
@@ -300,6 +308,10 @@ class Checkpoints:
         target = self.path(position.step)
         # What is there is incomplete, or of a replica whose first replica was not saved.
         self._ranks().first(f"saving {target}", lambda: _make_way(target))
+        return target, self.extra(position)
+
+    def extra(self, position: Position) -> dict[str, Any]:
+        """Return what belongs to a training beside its model and optimizer."""
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
             _RANDOM: _random_state(self._device),
@@ -309,7 +321,7 @@ class Checkpoints:
             extra[_BASE] = {"name": self._base}
         if self._data is not None:
             extra[_DATA] = self._data.state()
-        return target, extra
+        return extra
 
     def _ranks(self) -> Ranks:
         """Return the ranks that save together; not while a save is under way in the background."""
@@ -353,7 +365,7 @@ def _extra_values(manifest: Manifest) -> dict[str, Any]:
     return found
 
 
-def _position(extra: dict[str, Any], path: Path) -> Position:
+def _position(extra: Mapping[str, Any], path: Path) -> Position:
     found = extra.get(_POSITION)
     match found:
         case {"step": int(step), "examples": int(examples)}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
@@ -15,6 +15,9 @@ from shardwise.elastic.world import ReplicaWorld, World
 from shardwise.insight.schema.option import option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import Existing
+
+if TYPE_CHECKING:
+    from shardwise.checkpoint.ranks.moving import Departure
 
 
 class Folder(enum.Enum):
@@ -170,14 +173,16 @@ class TrainingJob:
             f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
 
-    def run(self, world: World, signals: StopSignals) -> None:
-        """Train, as one rank."""
+    def run(
+        self, world: World, signals: StopSignals, before: Departure | None = None
+    ) -> Departure | None:
+        """Train, as one rank; see :func:`~shardwise.app.recipes.core.training.train`."""
         inputs = self._checked()
         with importing():  # here, and not before: it takes seconds
             from shardwise.app.recipes.core.training import train
 
             assemble = self.config.assemble()
-        train(inputs, assemble, world, signals, self._options)
+        return train(inputs, assemble, world, signals, self._options, before)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

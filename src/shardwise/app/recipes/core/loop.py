@@ -19,6 +19,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,8 +40,9 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Ta
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
 from shardwise.base.errors import CheckpointError
+from shardwise.checkpoint.ranks.moving import Departure
 from shardwise.elastic.errors import Stopped, UserError, signal_name
-from shardwise.elastic.rank import StopSignals
+from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
@@ -51,6 +53,18 @@ if TYPE_CHECKING:
 
 
 RECENT = 20  # steps over which speed is averaged
+
+
+class MovedOn(Stopped):
+    """The training goes on in another world, with what the ranks have in memory.
+
+    Attributes:
+        departure: what this rank has.
+    """
+
+    def __init__(self, departure: Departure, text: str) -> None:
+        super().__init__(signal.SIGTERM, text)
+        self.departure = departure
 
 
 class DivergedError(UserError):
@@ -68,7 +82,7 @@ class _Outcome:
     grad_norm: float
     lr: float
     memory_mib: float
-    stop: int  # the signal that asked any rank to stop, or 0
+    stop: int  # the signal that asked any rank to stop, or MOVE_ON, or 0
     saved: bool  # all ranks have finished writing the checkpoint under way, or failed to
     ranks: Sequence[RankStep]  # what each rank says of the step; empty where replicas train apart
 
@@ -138,11 +152,13 @@ class Loop:
                         self.task.replicas.end()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
+                    if outcome.stop == MOVE_ON:
+                        raise self._moved_on(position)
                     if outcome.stop:
                         self.signals.agree(outcome.stop)
                         raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
             # It came after the last exchange, when other ranks may have left the loop.
-            if noted := self.signals.noted:
+            if (noted := self.signals.noted) > MOVE_ON:
                 raise Stopped(noted, self._farewell(position, noted))
         finally:
             self.place.display.end()
@@ -273,7 +289,7 @@ class Loop:
         everyone = Peers(group).gather_numbers(mine, "the exchange of losses and signals")
         losses, memory, asked, ended, *times = everyone.T.tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        stop = int(max(asked)) if group is None else 0
+        stop = int(max(asked)) if group is None else 0  # MOVE_ON is less than any signal
         ranks = tuple(map(RankStep, *times, memory)) if replicas is None else ()
         return sum(losses) / len(losses), max(memory), stop, all(ended), ranks
 
@@ -320,16 +336,24 @@ class Loop:
         last = not self._left(position)
         best = self.checkpoints.best
         is_best = best is not None and best.step == position.step
-        if not (stop or last or is_best or (every and position.step % every == 0)):
+        if not (stop > MOVE_ON or last or is_best or (every and position.step % every == 0)):
             return
         self._wait_for_checkpoint()
         self.journal.saved()
         model, optimizer = self.task.module, self.task.optimizer
-        if self.config.output.async_checkpoint and not (stop or last):
+        if self.config.output.async_checkpoint and not (stop > MOVE_ON or last):
             self.checkpoints.begin(position, model, optimizer)
         else:
             self.checkpoints.save(position, model, optimizer)
             self._say_saved(position.step)
+
+    def _moved_on(self, position: Position) -> MovedOn:
+        """Collect what this rank takes into the next world."""
+        self._wait_for_checkpoint()
+        extra = self.checkpoints.extra(position)
+        departure = Departure(self.task.module, self.task.optimizer, extra)
+        departure.let_go()
+        return MovedOn(departure, f"More hosts join after {self.span.shown(position)}.")
 
     def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if one is.

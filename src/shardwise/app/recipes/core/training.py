@@ -30,13 +30,14 @@ from shardwise.app.recipes.core.build import (
     transport_name,
 )
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
+from shardwise.app.recipes.core.loop import Loop, MovedOn, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
 from shardwise.app.recipes.core.rundir import RunDir, locked, write_text
 from shardwise.base import devices
 from shardwise.base.units import counted
+from shardwise.checkpoint.ranks.moving import Departure, transfer
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
@@ -71,8 +72,13 @@ class _Run:
 
 
 def train(
-    inputs: Inputs, assemble: Assemble, world: World, signals: StopSignals, options: str = ""
-) -> None:
+    inputs: Inputs,
+    assemble: Assemble,
+    world: World,
+    signals: StopSignals,
+    options: str = "",
+    before: Departure | None = None,
+) -> Departure | None:
     """Train on this rank, as one of ``world``.
 
     Args:
@@ -81,6 +87,10 @@ def train(
         world: this rank among all.
         signals: who may ask to stop.
         options: the file that repeats the command, for the folder of the run; empty: none.
+        before: what this rank has of the training from the world before.
+
+    Returns:
+        What this rank has of a training that goes on in another world; ``None`` at its end.
 
     Raises:
         UserError: what the user can put right.
@@ -104,15 +114,25 @@ def train(
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             place = place_for(inputs.train, world, device, replica)
-            train_connected(inputs, assemble, place, signals, options)
+            try:
+                train_connected(inputs, assemble, place, signals, options, before)
+            except MovedOn as moved:
+                return moved.departure
+    return None
 
 
 def train_connected(
-    inputs: Inputs, assemble: Assemble, place: TrainContext, signals: StopSignals, options: str = ""
+    inputs: Inputs,
+    assemble: Assemble,
+    place: TrainContext,
+    signals: StopSignals,
+    options: str = "",
+    before: Departure | None = None,
 ) -> None:
     """Train on this rank, which is a member of the default process group already.
 
     Raises:
+        MovedOn: the training goes on in another world.
         OptionError: hosts were started with different options.
     """
     world = place.world
@@ -139,7 +159,8 @@ def train_connected(
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
     run = _Run(inputs, place, task, files, checkpoints, options, host_names)
-    position = _joined(run, _resume(run))
+    moves = any(Peers().gather_objects(before is not None, "the look for a training in memory"))
+    position = _take_over(run, before) if moves else _joined(run, _resume(run))
     if world.rank == 0:
         _train_and_record(run, position, signals)
     else:
@@ -180,6 +201,20 @@ def _resume(run: _Run) -> Position:
         if "is damaged" not in str(error):  # other ranks get the text alone
             raise
         raise UserError(f"{error}; {_how_to_go_on_without(run, newest)}") from error
+
+
+def _take_over(run: _Run, before: Departure | None) -> Position:
+    """Take over what the ranks of the world before have in memory; return how far the run is."""
+    output = run.inputs.train.output
+    resumed = dataclasses.replace(output, existing=Existing.RESUME)
+    on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
+    extra = transfer(before, (run.task.module, run.task.optimizer))
+    position = run.checkpoints.go_on(extra, run.files.root)
+    if output.keep_best:
+        run.checkpoints.best = on_rank_zero(
+            "finding the best checkpoint", lambda: _best(run, position.step)
+        )
+    return position
 
 
 def _best(run: _Run, newest: int) -> Best | None:
