@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -52,7 +53,7 @@ from shardwise.elastic.rank import (
 )
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.starting import StartWatch, stacks_of
-from shardwise.elastic.world import JOB, LOST, PARENT_PID, REPORT, environment, usable_cores
+from shardwise.elastic.world import EARLY, JOB, LOST, PARENT_PID, REPORT, environment, usable_cores
 
 POLL = 0.02  # seconds between looks at the ranks
 SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
@@ -158,6 +159,8 @@ class Agent(LocalElasticAgent):
             UserError: the hosts did not come together, or were lost.
         """
         try:
+            if self._on_join is OnJoin.STAY and self.meeting.nodes.is_elastic:
+                self._start_early()
             self.run()
         finally:
             self._kill_ranks()
@@ -207,9 +210,35 @@ class Agent(LocalElasticAgent):
         self._starting = StartWatch(self.ranks, self._say)
         return dict(pids)
 
+    def _start_early(self) -> None:
+        """Start ranks before their world is known: other hosts train while they import.
+
+        This host says that it waits when its ranks do.
+        """
+        nodes = self.meeting.nodes
+        group: Any = WorkerGroup(self._worker_group.spec)
+        group.store, group.master_addr, group.master_port = HashStore(), "", 0
+        for worker in group.workers:
+            worker.global_rank = max(nodes.rank, 0) * self.meeting.nproc + worker.local_rank
+            worker.world_size = worker.global_rank + 1
+        self.logs.more[EARLY] = "1"
+        self._start_workers(group)
+        del self.logs.more[EARLY]
+
+        def wait() -> None:
+            while not (self._are_waiting or self.signals.end_waiting):
+                time.sleep(POLL)
+                for rank in self.ranks:
+                    rank.poll()
+                if any(rank.code is not None for rank in self.ranks):
+                    break  # they are started again, and say why
+
+        self.meeting.before_waiting = wait
+
     def _move_on(self, worker_group: WorkerGroup) -> dict[int, Any]:
         """Give ranks that wait their places in the next world."""
         self.signals.counts_later = False
+        self.meeting.before_waiting = lambda: None
         self._asked, self._outcome, self._has_shown = False, None, False
         self._timers = Timers(process_clock().now)
         for worker, rank in zip(worker_group.workers, self.ranks, strict=True):

@@ -459,6 +459,7 @@ class JobState:
         last_call = timers.elapsed("joining", sorted(host.id for host in joining))
         is_ending = any(host.loss is not HostLoss.NONE or host.result for host in self.members)
         due = len(self.hosts) == rules.nodes.count or last_call > LAST_CALL
+        due = due and all(host.ready for host in joining)  # else the others would wait for it
         if not joining or self.regrouping or is_ending or not due:
             return
         fitting, why = rules.most(len(self.hosts))

@@ -255,19 +255,19 @@ class StopSignals:
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
         """Note signals instead of raising."""
-        before, self._deferred = self._deferred, True
+        self._deferred = True
         try:
             yield
         finally:
             self._enter(Stage.ENDING)
-            self._deferred = before
+            self._deferred = False
+
+    def hold(self) -> None:
+        """Note signals from now on, up to the end of the next time that they are deferred."""
+        self._deferred = True
 
     def next_world(self) -> World:
-        """Wait until the launcher has more hosts together, and return this rank among them.
-
-        What the rank holds stays in memory meanwhile. A signal that asks to stop does not end the
-        wait: it counts after the first step in the next world.
-        """
+        """Wait until the launcher knows the world of this rank, and return it."""
         self._noted = 0 if self._noted == MOVE_ON else self._noted
         self._enter(Stage.WAITING)
         file = Path(os.environ[REPORT]).with_name(WORLD_FILE)

@@ -130,6 +130,8 @@ class Rendezvous(RendezvousHandler):
         generation: the number of the generation that this host takes part in; -1 before the first.
         hosts: the number of hosts in it.
         verdict: what followed it; None while it runs.
+        before_waiting: called when this host is about to say that it waits for a generation, which
+            may end the one that is running.
     """
 
     def __init__(
@@ -144,6 +146,7 @@ class Rendezvous(RendezvousHandler):
         self.nodes, self.nproc = nodes, nproc
         self.generation, self.hosts = -1, 1
         self.verdict: Verdict | None = None
+        self.before_waiting: Callable[[], None] = lambda: None
         self._terms = terms or Terms()
         self._stopped = stopped
         self._restarts = restarts
@@ -195,6 +198,7 @@ class Rendezvous(RendezvousHandler):
                 except _FAILURES as error:  # the other end has gone in the middle of it
                     reason = error.__cause__ or error
                     raise UserError(f"--rdzv: {reason}") from error
+            self.before_waiting()
             seen = self._wait_for_generation(port)
             members = sorted(seen.members, key=lambda host: host.number)
             index = next(at for at, host in enumerate(members) if host.id == self._id)

@@ -19,6 +19,7 @@ from shardwise.elastic.errors import UserError
 PARENT_PID = "SHARDWISE_PARENT_PID"  # the process that must outlive the rank
 REPORT = "SHARDWISE_REPORT"  # file for this rank's stages and its Report
 LOCKED = "SHARDWISE_LOCKED"  # set if the launcher holds the lock of the run's folder
+EARLY = "SHARDWISE_EARLY"  # set if the rank is started before its world is known
 LOST = "SHARDWISE_LOST"  # who was lost before this generation of ranks began
 JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 

@@ -9,6 +9,7 @@ what a rank trains that is started again.
 from __future__ import annotations
 
 import gc
+import os
 import pickle
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from typing import NoReturn
 
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.elastic.rank import StopSignals, run_rank
-from shardwise.elastic.world import World, find_replica, find_world
+from shardwise.elastic.world import EARLY, World, find_replica, find_world
 
 
 def command_of(job: TrainingJob, words: Sequence[str], folder: Path) -> list[str]:
@@ -53,12 +54,16 @@ def main() -> NoReturn:
         replica = find_replica()
         if replica is not None:
             job.be_replica(replica)
+        if os.environ.pop(EARLY, ""):
+            job.prepare()
+            world = signals.next_world()
         moved = None
         while True:
             job.check(world if replica is None else replica.among_all(world))
             moved = job.run(world, signals, moved)
             if moved is None:
                 return
+            signals.hold()  # for nothing is saved
             gc.collect()  # the model in the world before, and what its ranks shared
             world = signals.next_world()
 

@@ -173,15 +173,22 @@ class TrainingJob:
             f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
 
+    def prepare(self) -> None:
+        """Import what a training needs, which takes seconds."""
+        with importing():
+            from shardwise.app.recipes.core import training  # noqa: F401
+
+            self.config.assemble()
+
     def run(
         self, world: World, signals: StopSignals, before: Departure | None = None
     ) -> Departure | None:
         """Train, as one rank; see :func:`~shardwise.app.recipes.core.training.train`."""
         inputs = self._checked()
-        with importing():  # here, and not before: it takes seconds
-            from shardwise.app.recipes.core.training import train
+        self.prepare()  # here, and not before
+        from shardwise.app.recipes.core.training import train
 
-            assemble = self.config.assemble()
+        assemble = self.config.assemble()
         return train(inputs, assemble, world, signals, self._options, before)
 
     def _checked(self) -> Inputs:
