@@ -344,9 +344,12 @@ def test_two_at_once_join_together_where_one_would_not_fit(clock: Clock) -> None
     for number in (2, 3):
         assert job.admit(make_host(number)) is None
         job.advance()
+    assert not job.state.regrouping, "their ranks are not ready"
+    job.ready(make_host(2), make_host(3))
+    job.advance()
     assert job.state.regrouping, "all four are enough"
     assert job.state.notices[-1] == (
-        "host 2 (10.0.0.2) and host 3 (10.0.0.3) join; saving, to continue with 4 hosts"
+        "host 2 (10.0.0.2) and host 3 (10.0.0.3) join; finishing a step, to continue with 4 hosts"
     )
 
 
@@ -530,6 +533,7 @@ def test_regrouping_waits_for_all_to_save_but_not_forever(clock: Clock) -> None:
     hosts = job.begin(2)
     job.step(*hosts)
     assert job.admit(make_host(2)) is None
+    job.ready(make_host(2))
     job.advance()
     assert job.state.regrouping
     clock.now += 2 * STOP_GRACE

@@ -275,8 +275,11 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(
     first.steps = False
     second = it.come()
     wait_until(lambda: len(first.said) > 1 and second.said)
-    assert "hosts      host 1 (127.0.0.1) joins; saving, to continue with 2 hosts" in first.said
-    assert second.said[0] == "hosts      the other hosts save first, and continue with this host"
+    assert (
+        "hosts      host 1 (127.0.0.1) joins; finishing a step, to continue with 2 hosts"
+        in first.said
+    )
+    assert second.said[0] == "hosts      the other hosts finish a step, and continue with this host"
     assert first.verdicts == [], "ranks that have not made a step have nothing to save"
     first.steps = True
     assert_worlds(first, (0, 1), (0, 2))

@@ -137,7 +137,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     again.send_signal(signal.SIGTERM)
     _, told = again.communicate(timeout=WAIT)
     # It may be among the others before it has seen that they save first.
-    first_line = "hosts      the other hosts save first, and continue with this host"
+    first_line = "hosts      the other hosts finish a step, and continue with this host"
     lines = [line for line in told.splitlines() if line != first_line]
     assert (again.returncode, lines) == (
         128 + signal.SIGTERM,
@@ -150,7 +150,7 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     first.send_signal(signal.SIGTERM)
     _, told = first.communicate(timeout=WAIT)
     joins = [
-        "hosts      host 1 (10.77.0.2) joins; saving, to continue with 2 hosts",
+        "hosts      host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts",
         "hosts      continuing with 2 hosts",
         "hosts      2 hosts; rank 0 of 2 here",
     ]
@@ -205,7 +205,7 @@ def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_p
     first.wait(timeout=WAIT)
     told = (tmp_path / "err").read_text()
     assert first.returncode == 128 + signal.SIGINT, told
-    assert "host 1 (10.77.0.2) joins; saving, to continue with 2 hosts" in told
+    assert "host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts" in told
     assert "host 1 (10.77.0.2) was lost" in told
     found = config.files.read()["sessions"]
     assert [(s["world_size"], s["hosts"]) for s in found] == [(1, 1), (2, 2), (1, 1)]

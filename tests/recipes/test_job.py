@@ -234,4 +234,4 @@ def test_a_rank_trains_with_what_was_checked(
         job.run(ALONE, None)  # type: ignore[arg-type]
     job.check(ALONE)
     job.run(ALONE, None)  # type: ignore[arg-type]
-    assert calls == [(Checked(config), "assemble", ALONE, None, "seed: 0")]
+    assert calls == [(Checked(config), "assemble", ALONE, None, "seed: 0", None)]

@@ -469,8 +469,8 @@ class JobState:
         if joining:
             self.regrouping = True
             join = "joins" if len(joining) == 1 else "join"
-            text = f"{names(joining)} {join}; saving, to continue with {counted(fitting, 'host')}"
-            self._notify(text)
+            count = counted(fitting, "host")
+            self._notify(f"{names(joining)} {join}; finishing a step, to continue with {count}")
 
     def _decide(self, rules: Rules, timers: Timers) -> None:
         members = self.members

@@ -489,7 +489,7 @@ class Rendezvous(RendezvousHandler):
                 if self._noticed is None:  # the first time that this host is among the others
                     self._noticed = seen.noticed
                     if me.standing is Standing.JOINING:
-                        say("hosts      the other hosts save first, and continue with this host")
+                        say("hosts      the other hosts finish a step, and continue with this host")
                 self._say_news(seen)
                 if seen.generation > after and me.standing is not Standing.JOINING:
                     if seen.is_running:

@@ -233,7 +233,12 @@ def _agree(
         CheckpointError: parts of a tensor are missing, or ranks hold different tensors.
     """
     origins = {} if mine is None else mine.origins
-    apart = ranks.together(doing, lambda: origins, lambda parts: [mixed(parts)] * len(parts))
+
+    def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
+        names = [name for each in parts for name in each]
+        return [mixed(names, (origin for each in parts for origin in each.values()))] * len(parts)
+
+    apart = ranks.together(doing, lambda: origins, find_mixed)
 
     def part() -> tuple[list[TensorEntry], list[Value]]:
         if mine is None:

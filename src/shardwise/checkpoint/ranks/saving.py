@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -228,17 +228,15 @@ class _Apart:
     names: frozenset[str]
 
 
-def mixed(origins: Sequence[Mapping[str, Origin]]) -> frozenset[str]:
+def mixed(names: Iterable[str], origins: Iterable[Origin]) -> frozenset[str]:
     """The states whose shards are taken apart on some ranks and whole on others.
 
     Args:
-        origins: for each rank, where its tensors are in the state, by name.
+        names: of all tensors of all ranks.
+        origins: where they are in the state.
     """
-    apart: set[str] = set()
-    for each in origins:
-        paths = (whole_path(origin.path) for origin in each.values())
-        apart.update(dotted(path) for path in paths if path is not None)
-    return frozenset(apart.intersection(name for each in origins for name in each))
+    paths = (whole_path(origin.path) for origin in origins)
+    return frozenset(names) & {dotted(path) for path in paths if path is not None}
 
 
 class Saving:
@@ -332,7 +330,10 @@ class Saving:
 
         def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
             nonlocal metadata
-            apart = mixed([plan.storage_data[0] for plan in plans])
+            apart = mixed(
+                (item.index.fqn for plan in plans for item in plan.items),
+                (origin for plan in plans for origin in plan.storage_data[0].values()),
+            )
             if apart:
                 return [_Apart(apart)] * len(plans)
             plans, metadata = planner.create_global_plan(plans)
