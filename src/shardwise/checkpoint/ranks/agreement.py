@@ -130,17 +130,20 @@ class Ranks:
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
 
-    def first(self, doing: str, part: Callable[[], T]) -> T:
+    def first(
+        self, doing: str, part: Callable[[], T], after: Callable[[], None] = lambda: None
+    ) -> T:
         """Let the first rank do something, and return its result on every rank.
 
         Args:
             doing: what it does, for error messages.
             part: called on the first rank.
+            after: called on every rank before that.
 
         Raises:
-            CheckpointError: it failed; the message says why.
+            CheckpointError: a rank failed; the message says why.
         """
-        return self.together(doing, lambda: None, lambda parts: [part()] * len(parts))
+        return self.together(doing, after, lambda parts: [part()] * len(parts))
 
     def _attempt(self, part: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
         try:
