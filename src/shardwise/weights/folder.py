@@ -46,7 +46,7 @@ from shardwise.checkpoint.ranks.hf import (
 )
 from shardwise.checkpoint.ranks.loading import read_extra
 from shardwise.checkpoint.ranks.saving import save
-from shardwise.weights.version import Version
+from shardwise.weights.version import Version, quoted
 
 _FOLDER = re.compile(r"version-(\d{8,})", re.ASCII)
 _ABOUT = "version.json"
@@ -80,6 +80,19 @@ def _numbers(root: Path) -> list[int]:
 
 def _is_full(folder: Path) -> bool:
     return os.path.exists(folder / _ABOUT)
+
+
+def newest_in_full(name: str, at: str | os.PathLike[str]) -> tuple[int, Path]:
+    """The newest version in full that is published to a folder: its number, and its path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(os.path.abspath(at)) / quoted(name)
+    for number in reversed(_numbers(root)):
+        if _is_full(folder := version_folder(root, number)):
+            return number, folder
+    raise CheckpointError(f"{root}: found no version in full, expected one; publish first")
 
 
 def _stamp(folder: Path) -> tuple[int, int] | None:
