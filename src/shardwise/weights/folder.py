@@ -179,7 +179,7 @@ class FolderVersions:
 
         total = self._ranks.together(self._doing, size, choose)
         version, target = Version(number, self._origin), version_folder(self._root, number)
-        if total is None or total > self._left:
+        if total is None or total >= self._left:
             self._write_full(target, version, contents)
         else:
             extra = {_VERSION: asdict(version), f"rank{self._ranks.rank}": changes}
