@@ -35,15 +35,8 @@ from shardwise.checkpoint.disk.files import LockedFile, read_small, write_new
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import as_bytes
 from shardwise.checkpoint.formats.hf import HfSource
+from shardwise.checkpoint.ranks import hf
 from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.hf import (
-    Contents,
-    Rows,
-    SavedModel,
-    agreed_contents,
-    write_model,
-    write_rows,
-)
 from shardwise.checkpoint.ranks.loading import read_extra
 from shardwise.checkpoint.ranks.saving import save
 from shardwise.weights.version import Version, quoted
@@ -122,7 +115,7 @@ class FolderVersions:
         CheckpointError: another process publishes to this folder.
     """
 
-    def __init__(self, root: Path, saved: SavedModel, ranks: Ranks, group: Any) -> None:
+    def __init__(self, root: Path, saved: hf.SavedModel, ranks: Ranks, group: Any) -> None:
         self._root = root
         self._doing = f"publishing to {root}"
         self._saved = saved
@@ -147,16 +140,16 @@ class FolderVersions:
             CheckpointError: it could not be written, on any rank. Readers see the one before.
         """
         held, self._held = self._held, {}  # if this fails, the next version is in full
-        contents, number = agreed_contents(
-            self._saved.contents,
-            self._ranks,
-            self._doing,
-            lambda _: max(_numbers(self._root), default=0) + 1,
-        )
+
+        def prepare(_: hf.Contents) -> int:
+            return max(_numbers(self._root), default=0) + 1
+
+        read = self._saved.contents
+        contents, number = hf.agreed_contents(read, self._ranks, self._doing, prepare)
         parts: dict[_Part, torch.Tensor] = {}
         changes: list[dict[str, Any]] = []
 
-        def compare(rows: list[Rows]) -> None:
+        def compare(rows: list[hf.Rows]) -> None:
             for each in rows:
                 part = (each.name, each.shape, each.box, contents.dtype_of(each.values.dtype))
                 if part in held:
@@ -166,7 +159,7 @@ class FolderVersions:
                 else:
                     parts[part] = each.values.to("cpu", part[-1], copy=True).contiguous()
 
-        compared = write_rows(contents, self._ranks, compare)
+        compared = hf.write_rows(contents, self._ranks, compare)
 
         def size() -> int | None:
             compared()
@@ -192,13 +185,13 @@ class FolderVersions:
         if self._lock is not None:
             self._lock.close()
 
-    def _write_full(self, target: Path, version: Version, contents: Contents) -> None:
+    def _write_full(self, target: Path, version: Version, contents: hf.Contents) -> None:
         def write_others(folder: Path) -> None:
             self._saved.write_others(folder)
             write_new(folder / _ABOUT, plain.written(version))
 
         saved = replace(self._saved, contents=lambda: contents, write_others=write_others)
-        write_model(target, saved, group=self._group)
+        hf.write_model(target, saved, group=self._group)
         self._left = sum(info.nbytes for info in contents.infos().values())
         last, self._full = self._full, version.number
 
@@ -299,27 +292,26 @@ class FolderReader:
 
     def _read_up_to(self, numbers: list[int]) -> None:
         """Read the newest version, from the one that is held or from the newest in full."""
-        chain: list[int] = []
+        chain: list[Path] = []
         for number in reversed(numbers):
             if self._has(number):
                 break
-            chain.insert(0, number)
-            if _is_full(version_folder(self._root, number)):
-                self._version, self._held = None, {}
+            chain.insert(0, version_folder(self._root, number))
+            if _is_full(chain[0]):
                 break
-        for number in chain:
-            folder = version_folder(self._root, number)
+        for folder in chain:
             stamp = _stamp(folder)
             try:
                 found = self._read_full(folder) if _is_full(folder) else self._read_changes(folder)
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{folder}: {error}") from None
-            if found.number != number:
+            if version_folder(self._root, found.number) != folder:
                 raise CheckpointError(f"{folder}: found version {found.number} in it")
             self._version, self._stamp = found, stamp
 
     def _read_full(self, folder: Path) -> Version:
         version = plain.read(Version, read_small(folder / _ABOUT, _MOST_ABOUT))
+        self._held = {}  # before there are others
         with HfSource(folder) as source:
             self._held = {dotted(path[1:]): source.full(path) for path in source.tensors}
         return version

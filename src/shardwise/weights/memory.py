@@ -35,15 +35,8 @@ from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.disk.files import LockedFile, is_locked, read_small
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import PT_METADATA, StoredSpan, lay_out, read_header
+from shardwise.checkpoint.ranks import hf
 from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.hf import (
-    Contents,
-    Rows,
-    SavedModel,
-    agreed_contents,
-    own_rows,
-    write_rows,
-)
 from shardwise.transport.carrier import host_by
 from shardwise.weights.version import Version, quoted
 
@@ -124,13 +117,6 @@ class _Name:
                 f"{self.pointer}: {error}; is it of another release of Shardwise?"
             ) from None
 
-    def write(self, pointer: _Pointer) -> None:
-        """Say where the newest version is."""
-        # It says nothing any more after a crash of the system, so it need not be on the disk.
-        beside = self.pointer.with_suffix(".next")
-        beside.write_bytes(plain.written(pointer))
-        beside.replace(self.pointer)
-
 
 class MemoryVersions:
     """The versions that the ranks of one host publish to memory. Every rank makes one.
@@ -148,7 +134,7 @@ class MemoryVersions:
         CheckpointError: another process publishes this name, or the system is not Linux.
     """
 
-    def __init__(self, name: str, saved: SavedModel, most: int, ranks: Ranks) -> None:
+    def __init__(self, name: str, saved: hf.SavedModel, most: int, ranks: Ranks) -> None:
         self._doing = f"publishing {name!r}"
         self._saved = saved
         self._most = most
@@ -178,7 +164,7 @@ class MemoryVersions:
         """
         with contextlib.ExitStack() as locks:
 
-            def prepare(contents: Contents) -> tuple[_Pointer, int]:
+            def prepare(contents: hf.Contents) -> tuple[_Pointer, int]:
                 header, _ = lay_out(contents.infos(), PT_METADATA)
                 nbytes = len(header) + sum(info.nbytes for info in contents.infos().values())
                 descriptor = self._locked_file()
@@ -189,13 +175,13 @@ class MemoryVersions:
                 inode = os.fstat(descriptor).st_ino
                 return _Pointer(version, self._host, os.getpid(), descriptor, inode), nbytes
 
-            contents, (pointer, nbytes) = agreed_contents(
+            contents, (pointer, nbytes) = hf.agreed_contents(
                 self._contents, self._ranks, self._doing, prepare
             )
             infos = contents.infos()
             _, starts = lay_out(infos, PT_METADATA)
 
-            def write(rows: list[Rows]) -> None:
+            def write(rows: list[hf.Rows]) -> None:
                 for each in rows:
                     info = infos[each.name]
                     memory = self._mapped(pointer.file, nbytes)
@@ -204,11 +190,14 @@ class MemoryVersions:
                     narrow(full, each.box).copy_(each.values)
 
             def show() -> None:
-                self._name.write(pointer)
+                # It says nothing any more after a crash of the system: no need to sync it.
+                beside = self._name.pointer.with_suffix(".next")
+                beside.write_bytes(plain.written(pointer))
+                beside.replace(self._name.pointer)
                 self._files.remove(pointer.descriptor)
                 self._files.append(pointer.descriptor)
 
-            written = write_rows(contents, self._ranks, write)
+            written = hf.write_rows(contents, self._ranks, write)
             self._ranks.first(self._doing, show, after=written)
             self.version = pointer.version.number
 
@@ -219,9 +208,9 @@ class MemoryVersions:
         if self._lock is not None:
             self._lock.close()
 
-    def _contents(self) -> Contents:
+    def _contents(self) -> hf.Contents:
         contents = self._saved.contents()
-        writes = bool(contents.conversions) or any(own_rows(contents, self._ranks))
+        writes = bool(contents.conversions) or any(hf.own_rows(contents, self._ranks))
         if writes and host_by("pid") != self._host:
             raise CheckpointError(
                 "is on another host, or in another container, than the first rank; expected ranks "
