@@ -192,7 +192,7 @@ class FolderVersions:
 
         saved = replace(self._saved, contents=lambda: contents, write_others=write_others)
         hf.write_model(target, saved, group=self._group)
-        self._left = sum(info.nbytes for info in contents.infos().values())
+        self._left = sum(info.nbytes for info in contents.infos.values())
         last, self._full = self._full, version.number
 
         def delete_older() -> None:

@@ -144,12 +144,13 @@ class MemoryVersions:
         self._files: list[int] = []
         self._close = weakref.finalize(self, _close, self._files)
         self._lock: LockedFile | None = None
-        self._name, self._origin = _Name(name), secrets.token_hex(8)
-        self._host, self.version = ranks.first(self._doing, self._begin)
+        self._origin = secrets.token_hex(8)
+        self._host, self.version = ranks.first(self._doing, lambda: self._begin(name))
 
-    def _begin(self) -> tuple[str, int]:
+    def _begin(self, name: str) -> tuple[str, int]:
         if not hasattr(os, "memfd_create"):
             raise CheckpointError("found a system other than Linux; publish to a folder (to=)")
+        self._name = _Name(name)
         self._lock = LockedFile(self._name.lock, self._doing)
         with contextlib.suppress(CheckpointError):  # of another release
             if (last := self._name.read()) is not None:
@@ -165,8 +166,8 @@ class MemoryVersions:
         with contextlib.ExitStack() as locks:
 
             def prepare(contents: hf.Contents) -> tuple[_Pointer, int]:
-                header, _ = lay_out(contents.infos(), PT_METADATA)
-                nbytes = len(header) + sum(info.nbytes for info in contents.infos().values())
+                header, _ = lay_out(contents.infos, PT_METADATA)
+                nbytes = len(header) + sum(info.nbytes for info in contents.infos.values())
                 descriptor = self._locked_file()
                 locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
                 _resize(descriptor, nbytes)
@@ -178,7 +179,7 @@ class MemoryVersions:
             contents, (pointer, nbytes) = hf.agreed_contents(
                 self._contents, self._ranks, self._doing, prepare
             )
-            infos = contents.infos()
+            infos = contents.infos
             _, starts = lay_out(infos, PT_METADATA)
 
             def write(rows: list[hf.Rows]) -> None:
@@ -210,8 +211,8 @@ class MemoryVersions:
 
     def _contents(self) -> hf.Contents:
         contents = self._saved.contents()
-        writes = bool(contents.conversions) or any(hf.own_rows(contents, self._ranks))
-        if writes and host_by("pid") != self._host:
+        is_apart = host_by("pid") != self._host
+        if is_apart and (contents.conversions or hf.own_rows(contents, self._ranks)):
             raise CheckpointError(
                 "is on another host, or in another container, than the first rank; expected ranks "
                 "that see each other in /proc. Publish to a folder that all see (to=)"

@@ -125,6 +125,7 @@ class Contents:
     conversions: Sequence[Conversion] = ()
     dtype: torch.dtype | None = None
 
+    @functools.cached_property
     def infos(self) -> dict[str, TensorInfo]:
         """Dtype and shape of everything that is written, by name."""
         infos = {name: info_of(tensor) for name, tensor in self.tensors.items()}
@@ -188,7 +189,7 @@ def agreed_contents(
 
     def plan() -> tuple[int, int]:
         found.append(read())
-        infos = found[0].infos()
+        infos = found[0].infos
         lines = "\n".join(f"{name} {info.dtype} {info.shape}" for name, info in infos.items())
         return len(infos), xxhash.xxh3_64_intdigest(lines.encode("utf-8", "surrogatepass"))
 
@@ -302,7 +303,7 @@ def write_model(
 
         def prepare(contents: Contents) -> tuple[str, Files]:
             most = sys.maxsize if saved.needs_single else max_shard_size
-            files = plan_files(contents.infos(), most, saved.single)
+            files = plan_files(contents.infos, most, saved.single)
             partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
             _make_files(partial, files)
