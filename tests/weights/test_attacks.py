@@ -192,6 +192,21 @@ def test_it_is_updated_and_read_in_any_mode(to: str | None, mode: Any) -> None:
                 weights.update()
 
 
+def test_the_default_device_does_not_matter(to: str | None) -> None:
+    model = _Everything()
+    with torch.device("meta"), shardwise.publish(model, "policy", to=to) as weights:
+        subscription = shardwise.subscribe("policy", at=to)
+        for _ in range(2):
+            found = dict(subscription)
+            expected = model.state_dict()
+            for name, each in found.items():
+                assert each.device.type == "cpu"
+                assert each.tolist() == expected[name].tolist(), name
+            with torch.device("cpu"):
+                model.change()
+            weights.update()
+
+
 def _updates_in_backward(rank: int, world_size: int, names: str, to: str | None) -> None:
     keep_names_in(names)
     torch.manual_seed(0)
@@ -285,6 +300,48 @@ def test_a_rank_that_fails_while_it_writes_ends_the_update_on_all(
     tmp_path: Path, to: str | None
 ) -> None:
     run_ranks(_breaks_while_writing, 2, str(tmp_path / "names"), to)
+
+
+def _dies_while_writing(rank: int, world_size: int, names: str, to: str | None, dying: int) -> str:
+    keep_names_in(names)
+    model: Any = nn.Linear(5, 7)
+    shardwise.fully_shard(model)
+    weights = shardwise.publish(model, "policy", to=to)
+    kept = dict(shardwise.subscribe("policy", at=to))
+    before = {name: each.clone() for name, each in kept.items()}
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(1)
+    dist.barrier()
+    if rank == dying:
+        torch.Tensor.copy_ = torch.Tensor.contiguous = _die  # type: ignore[method-assign,assignment]
+    with pytest.raises(CheckpointError, match=f"rank {dying}.* lost") as raised:
+        weights.update()
+    assert all(torch.equal(kept[name], before[name]) for name in kept)
+    if to is not None:
+        found = dict(shardwise.subscribe("policy", at=to))
+        assert all(torch.equal(found[name], before[name]) for name in found)
+    return str(raised.value)
+
+
+def _die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_is_killed_while_it_writes_is_named_by_the_other(
+    tmp_path: Path, to: str | None, dying: int
+) -> None:
+    names = str(tmp_path / "names")
+    outcomes = run_ranks(
+        _dies_while_writing, 2, names, to, dying, expect_failures=True, pg_timeout=600
+    )
+    assert outcomes[dying].exitcode == -signal.SIGKILL
+    assert outcomes[1 - dying].ok, outcomes[1 - dying].error
+    assert outcomes[1 - dying].seconds < 60
+    with shardwise.publish(_model(2), "policy", to=to) as weights:
+        assert weights.version == 2
+        assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(2).all()
 
 
 def _publishes_apart(rank: int, world_size: int, names: str, to: str | None) -> None:
@@ -506,6 +563,21 @@ def test_a_pointer_from_before_the_last_boot_is_waited_over(tmp_path: Path) -> N
     with shardwise.publish(_model(), "policy"):
         dict(subscription)
         assert subscription.version == 2
+
+
+def test_names_are_not_cleaned_away_or_come_back(tmp_path: Path) -> None:
+    model = _model(1)
+    with shardwise.publish(model, "policy") as weights:
+        subscription = shardwise.subscribe("policy", timeout=0.01)
+        lock = _pointer(tmp_path).with_suffix(".lock")
+        os.utime(lock, (0, 0))
+        weights.update()
+        assert lock.stat().st_mtime > 0
+        shutil.rmtree(_pointer(tmp_path).parent)
+        with pytest.raises(CheckpointError, match="found no version"):
+            dict(subscription)
+        assert weights.update() == 3
+        assert dict(subscription)["weight"].eq(1).all()
 
 
 # -- full disks, and folders that cannot be used ---------------------------------------------------

@@ -63,12 +63,13 @@ def _numbers(root: Path) -> list[int]:
         CheckpointError: the folder cannot be read.
     """
     try:
-        found = [(_FOLDER.fullmatch(path.name), path) for path in root.iterdir()]
+        with os.scandir(root) as entries:
+            found = [_FOLDER.fullmatch(each.name) for each in entries if not each.is_symlink()]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
-    return sorted(int(match[1]) for match, path in found if match and not path.is_symlink())
+    return sorted(int(match[1]) for match in found if match)
 
 
 def _is_full(folder: Path) -> bool:

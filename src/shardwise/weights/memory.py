@@ -191,6 +191,9 @@ class MemoryVersions:
                     narrow(full, each.box).copy_(each.values)
 
             def show() -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._name.lock)  # what cleans TMPDIR goes by the time
+                _home()  # it may have been removed all the same
                 # It says nothing any more after a crash of the system: no need to sync it.
                 beside = self._name.pointer.with_suffix(".next")
                 beside.write_bytes(plain.written(pointer))
@@ -361,5 +364,5 @@ def _tensor(memory: mmap.mmap, span: StoredSpan) -> torch.Tensor:
     dtype, shape = torch_dtype(span.info.dtype), span.info.shape
     count = span.info.nbytes // dtype.itemsize
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=span.start).view(shape)

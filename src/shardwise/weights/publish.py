@@ -129,8 +129,8 @@ class Publication:
                 " which was forked; update there, or publish under another name"
             )
         wait_for_save()  # which uses the same process group
-        # Copies are kept for the next update, which may be in another mode.
-        with torch.inference_mode(False), torch.no_grad():
+        # Copies are kept for the next update, whatever mode and default device that has.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             self._versions.update()
         return self.version
 

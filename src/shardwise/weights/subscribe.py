@@ -78,7 +78,8 @@ class Subscription:
             CheckpointError: there is none within the timeout, or what there is cannot be read.
         """
         deadline = time.monotonic() + self._timeout
-        with torch.inference_mode(False):  # what is kept is changed later, in any mode
+        # What is kept is changed later, whatever mode and default device that read has.
+        with torch.inference_mode(False), torch.device("cpu"):
             while (found := self._reader.read()) is None:
                 self._sleep(deadline)
         self._read, tensors = found
