@@ -207,7 +207,8 @@ def test_a_pointer_of_another_release_is_refused(tmp_path: Path) -> None:
     with shardwise.publish(_model(), "policy") as weights:
         [pointer] = (tmp_path / "names").rglob("*.pointer")
         said = json.loads(pointer.read_text())
-        for changed in (said | {"format": 2}, {"format": 1}, {**said, "more": 1}):
+        newer = said | {"version": said["version"] | {"format": 2}}
+        for changed in (newer, {"format": 1}, {**said, "more": 1}):
             pointer.write_text(json.dumps(changed))
             with pytest.raises(CheckpointError, match=r"policy\.pointer: found .*release"):
                 dict(shardwise.subscribe("policy"))
@@ -231,7 +232,7 @@ def test_a_publisher_in_another_container_is_said_to_be_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with shardwise.publish(_model(), "policy"):
-        monkeypatch.setattr(memory, "this_host", lambda: "another boot")
+        monkeypatch.setattr(memory, "host_by", lambda namespace: "another boot")
         with pytest.raises(CheckpointError, match=r"another container.* Publish to a folder"):
             dict(shardwise.subscribe("policy"))
 

@@ -13,11 +13,13 @@ than twice the weights. Versions older than the last but one in full are deleted
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import re
 import secrets
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,11 @@ from shardwise.checkpoint.disk.files import LockedFile, read_small, write_new
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.safetensors import as_bytes
 from shardwise.checkpoint.formats.hf import HfSource
+from shardwise.checkpoint.ranks import hf
 from shardwise.checkpoint.ranks.agreement import Ranks
-from shardwise.checkpoint.ranks.hf import Contents, Rows, SavedModel, write_model, write_rows
 from shardwise.checkpoint.ranks.loading import read_extra
 from shardwise.checkpoint.ranks.saving import save
-from shardwise.weights.version import FORMAT, Version, check_format
+from shardwise.weights.version import Version, quoted
 
 _FOLDER = re.compile(r"version-(\d{8,})", re.ASCII)
 _ABOUT = "version.json"
@@ -45,25 +47,8 @@ _MOST_ABOUT = 4096  # bytes
 _FARTHEST = 2**16 - 1
 _LOOKS = 20  # attempts at a folder from which the publisher deletes what is being read
 
-
-@dataclass(frozen=True)
-class _About:
-    """What a version says about itself.
-
-    Attributes:
-        format: of the version.
-        number: its number.
-        origin: of its publisher.
-    """
-
-    format: int
-    number: int
-    origin: str
-
-    @property
-    def version(self) -> Version:
-        """The version, for readers."""
-        return Version(self.number, self.origin)
+#: A part of a tensor: its name, the full shape, the box of the part, and the published dtype.
+_Part = tuple[str, tuple[int, ...], Box, torch.dtype]
 
 
 def version_folder(root: Path, number: int) -> Path:
@@ -72,16 +57,44 @@ def version_folder(root: Path, number: int) -> Path:
 
 
 def _numbers(root: Path) -> list[int]:
-    """The numbers of all versions in a folder, in ascending order."""
+    """The numbers of all versions in a folder, in ascending order. A link is not one of them.
+
+    Raises:
+        CheckpointError: the folder cannot be read.
+    """
     try:
-        found = [_FOLDER.fullmatch(path.name) for path in root.iterdir()]
+        with os.scandir(root) as entries:
+            found = [_FOLDER.fullmatch(each.name) for each in entries if not each.is_symlink()]
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise CheckpointError(f"{root}: cannot be read ({error.strerror})") from None
     return sorted(int(match[1]) for match in found if match)
 
 
 def _is_full(folder: Path) -> bool:
-    return (folder / _ABOUT).exists()
+    return os.path.exists(folder / _ABOUT)
+
+
+def newest_in_full(name: str, at: str | os.PathLike[str]) -> tuple[int, Path]:
+    """The newest version in full that is published to a folder: its number, and its path.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    root = Path(os.path.abspath(at)) / quoted(name)
+    for number in reversed(_numbers(root)):
+        if _is_full(folder := version_folder(root, number)):
+            return number, folder
+    raise CheckpointError(f"{root}: found no version in full, expected one; publish first")
+
+
+def _stamp(folder: Path) -> tuple[int, int] | None:
+    """What tells a version from another one of the same path; ``None`` if it is not there."""
+    with contextlib.suppress(OSError):
+        found = folder.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 # -- writing ---------------------------------------------------------------------------------------
@@ -93,7 +106,6 @@ class FolderVersions:
     Args:
         root: the folder, which all ranks see; made if it does not exist.
         saved: how the model is saved.
-        dtype: what floating-point tensors are converted to; ``None`` for their own.
         ranks: who publishes.
         group: the process group of ``ranks``.
 
@@ -104,25 +116,22 @@ class FolderVersions:
         CheckpointError: another process publishes to this folder.
     """
 
-    def __init__(
-        self, root: Path, saved: SavedModel, dtype: torch.dtype | None, ranks: Ranks, group: Any
-    ) -> None:
+    def __init__(self, root: Path, saved: hf.SavedModel, ranks: Ranks, group: Any) -> None:
         self._root = root
+        self._doing = f"publishing to {root}"
         self._saved = saved
-        self._dtype = dtype
         self._ranks = ranks
         self._group = group
         self._lock: LockedFile | None = None
-        # The rows that this rank has written, as they are in the newest version, by tensor,
-        # shape of the tensor, part and dtype.
-        self._held: dict[_Key, torch.Tensor] = {}
+        # What this rank has written, as it is in the newest version.
+        self._held: dict[_Part, torch.Tensor] = {}
         self._full = 0  # number of the newest version in full; 0 if this publisher has none
         self._left = 0  # bytes of changes that are cheaper than a version in full
-        self.version, self._origin = ranks.first(f"publishing to {root}", self._begin)
+        self.version, self._origin = ranks.first(self._doing, self._begin)
 
     def _begin(self) -> tuple[int, str]:
         self._root.mkdir(parents=True, exist_ok=True)
-        self._lock = LockedFile(self._root / "publisher.lock", f"publishing to {self._root}")
+        self._lock = LockedFile(self._root / "publisher.lock", self._doing)
         return max(_numbers(self._root), default=0), secrets.token_hex(8)
 
     def update(self) -> None:
@@ -131,164 +140,92 @@ class FolderVersions:
         Raises:
             CheckpointError: it could not be written, on any rank. Readers see the one before.
         """
-        try:
-            self._update()
-        except BaseException:
-            self._held.clear()  # so that the next one is in full
-            raise
+        held, self._held = self._held, {}  # if this fails, the next version is in full
 
-    def _update(self) -> None:
-        doing = f"publishing to {self._root}"
-        contents = replace(self._ranks.all(doing, self._saved.contents), dtype=self._dtype)
-        changes = self._changes(contents, doing)
+        def prepare(_: hf.Contents) -> int:
+            return max(_numbers(self._root), default=0) + 1
 
-        def choose(sizes: list[int | None]) -> list[tuple[int, int | None]]:
-            number = max(_numbers(self._root), default=0) + 1
-            known = [size for size in sizes if size is not None]
-            total = sum(known) if len(known) == len(sizes) else None
-            return [(number, total)] * len(sizes)
+        read = self._saved.contents
+        contents, number = hf.agreed_contents(read, self._ranks, self._doing, prepare)
+        parts: dict[_Part, torch.Tensor] = {}
+        changes: list[dict[str, Any]] = []
 
-        same_parts = not changes.new and changes.keys == self._held.keys()
-        mine = sum(each.nbytes for each in changes.parts) if same_parts else None
-        number, total = self._ranks.together(doing, lambda: mine, choose)
-        about, target = _About(FORMAT, number, self._origin), version_folder(self._root, number)
-        if total is None or total > self._left:
-            self._write_full(target, about, contents)
-            self._left = sum(info.nbytes for info in contents.infos().values())
+        def compare(rows: list[hf.Rows]) -> None:
+            for each in rows:
+                part = (each.name, each.shape, each.box, contents.dtype_of(each.values.dtype))
+                if part in held:
+                    new = each.values.to(part[-1]).cpu().contiguous()
+                    changes.extend(_changes(part, held[part], new))
+                    parts[part] = held[part].copy_(new)
+                else:
+                    parts[part] = each.values.to("cpu", part[-1], copy=True).contiguous()
+
+        compared = hf.write_rows(contents, self._ranks, compare)
+
+        def size() -> int | None:
+            compared()
+            tensors = [each[key] for each in changes for key in _TENSORS if key in each]
+            return sum(each.nbytes for each in tensors) if parts.keys() == held.keys() else None
+
+        def choose(sizes: list[int | None]) -> list[int | None]:
+            known = [each for each in sizes if each is not None]
+            return [sum(known) if len(known) == len(sizes) else None] * len(sizes)
+
+        total = self._ranks.together(self._doing, size, choose)
+        version, target = Version(number, self._origin), version_folder(self._root, number)
+        if total is None or total >= self._left:
+            self._write_full(target, version, contents)
         else:
-            rank = {f"rank{self._ranks.rank}": [each.saved() for each in changes.parts]}
-            save(target, nn.Module(), extra={"about": asdict(about), **rank}, group=self._group)
+            extra = {_VERSION: asdict(version), f"rank{self._ranks.rank}": changes}
+            save(target, nn.Module(), extra=extra, group=self._group)
             self._left -= total
-        for gone in self._held.keys() - changes.keys:
-            del self._held[gone]
-        for each in changes.parts:
-            each.apply(self._held[each.key])
-        self._held |= changes.new
-        self.version = number
+        self._held, self.version = parts, number
 
     def close(self) -> None:
         """Publish no more. The versions stay."""
         if self._lock is not None:
             self._lock.close()
 
-    def _changes(self, contents: Contents, doing: str) -> _Changes:
-        """How this rank's rows differ from those of the newest version."""
-        found = _Changes(set(), [], {})
-
-        def compare(rows: list[Rows]) -> None:
-            for each in rows:
-                key = _key(each, contents)
-                found.keys.add(key)
-                if (held := self._held.get(key)) is None:
-                    found.new[key] = each.values.to("cpu", key.dtype, copy=True).contiguous()
-                else:
-                    now = each.values.to(key.dtype).cpu().contiguous()
-                    found.parts.extend(_compared(key, held, now))
-
-        write_rows(contents, self._ranks, doing, compare)
-        return found
-
-    def _write_full(self, target: Path, about: _About, contents: Contents) -> None:
+    def _write_full(self, target: Path, version: Version, contents: hf.Contents) -> None:
         def write_others(folder: Path) -> None:
             self._saved.write_others(folder)
-            write_new(folder / _ABOUT, plain.written(about))
+            write_new(folder / _ABOUT, plain.written(version))
 
         saved = replace(self._saved, contents=lambda: contents, write_others=write_others)
-        write_model(target, saved, group=self._group)
-        last, self._full = self._full, about.number
+        hf.write_model(target, saved, group=self._group)
+        self._left = sum(info.nbytes for info in contents.infos.values())
+        last, self._full = self._full, version.number
 
         def delete_older() -> None:
             for number in _numbers(self._root):
                 if number < last:
                     delete(version_folder(self._root, number))
 
-        self._ranks.first(f"publishing {target}", delete_older)
+        self._ranks.first(self._doing, delete_older)
 
 
-@dataclass(frozen=True)
-class _Key:
-    """Which part of which tensor.
-
-    Attributes:
-        name: of the tensor.
-        shape: of the tensor in full.
-        box: the part.
-        dtype: in which it is published.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    box: Box
-    dtype: torch.dtype
+#: Keys of changes in a checkpoint: what they are changes to; how far each changed element is, in
+#: row-major order, from the one before; the new values. Without gaps, there are values for all.
+_VERSION, _TENSORS = "about", ("gaps", "values")
 
 
-def _key(rows: Rows, contents: Contents) -> _Key:
-    return _Key(rows.name, rows.shape, rows.box, contents.dtype_of(rows.values.dtype))
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as integers: NaN is not equal to itself, and the zeros are."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return as_bytes(tensor).view(sizes[tensor.itemsize])
 
 
-@dataclass(frozen=True)
-class _ChangedPart:
-    """What has changed in a part of a tensor.
-
-    Attributes:
-        key: the part.
-        gaps: how far each changed element, in row-major order, is from the one before, in 16 bits;
-            ``None`` if ``values`` are all elements.
-        values: of the changed elements.
-    """
-
-    key: _Key
-    gaps: torch.Tensor | None
-    values: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in a version."""
-        return self.values.nbytes + (0 if self.gaps is None else self.gaps.nbytes)
-
-    def apply(self, part: torch.Tensor) -> None:
-        """Change a part of a tensor."""
-        if self.gaps is None:
-            part.copy_(self.values.view(part.shape))
-            return
-        flat = part.reshape(-1)  # a copy, if the part is not contiguous
-        flat[self.gaps.long().cumsum(0)] = self.values
-        if flat.data_ptr() != part.data_ptr():
-            part.copy_(flat.view(part.shape))
-
-    def saved(self) -> dict[str, Any]:
-        """The piece as a checkpoint holds it."""
-        box = {"offsets": list(self.key.box.offsets), "sizes": list(self.key.box.sizes)}
-        tensors = {"values": self.values} | ({} if self.gaps is None else {"gaps": self.gaps})
-        return {"name": self.key.name, "shape": list(self.key.shape), **box, **tensors}
-
-
-@dataclass(frozen=True)
-class _Changes:
-    """How the rows of a rank differ from those of the newest version.
-
-    Attributes:
-        keys: which parts it has now.
-        parts: what has changed in parts that it had.
-        new: parts that it did not have, copied.
-    """
-
-    keys: set[_Key]
-    parts: list[_ChangedPart]
-    new: dict[_Key, torch.Tensor]
-
-
-def _compared(key: _Key, old: torch.Tensor, new: torch.Tensor) -> Iterator[_ChangedPart]:
-    """What has changed between two values of the same part, if anything has."""
-    # Bits are compared, for NaN is not equal to itself and the zeros are.
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[new.itemsize]
-    differs = as_bytes(old).view(bits) != as_bytes(new).view(bits)
+def _changes(part: _Part, old: torch.Tensor, new: torch.Tensor) -> Iterator[dict[str, Any]]:
+    """What has changed in a part of a tensor, as a checkpoint holds it, if anything has."""
+    differs = _bits(old) != _bits(new)
     count = int(differs.count_nonzero())
     if not count:
         return
-    flat = new.reshape(-1)
+    name, shape, box, _ = part
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    found = {"name": name, "shape": list(shape), "offsets": offsets, "sizes": sizes}
     if count * (2 + new.itemsize) >= new.nbytes:
-        yield _ChangedPart(key, None, flat.clone())
+        yield found | {"values": new.reshape(-1).clone()}
         return
     where = differs.nonzero().reshape(-1)
     gaps = where.diff(prepend=where.new_zeros(1))
@@ -299,7 +236,7 @@ def _compared(key: _Key, old: torch.Tensor, new: torch.Tensor) -> Iterator[_Chan
         number = torch.arange(len(first)) - (between.cumsum(0) - between).repeat_interleave(between)
         where = torch.cat([where, first + (number + 1) * _FARTHEST]).sort().values
         gaps = where.diff(prepend=where.new_zeros(1))
-    yield _ChangedPart(key, gaps.to(torch.uint16), flat[where])
+    yield found | {"gaps": gaps.to(torch.uint16), "values": _bits(new)[where].view(new.dtype)}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -316,13 +253,22 @@ class FolderReader:
         self._root = root
         self._held: dict[str, torch.Tensor] = {}
         self._version: Version | None = None
+        self._stamp: tuple[int, int] | None = None
 
     def newest(self) -> Version | None:
         """The newest version; ``None`` if there is none."""
         number = max(_numbers(self._root), default=0)
-        if self._version is not None and number == self._version.number:
+        if self._has(number):
             return self._version
         return Version(number, "") if number else None
+
+    def _has(self, number: int) -> bool:
+        """Whether a version is the one that was read. A new one may be in a new folder."""
+        return (
+            self._version is not None
+            and self._version.number == number
+            and self._stamp == _stamp(version_folder(self._root, number))
+        )
 
     def read(self) -> tuple[Version, Iterator[tuple[str, torch.Tensor]]] | None:
         """The newest version, and copies of its tensors by name; ``None`` if there is none.
@@ -337,7 +283,7 @@ class FolderReader:
             try:
                 self._read_up_to(numbers)
                 break
-            except (CheckpointError, OSError):
+            except CheckpointError:
                 self._version, self._held = None, {}
                 # The publisher may have deleted what was being read.
                 if look == _LOOKS or numbers == _numbers(self._root):
@@ -347,78 +293,70 @@ class FolderReader:
 
     def _read_up_to(self, numbers: list[int]) -> None:
         """Read the newest version, from the one that is held or from the newest in full."""
-        chain: list[int] = []
+        chain: list[Path] = []
         for number in reversed(numbers):
-            if self._version is not None and number == self._version.number:
+            if self._has(number):
                 break
-            chain.insert(0, number)
-            if _is_full(version_folder(self._root, number)):
-                self._version, self._held = None, {}
+            chain.insert(0, version_folder(self._root, number))
+            if _is_full(chain[0]):
                 break
-        for number in chain:
-            folder = version_folder(self._root, number)
-            if _is_full(folder):
-                self._read_full(folder)
-            else:
-                self._read_changes(folder)
+        for folder in chain:
+            stamp = _stamp(folder)
+            try:
+                found = self._read_full(folder) if _is_full(folder) else self._read_changes(folder)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{folder}: {error}") from None
+            if version_folder(self._root, found.number) != folder:
+                raise CheckpointError(f"{folder}: found version {found.number} in it")
+            self._version, self._stamp = found, stamp
 
-    def _read_full(self, folder: Path) -> None:
-        about = _about(folder, lambda: plain.read(_About, read_small(folder / _ABOUT, _MOST_ABOUT)))
+    def _read_full(self, folder: Path) -> Version:
+        version = plain.read(Version, read_small(folder / _ABOUT, _MOST_ABOUT))
+        self._held = {}  # before there are others
         with HfSource(folder) as source:
             self._held = {dotted(path[1:]): source.full(path) for path in source.tensors}
-        self._version = about.version
+        return version
 
-    def _read_changes(self, folder: Path) -> None:
+    def _read_changes(self, folder: Path) -> Version:
         extra = read_extra(folder)
-        about = _about(folder, lambda: plain.converted(_About, extra.get("about")))
-        if self._version != Version(about.number - 1, about.origin):
+        version = plain.converted(Version, extra.pop(_VERSION, None))
+        if self._version != replace(version, number=version.number - 1):
             raise CheckpointError(
-                f"{folder}: found changes since version {about.number - 1} of publisher "
-                f"{about.origin}, expected changes since {self._version}; publish again, which "
+                f"{folder}: found changes since version {version.number - 1} of publisher "
+                f"{version.origin}, expected changes since {self._version}; publish again, which "
                 "begins with a version in full"
             )
-        # All are checked before the first one is applied.
-        pieces = [
-            self._checked(each, folder)
-            for key, found in extra.items()
-            if key != "about"
-            for each in found
-        ]
-        for each in pieces:
-            each.apply(narrow(self._held[each.key.name], each.key.box))
-        self._version = about.version
+        try:
+            checked = [self._checked(each) for rank in extra.values() for each in rank]
+        except (AttributeError, KeyError, RuntimeError, TypeError) as error:
+            raise CheckpointError(f"{folder}: found changes of another form ({error!r})") from None
+        for part, where, values in checked:  # all fit
+            flat = part.reshape(-1)  # a copy, if the part is not contiguous
+            _bits(flat)[where] = _bits(values)
+            part.copy_(flat.view(part.shape))
+        return version
 
-    def _checked(self, found: Any, folder: Path) -> _ChangedPart:
-        """A piece that a checkpoint holds.
+    def _checked(
+        self, found: dict[str, Any]
+    ) -> tuple[torch.Tensor, slice | torch.Tensor, torch.Tensor]:
+        """The part of a tensor that changes, which of its elements, and their values.
 
         Raises:
-            CheckpointError: it does not fit the tensor that it changes.
+            ValueError: they do not fit the tensor.
         """
-        try:
-            name, box = found["name"], Box(tuple(found["offsets"]), tuple(found["sizes"]))
-            values, gaps = found["values"], found.get("gaps")
-            held = self._held[name]
-            fits = found["shape"] == list(held.shape) and box.is_inside(held.shape)
-            fits &= values.dtype == held.dtype
-            if gaps is None:
-                fits &= values.shape == (box.numel,)
-            else:
-                fits &= gaps.dtype == torch.uint16 and gaps.shape == values.shape and gaps.ndim == 1
-                fits &= int(gaps.long().sum()) < box.numel
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder}: found changes without {error}") from None
-        if not fits:
-            raise CheckpointError(
-                f"{folder}: {name}: found {len(values)} values of {values.dtype} for {box}, "
+        held, box = self._held[found["name"]], Box(tuple(found["offsets"]), tuple(found["sizes"]))
+        values, gaps = found["values"], found.get("gaps")
+        fits = found["shape"] == list(held.shape) and box.is_inside(held.shape)
+        where: slice | torch.Tensor = slice(None)
+        if gaps is None:
+            fits = fits and values.shape == (box.numel,)
+        else:
+            where = index = gaps.long().cumsum(0)
+            fits = fits and index.shape == values.shape and bool((index.diff() > 0).all())
+            fits = fits and bool(((index >= 0) & (index < box.numel)).all())
+        if not fits or values.dtype != held.dtype:
+            raise ValueError(
+                f"{found['name']}: found {tuple(values.shape)} values of {values.dtype} for {box}, "
                 f"expected changes of a tensor of {held.dtype} and shape {list(held.shape)}"
             )
-        return _ChangedPart(_Key(name, tuple(held.shape), box, held.dtype), gaps, values)
-
-
-def _about(folder: Path, read: Callable[[], _About]) -> _About:
-    try:
-        about = read()
-    except ValueError as error:
-        raise CheckpointError(f"{folder}: {error}") from None
-    check_format(folder, about.format)
-    return about
+        return narrow(held, box), where, values

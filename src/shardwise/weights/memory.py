@@ -3,10 +3,10 @@
     $TMPDIR/shardwise-1000/policy.lock        locked by the process that publishes
     $TMPDIR/shardwise-1000/policy.pointer     where the newest version is: a process, a descriptor
 
-A version is a safetensors file without a name. The publishing process holds a few of them, and
-writes a new version over one that is not the newest and that nobody reads. Readers open it through
-the publisher's descriptor in ``/proc``, which the kernel allows to the same user only, and map it.
-The kernel frees the memory with the last process that has it, however that one ended.
+A version is a safetensors file without a name. The first rank that publishes holds a few of them,
+and has all ranks write a new version over one that is not the newest and that nobody reads. Readers
+open it through that rank's descriptor in ``/proc``, which the kernel allows to the same user only,
+and map it. The kernel frees the memory with the last process that has it, however that one ended.
 
 A reader locks what it reads (``flock``, shared), and then looks whether the pointer still names it.
 The publisher locks what it writes (exclusive), and moves the pointer at the end. So a reader never
@@ -19,6 +19,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import stat
 import tempfile
 import weakref
@@ -31,9 +32,13 @@ import torch
 from shardwise.base import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.entries import torch_dtype
-from shardwise.checkpoint.disk.files import LockedFile, read_small
-from shardwise.checkpoint.disk.safetensors import StoredSpan, read_header
-from shardwise.weights.version import FORMAT, Version, check_format, quoted
+from shardwise.checkpoint.disk.files import LockedFile, is_locked, read_small
+from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.disk.safetensors import PT_METADATA, StoredSpan, lay_out, read_header
+from shardwise.checkpoint.ranks import hf
+from shardwise.checkpoint.ranks.agreement import Ranks
+from shardwise.transport.carrier import host_by
+from shardwise.weights.version import Version, quoted
 
 _MOST_POINTER = 4096  # bytes
 
@@ -43,46 +48,23 @@ class _Pointer:
     """Where the newest version is.
 
     Attributes:
-        format: of the pointer and of what it points to.
-        host: of the publisher; see :func:`this_host`.
+        version: the version.
+        host: what is equal for processes that see each other in ``/proc``.
         process: the publisher.
         descriptor: of the file, in that process.
         inode: of the file.
-        version: its number.
     """
 
-    format: int
+    version: Version
     host: str
     process: int
     descriptor: int
     inode: int
-    version: int
 
     @property
-    def shown(self) -> Version:
-        """The version, for readers."""
-        return Version(self.version, f"process {self.process}, file {self.inode}")
-
-
-def path_of(process: int, descriptor: int) -> Path:
-    """The path at which processes of the same user on this host find a descriptor's file."""
-    return Path(f"/proc/{process}/fd/{descriptor}")
-
-
-def this_host() -> str:
-    """What is equal for processes that see each other in ``/proc``: the boot and the namespace.
-
-    Raises:
-        CheckpointError: the system is not Linux.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
-    except OSError as error:
-        raise CheckpointError(
-            f"weights in memory: found no {error.filename}, expected Linux; publish to a folder "
-            "(to=)"
-        ) from None
+    def file(self) -> Path:
+        """The path at which processes of the same user on this host find the file."""
+        return Path(f"/proc/{self.process}/fd/{self.descriptor}")
 
 
 def _home() -> Path:
@@ -103,122 +85,190 @@ def _home() -> Path:
     return home
 
 
-def _file_of(name: str, suffix: str) -> Path:
-    """The path of a pointer or a lock."""
-    return _home() / f"{quoted(name)}.{suffix}"
-
-
-def _pointer_in(file: Path) -> _Pointer | None:
-    """Read a pointer; ``None`` if there is none.
-
-    Raises:
-        CheckpointError: it is of another release.
-    """
-    if not file.exists():
-        return None
-    try:
-        pointer = plain.read(_Pointer, read_small(file, _MOST_POINTER))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise CheckpointError(f"{file}: {error}; it is of another release of Shardwise") from None
-    check_format(file, pointer.format)
-    return pointer
-
-
-class SharedVersions:
-    """The versions that this process publishes under one name.
+class _Name:
+    """The files of one name.
 
     Args:
         name: the name.
+
+    Attributes:
+        memory: what the kernel calls a file in memory of this name.
+        lock: the file that the publisher locks.
+        pointer: the file that says where the newest version is.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.memory = f"weights {quoted(name)}"
+        self.lock = _home() / f"{quoted(name)}.lock"
+        self.pointer = self.lock.with_suffix(".pointer")
+
+    def read(self) -> _Pointer | None:
+        """Where the newest version is; ``None`` if there is none.
+
+        Raises:
+            CheckpointError: it is of another release.
+        """
+        if not self.pointer.exists():
+            return None
+        try:
+            return plain.read(_Pointer, read_small(self.pointer, _MOST_POINTER))
+        except ValueError as error:
+            raise CheckpointError(
+                f"{self.pointer}: {error}; is it of another release of Shardwise?"
+            ) from None
+
+
+class MemoryVersions:
+    """The versions that the ranks of one host publish to memory. Every rank makes one.
+
+    Args:
+        name: what readers call it.
+        saved: how the model is saved.
         most: how many versions there is memory for, at least 2.
+        ranks: who publishes.
 
     Attributes:
         version: number of the newest version; 0 if there is none.
 
     Raises:
-        CheckpointError: another process publishes this name.
+        CheckpointError: another process publishes this name, or the system is not Linux.
     """
 
-    def __init__(self, name: str, most: int) -> None:
-        self._name = name
+    def __init__(self, name: str, saved: hf.SavedModel, most: int, ranks: Ranks) -> None:
+        self._doing = f"publishing {name!r}"
+        self._saved = saved
         self._most = most
-        self._host = this_host()
-        self._pointer = _file_of(name, "pointer")
-        self._lock = LockedFile(_file_of(name, "lock"), f"publishing {name!r}")
-        self._files: list[int] = []  # descriptors, those written longest ago first
-        # Also where it is forgotten, and at the end of the process; not in one that was forked.
-        self._close = weakref.finalize(
-            self, _close, self._files, self._lock, self._pointer, os.getpid()
-        )
-        self.version = 0
+        self._ranks = ranks
+        self._maps: dict[Path, torch.Tensor] = {}
+        # Of the first rank: descriptors, the newest version last, and before it the one before.
+        self._files: list[int] = []
+        self._close = weakref.finalize(self, _close, self._files)
+        self._lock: LockedFile | None = None
+        self._origin = secrets.token_hex(8)
+        self._host, self.version = ranks.first(self._doing, lambda: self._begin(name))
+
+    def _begin(self, name: str) -> tuple[str, int]:
+        if not hasattr(os, "memfd_create"):
+            raise CheckpointError("found a system other than Linux; publish to a folder (to=)")
+        self._name = _Name(name)
+        self._lock = LockedFile(self._name.lock, self._doing)
         with contextlib.suppress(CheckpointError):  # of another release
-            if (last := _pointer_in(self._pointer)) is not None:
-                self.version = last.version
-        self._newest = -1
+            if (last := self._name.read()) is not None:
+                return host_by("pid"), last.version.number
+        return host_by("pid"), 0
 
-    @contextlib.contextmanager
-    def next(self, header: bytes, nbytes: int) -> Iterator[Path]:
-        """Yield a file to write the next version to; it is shown when the block ends without error.
-
-        Args:
-            header: what precedes the elements.
-            nbytes: size of the file.
+    def update(self) -> None:
+        """Write the next version, and show it to readers once all ranks have written.
 
         Raises:
-            CheckpointError: readers hold all memory there is; the message names them.
-            OSError: there is not enough memory.
+            CheckpointError: a rank failed, or readers hold all memory there is.
         """
-        descriptor = self._locked_file()
-        try:
-            if os.fstat(descriptor).st_size != nbytes:
-                os.ftruncate(descriptor, nbytes)
-                os.posix_fallocate(descriptor, 0, nbytes)  # else a write could end the process
-            os.pwrite(descriptor, header, 0)
-            yield path_of(os.getpid(), descriptor)
-        finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
-        inode, version = os.fstat(descriptor).st_ino, self.version + 1
-        shown = _Pointer(FORMAT, self._host, os.getpid(), descriptor, inode, version)
-        # It says nothing any more after a crash of the system, so it need not be on the disk.
-        beside = self._pointer.with_suffix(".next")
-        beside.write_bytes(plain.written(shown))
-        beside.replace(self._pointer)
-        self.version, self._newest = version, descriptor
-        self._files.remove(descriptor)
-        self._files.append(descriptor)
+        with contextlib.ExitStack() as locks:
+
+            def prepare(contents: hf.Contents) -> tuple[_Pointer, int]:
+                header, _ = lay_out(contents.infos, PT_METADATA)
+                nbytes = len(header) + sum(info.nbytes for info in contents.infos.values())
+                descriptor = self._locked_file()
+                locks.callback(fcntl.flock, descriptor, fcntl.LOCK_UN)
+                _resize(descriptor, nbytes)
+                os.pwrite(descriptor, header, 0)
+                version = Version(self.version + 1, self._origin)
+                inode = os.fstat(descriptor).st_ino
+                return _Pointer(version, self._host, os.getpid(), descriptor, inode), nbytes
+
+            contents, (pointer, nbytes) = hf.agreed_contents(
+                self._contents, self._ranks, self._doing, prepare
+            )
+            infos = contents.infos
+            _, starts = lay_out(infos, PT_METADATA)
+
+            def write(rows: list[hf.Rows]) -> None:
+                for each in rows:
+                    info = infos[each.name]
+                    memory = self._mapped(pointer.file, nbytes)
+                    place = memory[starts[each.name] :][: info.nbytes]
+                    full = place.view(torch_dtype(info.dtype)).view(info.shape)
+                    narrow(full, each.box).copy_(each.values)
+
+            def show() -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(self._name.lock)  # what cleans TMPDIR goes by the time
+                _home()  # it may have been removed all the same
+                # It says nothing any more after a crash of the system: no need to sync it.
+                beside = self._name.pointer.with_suffix(".next")
+                beside.write_bytes(plain.written(pointer))
+                beside.replace(self._name.pointer)
+                self._files.remove(pointer.descriptor)
+                self._files.append(pointer.descriptor)
+
+            written = hf.write_rows(contents, self._ranks, write)
+            self._ranks.first(self._doing, show, after=written)
+            self.version = pointer.version.number
 
     def close(self) -> None:
         """Publish no more. Readers keep what they have."""
+        self._maps.clear()
         self._close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _contents(self) -> hf.Contents:
+        contents = self._saved.contents()
+        is_apart = host_by("pid") != self._host
+        if is_apart and (contents.conversions or hf.own_rows(contents, self._ranks)):
+            raise CheckpointError(
+                "is on another host, or in another container, than the first rank; expected ranks "
+                "that see each other in /proc. Publish to a folder that all see (to=)"
+            )
+        return contents
 
     def _locked_file(self) -> int:
         """A file that is not the newest version and that nobody reads, locked."""
-        for descriptor in self._files:
-            if descriptor != self._newest:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    return descriptor
+        for descriptor in self._files[:-1]:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
         if len(self._files) < self._most:
-            descriptor = os.memfd_create(f"weights {quoted(self._name)}", os.MFD_CLOEXEC)
+            descriptor = os.memfd_create(self._name.memory, os.MFD_CLOEXEC)
+            self._files.insert(0, descriptor)
             os.fchmod(descriptor, 0o600)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            self._files.append(descriptor)
             return descriptor
         readers = _lockers({os.fstat(each).st_ino for each in self._files})
         raise CheckpointError(
-            f"publishing {self._name!r}: found readers of every version but the newest "
-            f"({', '.join(readers) or 'unknown'}), expected memory for one that nobody reads; let "
-            f"them drop their tensors, or publish with more than buffers={self._most}"
+            f"found readers of every version but the newest ({', '.join(readers) or 'unknown'}), "
+            "expected memory for one that nobody reads; let them drop their tensors, or publish "
+            f"with more than buffers={self._most}"
         )
 
+    def _mapped(self, file: Path, nbytes: int) -> torch.Tensor:
+        """The bytes of a version, to be written by all ranks. They stay mapped for the next one."""
+        found = self._maps.get(file)
+        if found is None or found.nbytes != nbytes:
+            with file.open("r+b") as opened:
+                memory = mmap.mmap(opened.fileno(), nbytes)
+            found = self._maps[file] = torch.frombuffer(memory, dtype=torch.uint8)
+        return found
 
-def _close(files: list[int], lock: LockedFile, pointer: Path, process: int) -> None:
-    if os.getpid() == process:
-        pointer.unlink(missing_ok=True)
+
+def _close(files: list[int]) -> None:
     while files:
         os.close(files.pop())
-    lock.close()
+
+
+def _resize(descriptor: int, nbytes: int) -> None:
+    """Give a file in memory a size, and all of its pages: else a write could end the process.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
+    if os.fstat(descriptor).st_size != nbytes:
+        try:
+            os.ftruncate(descriptor, nbytes)
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError:
+            os.ftruncate(descriptor, 0)
+            raise
 
 
 def _lockers(inodes: set[int]) -> list[str]:
@@ -240,7 +290,7 @@ def _command(process: int) -> str:
     return f" ({b' '.join(words).decode(errors='replace').strip()[:80]})"
 
 
-class MappedVersions:
+class MemoryReader:
     """The versions of one name, read in memory.
 
     Args:
@@ -248,8 +298,7 @@ class MappedVersions:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._pointer = _file_of(name, "pointer")
+        self._name = _Name(name)
 
     def newest(self) -> Version | None:
         """The newest version; ``None`` if there is none.
@@ -258,7 +307,7 @@ class MappedVersions:
             CheckpointError: it is published by another release, or in another container.
         """
         pointer = self._live()
-        return None if pointer is None else pointer.shown
+        return None if pointer is None else pointer.version
 
     def read(self) -> tuple[Version, Iterator[tuple[str, torch.Tensor]]] | None:
         """The newest version, and its tensors by name; ``None`` if there is none.
@@ -272,22 +321,25 @@ class MappedVersions:
         while (pointer := self._live()) is not None:
             with contextlib.suppress(BlockingIOError, FileNotFoundError):  # written, or ended
                 if (found := self._mapped(pointer)) is not None:
-                    return pointer.shown, found
+                    return pointer.version, found
         return None
 
     def _live(self) -> _Pointer | None:
         """The pointer, if its publisher still holds the file."""
-        pointer = _pointer_in(self._pointer)
+        pointer = self._name.read()
         if pointer is None:
             return None
-        if pointer.host != this_host():
+        if pointer.host == host_by("pid"):
+            # The number of a process that has ended may be that of any other one now.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                called = f"/memfd:{self._name.memory} (deleted)"
+                if os.readlink(pointer.file) == called:
+                    return pointer if pointer.file.stat().st_ino == pointer.inode else None
+        elif is_locked(self._name.lock):
             raise CheckpointError(
-                f"{self._name!r}: is published on another host or in another container; expected "
+                f"{self._name.pointer}: is of another host or another container, expected "
                 "processes that see each other in /proc. Publish to a folder that both see (to=)"
             )
-        with contextlib.suppress(FileNotFoundError):
-            if path_of(pointer.process, pointer.descriptor).stat().st_ino == pointer.inode:
-                return pointer
         return None
 
     def _mapped(self, pointer: _Pointer) -> Iterator[tuple[str, torch.Tensor]] | None:
@@ -297,20 +349,13 @@ class MappedVersions:
             BlockingIOError: it is being written over.
             FileNotFoundError: its publisher has ended.
         """
-        descriptor = os.open(
-            path_of(pointer.process, pointer.descriptor), os.O_RDONLY | os.O_CLOEXEC
-        )
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if _pointer_in(self._pointer) != pointer:
+        with pointer.file.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if self._name.read() != pointer or os.fstat(file.fileno()).st_ino != pointer.inode:
                 return None
-            if os.fstat(descriptor).st_ino != pointer.inode:
-                return None
-            spans = read_header(path_of(os.getpid(), descriptor))
+            spans = read_header(Path(f"/proc/self/fd/{file.fileno()}"))
             # The map duplicates the descriptor, and with it holds the lock.
-            memory = mmap.mmap(descriptor, 0, mmap.MAP_PRIVATE)
-        finally:
-            os.close(descriptor)
+            memory = mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE)
         return ((name, _tensor(memory, span)) for name, span in spans.items())
 
 
@@ -319,5 +364,5 @@ def _tensor(memory: mmap.mmap, span: StoredSpan) -> torch.Tensor:
     dtype, shape = torch_dtype(span.info.dtype), span.info.shape
     count = span.info.nbytes // dtype.itemsize
     if not count:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=span.start).view(shape)

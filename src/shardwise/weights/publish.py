@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.disk.entries import torch_dtype
-from shardwise.checkpoint.disk.pieces import narrow
-from shardwise.checkpoint.disk.safetensors import PT_METADATA, lay_out
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.hf import (
-    Contents,
-    Rows,
-    SavedModel,
-    own_rows,
-    saved_model,
-    write_rows,
-)
+from shardwise.checkpoint.ranks.hf import saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
 from shardwise.frontends.pretrained.api import AdapterForm, saved_pretrained
 from shardwise.weights.folder import FolderVersions
-from shardwise.weights.memory import SharedVersions, this_host
+from shardwise.weights.memory import MemoryVersions
 from shardwise.weights.version import quoted
 
 
@@ -85,31 +72,20 @@ def publish(
     if adapters not in (forms := [form.value for form in AdapterForm]):
         raise ValueError(f"adapters: found {adapters!r}, expected {' or '.join(map(repr, forms))}")
     file = quoted(name)
-    saved = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
+    own = saved_pretrained(model, AdapterForm(adapters)) or saved_model(model)
+    saved = replace(own, contents=lambda: replace(own.contents(), dtype=dtype))
     ranks = Ranks(group_for(group))
-    if to is None:
-        versions: _Versions = _RanksInMemory(name, saved, dtype, buffers, ranks)
-    else:
-        versions = FolderVersions(Path(to) / file, saved, dtype, ranks, group)
-    publication = Publication(versions)
+    publication = Publication(
+        MemoryVersions(name, saved, buffers, ranks)
+        if to is None
+        else FolderVersions(Path(to) / file, saved, ranks, group)
+    )
     try:
         publication.update()
     except BaseException:
         publication.close()
         raise
     return publication
-
-
-class _Versions(Protocol):
-    """Where versions are published."""
-
-    version: int
-
-    def update(self) -> None:
-        """Write the next version."""
-
-    def close(self) -> None:
-        """Publish no more."""
 
 
 class Publication:
@@ -121,8 +97,9 @@ class Publication:
         versions: where they are published.
     """
 
-    def __init__(self, versions: _Versions) -> None:
+    def __init__(self, versions: MemoryVersions | FolderVersions) -> None:
         self._versions = versions
+        self._process = os.getpid()
         self._is_closed = False
 
     @property
@@ -142,12 +119,18 @@ class Publication:
             CheckpointError: it could not be written, or readers hold all memory there is; the
                 message names them. Or a checkpoint that was being saved failed. Raised on all ranks
                 alike; the version before is still there, and a later update may succeed.
-            ValueError: it is closed.
+            ValueError: it is closed, or of a process that this one was forked from.
         """
         if self._is_closed:
             raise ValueError("publication: found it closed, expected an open one; publish again")
+        if self._process != os.getpid():
+            raise ValueError(
+                f"publication: found it in process {os.getpid()}, expected process {self._process},"
+                " which was forked; update there, or publish under another name"
+            )
         wait_for_save()  # which uses the same process group
-        with torch.no_grad():
+        # Copies are kept for the next update, whatever mode and default device that has.
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
             self._versions.update()
         return self.version
 
@@ -162,87 +145,3 @@ class Publication:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-
-class _RanksInMemory:
-    """The versions that the ranks of one host write to memory.
-
-    Args:
-        name: what readers call it.
-        saved: how the model is saved.
-        dtype: what floating-point tensors are converted to; ``None`` for their own.
-        buffers: how many versions there is memory for.
-        ranks: who publishes.
-    """
-
-    def __init__(
-        self, name: str, saved: SavedModel, dtype: torch.dtype | None, buffers: int, ranks: Ranks
-    ) -> None:
-        self._doing = f"publishing {name!r}"
-        self._saved = saved
-        self._dtype = dtype
-        self._ranks = ranks
-        self._maps: dict[Path, torch.Tensor] = {}
-        self._shared: SharedVersions | None = None
-
-        def begin() -> tuple[str, int]:
-            self._shared = SharedVersions(name, buffers)
-            return this_host(), self._shared.version
-
-        self._host, self.version = ranks.first(self._doing, begin)
-
-    def update(self) -> None:
-        """Write the next version, and show it to readers once all ranks have written."""
-        ranks, doing = self._ranks, self._doing
-        contents = ranks.all(doing, self._contents)
-        infos = contents.infos()
-        header, starts = lay_out(infos, PT_METADATA)
-        nbytes = len(header) + sum(info.nbytes for info in infos.values())
-        with contextlib.ExitStack() as stack:
-
-            def prepare() -> Path:
-                assert self._shared is not None
-                return stack.enter_context(self._shared.next(header, nbytes))
-
-            memory = self._mapped(ranks.first(doing, prepare), nbytes)
-
-            def write(rows: list[Rows]) -> None:
-                for each in rows:
-                    info = infos[each.name]
-                    place = memory[starts[each.name] :][: info.nbytes]
-                    full = place.view(torch_dtype(info.dtype)).view(info.shape)
-                    narrow(full, each.box).copy_(each.values)
-
-            write_rows(contents, ranks, doing, write)
-
-            def show() -> int:
-                stack.close()
-                assert self._shared is not None
-                return self._shared.version
-
-            self.version = ranks.first(doing, show)
-
-    def _mapped(self, file: Path, nbytes: int) -> torch.Tensor:
-        """The bytes of a version, to be written by all ranks. They stay mapped for the next one."""
-        found = self._maps.get(file)
-        if found is None or found.nbytes != nbytes:
-            with file.open("r+b") as opened:
-                memory = mmap.mmap(opened.fileno(), nbytes)
-            found = self._maps[file] = torch.frombuffer(memory, dtype=torch.uint8)
-        return found
-
-    def _contents(self) -> Contents:
-        contents = replace(self._saved.contents(), dtype=self._dtype)
-        writes = bool(contents.conversions) or any(own_rows(contents, self._ranks))
-        if writes and this_host() != self._host:
-            raise CheckpointError(
-                "is on another host, or in another container, than the first rank; expected ranks "
-                "that see each other in /proc. Publish to a folder that all see (to=)"
-            )
-        return contents
-
-    def close(self) -> None:
-        """Publish no more."""
-        self._maps.clear()
-        if self._shared is not None:
-            self._shared.close()

@@ -11,8 +11,8 @@ import torch
 
 from shardwise.base.errors import CheckpointError
 from shardwise.weights.folder import FolderReader
-from shardwise.weights.memory import MappedVersions
-from shardwise.weights.version import Version, Versions, quoted
+from shardwise.weights.memory import MemoryReader
+from shardwise.weights.version import Version, quoted
 
 _LOOK_SECONDS = 0.002
 
@@ -45,8 +45,8 @@ def subscribe(
     Raises:
         ValueError: ``name`` cannot be one.
     """
-    versions = MappedVersions(name) if at is None else FolderReader(Path(at) / quoted(name))
-    return Subscription(name, versions, timeout)
+    reader = MemoryReader(name) if at is None else FolderReader(Path(at) / quoted(name))
+    return Subscription(name, reader, timeout)
 
 
 class Subscription:
@@ -56,13 +56,13 @@ class Subscription:
 
     Args:
         name: what they are published as.
-        versions: where they are read.
+        reader: what reads them.
         timeout: longest time to wait for a version, in seconds.
     """
 
-    def __init__(self, name: str, versions: Versions, timeout: float) -> None:
+    def __init__(self, name: str, reader: MemoryReader | FolderReader, timeout: float) -> None:
         self._name = name
-        self._versions = versions
+        self._reader = reader
         self._timeout = timeout
         self._read: Version | None = None
 
@@ -78,8 +78,10 @@ class Subscription:
             CheckpointError: there is none within the timeout, or what there is cannot be read.
         """
         deadline = time.monotonic() + self._timeout
-        while (found := self._versions.read()) is None:
-            self._sleep(deadline)
+        # What is kept is changed later, whatever mode and default device that read has.
+        with torch.inference_mode(False), torch.device("cpu"):
+            while (found := self._reader.read()) is None:
+                self._sleep(deadline)
         self._read, tensors = found
         return tensors
 
@@ -96,7 +98,7 @@ class Subscription:
             CheckpointError: there is none within the timeout, or what there is cannot be read.
         """
         deadline = time.monotonic() + (self._timeout if timeout is None else timeout)
-        while (newest := self._versions.newest()) is None or newest == self._read:
+        while (newest := self._reader.newest()) is None or newest == self._read:
             self._sleep(deadline)
         return newest.number
 

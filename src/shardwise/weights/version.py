@@ -3,14 +3,7 @@
 from __future__ import annotations
 
 import urllib.parse
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
-
-import torch
-
-from shardwise.base.errors import CheckpointError
 
 #: Changes when a reader of an earlier release would misread what is published.
 FORMAT = 1
@@ -22,30 +15,24 @@ class Version:
     """A version of published weights.
 
     Attributes:
-        number: counted by the publisher; a later one is higher, unless publishing began anew.
+        number: counted by the publisher; a later one is higher.
         origin: what tells it from a version of the same number that another process published.
+        format: of what is published.
+
+    Raises:
+        ValueError: it is of a release that publishes in another form.
     """
 
     number: int
     origin: str
+    format: int = FORMAT
 
-
-class Versions(Protocol):
-    """Where the versions of one name are read."""
-
-    def newest(self) -> Version | None:
-        """The newest version; ``None`` if there is none.
-
-        Raises:
-            CheckpointError: what is there cannot be read.
-        """
-
-    def read(self) -> tuple[Version, Iterator[tuple[str, torch.Tensor]]] | None:
-        """The newest version, and its tensors by name; ``None`` if there is none.
-
-        Raises:
-            CheckpointError: what is there cannot be read.
-        """
+    def __post_init__(self) -> None:
+        if self.format != FORMAT:
+            raise ValueError(
+                f"found format {self.format}, expected {FORMAT}; publish and read with the same "
+                "release of Shardwise"
+            )
 
 
 def quoted(name: str) -> str:
@@ -54,7 +41,7 @@ def quoted(name: str) -> str:
     Raises:
         ValueError: it is empty or too long.
     """
-    safe = urllib.parse.quote(name, safe=" ")
+    safe = urllib.parse.quote(name, safe=" ", errors="surrogatepass")
     if safe.startswith("."):
         safe = f"%2E{safe[1:]}"  # neither hidden nor the folder above
     if not 0 < len(safe) <= _MOST_NAME:
@@ -63,16 +50,3 @@ def quoted(name: str) -> str:
             "as in a URL"
         )
     return safe
-
-
-def check_format(where: Path, found: int) -> None:
-    """Check that this release can read what is published.
-
-    Raises:
-        CheckpointError: it is of a release that publishes in another form.
-    """
-    if found != FORMAT:
-        raise CheckpointError(
-            f"{where}: found format {found}, expected {FORMAT}; publish and read with the same "
-            "release of Shardwise"
-        )

@@ -20,23 +20,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from vllm.distributed.weight_transfer.base import (
-    ParamMeta,
-    TrainerInitInfo,
-    TrainerWeightTransferEngine,
-    WeightSource,
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import (
-    WeightTransferEngineFactory,
-    WeightTransferTrainerFactory,
-)
-from vllm.model_executor.model_loader.reload import (
-    finalize_layerwise_reload,
-    initialize_layerwise_reload,
-)
+from vllm.distributed.weight_transfer import base, factory
+from vllm.model_executor.model_loader import reload
 
 from shardwise.base.errors import CheckpointError
 from shardwise.weights.publish import Publication
@@ -47,12 +32,12 @@ BACKEND = "shardwise"
 
 def register() -> None:
     """Make the backend known to vLLM in this process. vLLM calls it, as an entry point."""
-    WeightTransferEngineFactory.register_engine(BACKEND, PublishedWeightsEngine)
-    WeightTransferTrainerFactory.register_engine(BACKEND, PublishingEngine)
+    factory.WeightTransferEngineFactory.register_engine(BACKEND, PublishedWeightsEngine)
+    factory.WeightTransferTrainerFactory.register_engine(BACKEND, PublishingEngine)
 
 
 @dataclass
-class ReaderInitInfo(WeightTransferInitInfo):
+class ReaderInitInfo(base.WeightTransferInitInfo):
     """What workers subscribe to.
 
     Attributes:
@@ -65,7 +50,7 @@ class ReaderInitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class ReaderUpdateInfo(WeightTransferUpdateInfo):
+class ReaderUpdateInfo(base.WeightTransferUpdateInfo):
     """What workers are to read.
 
     Attributes:
@@ -75,7 +60,7 @@ class ReaderUpdateInfo(WeightTransferUpdateInfo):
     version: int
 
 
-class PublishedWeightsEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo]):
+class PublishedWeightsEngine(base.WeightTransferEngine[ReaderInitInfo, ReaderUpdateInfo]):
     """A worker's side: it reads published weights into its model."""
 
     init_info_cls = ReaderInitInfo
@@ -88,7 +73,7 @@ class PublishedWeightsEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateIn
 
     def start_weight_update(self) -> None:
         """Have vLLM take weights as they are in files."""
-        initialize_layerwise_reload(self.model)
+        reload.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: ReaderUpdateInfo) -> None:
         """Read the newest version.
@@ -108,7 +93,7 @@ class PublishedWeightsEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateIn
 
     def finish_weight_update(self) -> None:
         """Have vLLM bring the weights into the form in which it computes."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        reload.finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Read no more."""
@@ -116,7 +101,7 @@ class PublishedWeightsEngine(WeightTransferEngine[ReaderInitInfo, ReaderUpdateIn
 
 
 @dataclass
-class PublisherInitInfo(TrainerInitInfo):
+class PublisherInitInfo(base.TrainerInitInfo):
     """What the trainer publishes, and where.
 
     Attributes:
@@ -132,7 +117,7 @@ class PublisherInitInfo(TrainerInitInfo):
     at: str | None = None
 
 
-class PublishingEngine(TrainerWeightTransferEngine[PublisherInitInfo]):
+class PublishingEngine(base.TrainerWeightTransferEngine[PublisherInitInfo]):
     """The trainer's side: it publishes a version, and tells workers to read it."""
 
     init_info_cls = PublisherInitInfo
@@ -140,7 +125,7 @@ class PublishingEngine(TrainerWeightTransferEngine[PublisherInitInfo]):
 
     @classmethod
     def trainer_init(
-        cls, init_info: PublisherInitInfo, *, client: Any, source: WeightSource | None = None
+        cls, init_info: PublisherInitInfo, *, client: Any, source: base.WeightSource | None = None
     ) -> Self:
         """Tell workers what to subscribe to. Every rank of the trainer calls this.
 
@@ -192,7 +177,7 @@ class OfflineClient:
         self._llm.finish_weight_update()
 
 
-class PublishedSource(WeightSource):
+class PublishedSource(base.WeightSource):
     """Published weights as a source for vLLM's own engines, such as NCCL.
 
     Args:
@@ -202,10 +187,10 @@ class PublishedSource(WeightSource):
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
 
-    def metadata(self) -> list[ParamMeta]:
+    def metadata(self) -> list[base.ParamMeta]:
         """Name, dtype and shape of every tensor, in the order of iteration."""
         return [
-            ParamMeta(name, tensor.dtype, tuple(tensor.shape))
+            base.ParamMeta(name, tensor.dtype, tuple(tensor.shape))
             for name, tensor in self._subscription
         ]
 

@@ -13,6 +13,7 @@ import socket
 import stat
 import threading
 import time
+import weakref
 from enum import Enum
 from pathlib import Path
 from typing import Self
@@ -230,7 +231,8 @@ def sync(path: Path) -> None:
 class LockedFile(Closing):
     """A file that one process at a time can lock, and that says which one has.
 
-    The kernel releases the lock when the process ends.
+    The kernel releases the lock when the process ends, whatever processes it has forked. It is
+    also released once nothing refers to this object.
 
     Args:
         path: path of the file; made if it does not exist.
@@ -243,24 +245,48 @@ class LockedFile(Closing):
 
     def __init__(self, path: Path, doing: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        self._handle = os.open(path, flags, 0o600)
+        handle = os.open(path, flags, 0o600)
+        self._release = weakref.finalize(self, os.close, handle)
+        _locked.add(self)
         try:
-            lock_soon(self._handle)
+            lock_soon(handle)
         except BlockingIOError:
-            holder = content_of_lock(self._handle).decode(errors="replace").strip()
-            os.close(self._handle)
+            holder = content_of_lock(handle).decode(errors="replace").strip()
+            self.close()
             raise CheckpointError(
                 f"{doing}: found {holder or 'a process'} doing that ({path} is locked), expected "
                 "one at a time; end it first, or take another name"
             ) from None
         except OSError:
-            os.close(self._handle)
+            self.close()
             raise
-        name_holder(self._handle)
+        name_holder(handle)
 
     def close(self) -> None:
         """Release the lock."""
-        os.close(self._handle)
+        self._release()
+
+
+_locked: weakref.WeakSet[LockedFile] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    # A child has the same lock, and would keep it after its parent has been killed.
+    for each in list(_locked):
+        each.close()
+
+
+os.register_at_fork(after_in_child=_release_in_child)
+
+
+def is_locked(path: Path) -> bool:
+    """Whether a process has locked a file. It need not exist."""
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def lock_soon(handle: int) -> None:

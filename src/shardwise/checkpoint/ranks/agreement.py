@@ -6,6 +6,7 @@ processes of one job only, by torch's own functions, in a process group that tra
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -111,8 +112,7 @@ class Ranks:
                     self._send(answers[peer], peer)
             reply = answers[0]
         else:
-            self._send(mine, 0)
-            reply = self._receive(0)
+            reply = self._answered(mine)
         if isinstance(reply, _Failure):
             if isinstance(reply, _Lost) and (error is None or lost_peer_behind(error) is None):
                 error = PeerLostError(f"rank {reply.rank}: {reply.reason}")
@@ -133,17 +133,20 @@ class Ranks:
         self.together(doing, lambda: done.append(part()), lambda parts: [None] * len(parts))
         return done[0]
 
-    def first(self, doing: str, part: Callable[[], T]) -> T:
+    def first(
+        self, doing: str, part: Callable[[], T], after: Callable[[], None] = lambda: None
+    ) -> T:
         """Let the first rank do something, and return its result on every rank.
 
         Args:
             doing: what it does, for error messages.
             part: called on the first rank.
+            after: called on every rank before that.
 
         Raises:
-            CheckpointError: it failed; the message says why.
+            CheckpointError: a rank failed; the message says why.
         """
-        return self.together(doing, lambda: None, lambda parts: [part()] * len(parts))
+        return self.together(doing, after, lambda parts: [part()] * len(parts))
 
     def all_to_all(self) -> AllToAll:
         """What moves tensors on the host between these ranks."""
@@ -170,16 +173,30 @@ class Ranks:
         first = min(failures, key=lambda each: (isinstance(each, _Lost), each.rank))
         return [type(first)(first.rank, first.reason)] * self.size, error
 
-    def _send(self, what: Any, peer: int) -> None:
+    def _answered(self, mine: Any) -> Any:
+        """Send a result to the first rank, and return its answer: one wait for both."""
+        first, found = self._names[0], [None]
+
+        def exchange() -> None:
+            dist.send_object_list([mine], dst=first, group=self._group)
+            dist.recv_object_list(found, src=first, group=self._group)
+
         try:
+            self._call(exchange, 0)
+        except PeerLostError as error:
+            raise CheckpointError(
+                f"rank {self._names[self.rank]}: rank {first}, which coordinates checkpoints, was "
+                f"lost ({_first_line(error)})"
+            ) from error
+        return found[0]
+
+    def _send(self, what: Any, peer: int) -> None:
+        # The next receive reports a loss. First the other ranks need their answers.
+        with contextlib.suppress(PeerLostError):
             self._call(
                 lambda: dist.send_object_list([what], dst=self._names[peer], group=self._group),
                 peer,
             )
-        except PeerLostError as error:
-            if not self.coordinates:
-                raise self._lost(peer, error) from error
-            # The next receive reports the loss. First the other ranks need their answers.
 
     def _receive(self, peer: int) -> Any:
         found: list[Any] = [None]
@@ -189,8 +206,6 @@ class Ranks:
                 peer,
             )
         except PeerLostError as error:
-            if not self.coordinates:
-                raise self._lost(peer, error) from error
             return _Unreachable(self._names[peer], f"was lost ({_first_line(error)})")
         return found[0]
 
@@ -198,12 +213,6 @@ class Ranks:
         assert self._group is not None
         # A rank that writes much, or verifies it, is waited for as long as that takes.
         Peers(self._group).call(call, "a checkpoint", [peer], Notice.NOTHING)
-
-    def _lost(self, peer: int, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"rank {self._names[self.rank]}: rank {self._names[peer]}, which coordinates "
-            f"checkpoints, was lost ({_first_line(error)})"
-        )
 
 
 def _reason(error: Exception) -> str:

@@ -16,9 +16,11 @@ import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -47,6 +49,8 @@ from shardwise.checkpoint.ranks.state import check_tensor, config_of, sharded_st
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.optim.part import runs_of
 from shardwise.sharding.placement import full_tensor
+
+R = TypeVar("R")
 
 
 def save_hf(
@@ -121,6 +125,7 @@ class Contents:
     conversions: Sequence[Conversion] = ()
     dtype: torch.dtype | None = None
 
+    @functools.cached_property
     def infos(self) -> dict[str, TensorInfo]:
         """Dtype and shape of everything that is written, by name."""
         infos = {name: info_of(tensor) for name, tensor in self.tensors.items()}
@@ -162,9 +167,48 @@ def own_rows(contents: Contents, ranks: Ranks) -> list[Rows]:
     ]
 
 
+def agreed_contents(
+    read: Callable[[], Contents], ranks: Ranks, doing: str, prepare: Callable[[Contents], R]
+) -> tuple[Contents, R]:
+    """Let every rank find what it writes, and the first rank prepare for that. All ranks call this.
+
+    Args:
+        read: called on every rank; returns what is written.
+        ranks: who writes.
+        doing: what the ranks do, for error messages.
+        prepare: called on the first rank with what it writes, once all others have found the same.
+
+    Returns:
+        What this rank writes, and what ``prepare`` has returned.
+
+    Raises:
+        CheckpointError: a rank failed, or has other tensors than the first one; raised on all ranks
+            alike.
+    """
+    found: list[Contents] = []
+
+    def plan() -> tuple[int, int]:
+        found.append(read())
+        infos = found[0].infos
+        lines = "\n".join(f"{name} {info.dtype} {info.shape}" for name, info in infos.items())
+        return len(infos), xxhash.xxh3_64_intdigest(lines.encode("utf-8", "surrogatepass"))
+
+    def compare(plans: list[tuple[int, int]]) -> list[R]:
+        for number, each in enumerate(plans):
+            if each != plans[0]:
+                raise CheckpointError(
+                    f"found {plans[0][0]} tensors, and on rank {number} of those that save "
+                    f"{each[0]}, of other names, shapes or dtypes; expected the same model on all"
+                )
+        return [prepare(found[0])] * len(plans)
+
+    prepared = ranks.together(doing, plan, compare)
+    return found[0], prepared
+
+
 def write_rows(
-    contents: Contents, ranks: Ranks, doing: str, write: Callable[[list[Rows]], None]
-) -> None:
+    contents: Contents, ranks: Ranks, write: Callable[[list[Rows]], None]
+) -> Callable[[], None]:
     """Let every rank write its rows. Every rank calls this.
 
     Every element is written by one rank. What is converted is written by one rank in full, the
@@ -173,22 +217,37 @@ def write_rows(
     Args:
         contents: what to write.
         ranks: who writes.
-        doing: what the ranks do, for error messages.
         write: called with rows of this rank, once for the shards and once for each conversion.
 
-    Raises:
-        CheckpointError: a rank failed; raised on all ranks alike.
+    Returns:
+        What raises if this rank has failed: its part in the next round of ``ranks``. Until then, it
+        gathers with the others all the same.
     """
-    ranks.all(doing, lambda: write(own_rows(contents, ranks)))
+    errors: list[Exception] = []
+
+    def attempt(make: Callable[[], list[Rows]]) -> None:
+        try:
+            if not errors:
+                write(make())
+        except Exception as error:  # raised below
+            errors.append(error)
+
+    attempt(lambda: own_rows(contents, ranks))
     for number, conversion in enumerate(contents.conversions):
         sources = {name: each.detach() for name, each in conversion.sources.items()}
         full = {
             name: (full_tensor(each) if isinstance(each, DTensor) else each).cpu()
             for name, each in sources.items()
         }
-        made = full if number % ranks.size == ranks.rank else {}
-        ranks.all(doing, functools.partial(_write_converted, conversion, made, write))
-        del full, made
+        if number % ranks.size == ranks.rank:
+            attempt(functools.partial(_converted, conversion, full))
+        del full
+
+    def check() -> None:
+        if errors:
+            raise errors[0]
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -240,12 +299,11 @@ def write_model(
     wait_for_save()
     ranks = Ranks(group_for(group))
     doing = f"saving {target}"
-    contents = ranks.all(doing, saved.contents)
     with contextlib.ExitStack() as stack:
 
-        def prepare() -> tuple[str, Files]:
+        def prepare(contents: Contents) -> tuple[str, Files]:
             most = sys.maxsize if saved.needs_single else max_shard_size
-            files = plan_files(contents.infos(), most, saved.single)
+            files = plan_files(contents.infos, most, saved.single)
             partial = stack.enter_context(written_beside(target, None))
             partial.mkdir()
             _make_files(partial, files)
@@ -255,15 +313,14 @@ def write_model(
                 sync(made)
             return str(partial), files
 
-        partial, files = ranks.first(doing, prepare)
+        contents, (partial, files) = agreed_contents(saved.contents, ranks, doing, prepare)
         places = {
             name: (Path(partial) / file, at)
             for file, infos in files.items()
             for name, at in lay_out(infos, PT_METADATA)[1].items()
         }
         write = functools.partial(_write_places, places, contents, ReadWindow(buffer))
-        write_rows(contents, ranks, doing, write)
-        ranks.first(doing, stack.close)
+        ranks.first(doing, stack.close, after=write_rows(contents, ranks, write))
 
 
 def named_tensors(model: nn.Module, secondary: Set[str] = frozenset()) -> dict[str, torch.Tensor]:
@@ -363,26 +420,17 @@ def _write_parts(
             _write_all(handle, run, start + first * info.itemsize)
 
 
-def _write_converted(
-    conversion: Conversion,
-    full: Mapping[str, torch.Tensor],
-    write: Callable[[list[Rows]], None],
-) -> None:
-    """Convert full tensors and write the results; nothing on a rank that has no full tensors."""
-    if not full:
-        return
+def _converted(conversion: Conversion, full: Mapping[str, torch.Tensor]) -> list[Rows]:
     made = conversion.convert(full)
     if {name: info_of(tensor) for name, tensor in made.items()} != dict(conversion.results):
         raise CheckpointError(
             f"{', '.join(conversion.sources)}: found {', '.join(made)} after the conversion, "
             f"expected {', '.join(conversion.results)} with the planned shapes"
         )
-    write(
-        [
-            Rows(name, tuple(tensor.shape), full_box(tensor.shape), tensor)
-            for name, tensor in made.items()
-        ]
-    )
+    return [
+        Rows(name, tuple(tensor.shape), full_box(tensor.shape), tensor)
+        for name, tensor in made.items()
+    ]
 
 
 def _write_all(handle: int, data: memoryview, at: int) -> None:
