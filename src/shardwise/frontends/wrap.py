@@ -46,6 +46,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from shardwise._torch import fsdp
 
@@ -125,7 +126,10 @@ class ModuleWrapPolicy(WrapPolicy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        super().__init__(_transformer, transformer_layer_cls=tuple(dict.fromkeys(module_classes)))
+        super().__init__(
+            torch_wrap.transformer_auto_wrap_policy,
+            transformer_layer_cls=tuple(dict.fromkeys(module_classes)),
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(each.__name__ for each in self._options["transformer_layer_cls"])
@@ -228,31 +232,6 @@ def _size_based(
     return large and not isinstance(module, tuple(kept))
 
 
-def _transformer(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
-) -> bool:
-    """Make a group of every module of the classes ``transformer_layer_cls``."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def _lambda(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
-) -> bool:
-    """Make a group of every module for which ``lambda_fn(module)`` is true."""
-    return recurse or bool(lambda_fn(module))
-
-
-def _always(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Make a group of every module."""
-    return True
-
-
 size_based_auto_wrap_policy = SizeBasedPolicy(_size_based)
 """Makes a group wherever enough parameters come together.
 
@@ -261,13 +240,13 @@ them; by default ``nn.MultiheadAttention``) and ``exclude_wrap_modules`` (classe
 groups; by default ``nn.ModuleList`` and ``nn.ModuleDict``).
 """
 
-transformer_auto_wrap_policy = WrapPolicy(_transformer)
+transformer_auto_wrap_policy = WrapPolicy(torch_wrap.transformer_auto_wrap_policy)
 """Makes a group of every module of the classes in the option ``transformer_layer_cls``."""
 
-lambda_auto_wrap_policy = WrapPolicy(_lambda)
+lambda_auto_wrap_policy = WrapPolicy(torch_wrap.lambda_auto_wrap_policy)
 """Makes a group of every module for which the option ``lambda_fn``, called with it, is true."""
 
-always_wrap_policy = WrapPolicy(_always)
+always_wrap_policy = WrapPolicy(torch_wrap.always_wrap_policy)
 """Makes a group of every module. It has no options."""
 
 
