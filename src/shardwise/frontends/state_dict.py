@@ -485,17 +485,10 @@ def _outside_wrappers(
 
 
 def _enter_names(
-    module: WrapperModule,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    module: WrapperModule, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
     """Give values that are about to be loaded their names inside the wrapper."""
-    module._before_load(state_dict, prefix, error_msgs)
+    module._before_load(state_dict, prefix, errors=others[-1])
     for key in list(state_dict):
         if key.startswith(prefix):
             state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)

@@ -211,25 +211,19 @@ def _size_based(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a group wherever at least ``min_num_params`` parameters (100 million) come together.
-
-    Args:
-        module: the module in question.
-        recurse: whether to decide about its children, or about the module itself.
-        nonwrapped_numel: its parameters that belong to no group yet.
-        min_num_params: the number of parameters that make a group.
-        force_leaf_modules: classes whose children are not visited, and which stay with their
-            parent.
-        exclude_wrap_modules: classes that never become groups themselves.
-    """
-    large = nonwrapped_numel >= min_num_params
-    if recurse:
-        leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
-        kept = leaves if force_leaf_modules is None else force_leaf_modules
-    else:
-        excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
-        kept = excluded if exclude_wrap_modules is None else exclude_wrap_modules
-    return large and not isinstance(module, tuple(kept))
+    """Decide as torch does, with the sets of classes that our own policy has."""
+    if force_leaf_modules is None:
+        force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+    if exclude_wrap_modules is None:
+        exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    return torch_wrap.size_based_auto_wrap_policy(
+        module,
+        recurse,
+        nonwrapped_numel,
+        min_num_params,
+        {*force_leaf_modules},
+        {*exclude_wrap_modules},
+    )
 
 
 size_based_auto_wrap_policy = SizeBasedPolicy(_size_based)

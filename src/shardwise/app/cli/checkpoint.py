@@ -426,7 +426,10 @@ def _print_section(
     console.print(Text(title, style="bold"))
     sharded = any(path in source.placements for path in paths)
     table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
-    facts = {path: _facts(source, path)[: len(table.columns) - 1] for path in paths}
+    facts: dict[StatePath, tuple[str, ...]] = {}
+    for path in paths:
+        info, placed = source.tensors[path], source.placements.get(path, "")
+        facts[path] = (shape_in_words(info.shape), info.dtype, placed)[: len(table.columns) - 1]
     add_rows(
         table,
         fold(
@@ -443,11 +446,6 @@ def _dotted(path: StatePath) -> str:
     from shardwise.checkpoint.disk.entries import dotted  # imports torch
 
     return dotted(path)
-
-
-def _facts(source: Source, path: StatePath) -> tuple[str, ...]:
-    info = source.tensors[path]
-    return shape_in_words(info.shape), info.dtype, source.placements.get(path, "")
 
 
 def _contents(source: Source, *, values: bool) -> dict[str, Any]:

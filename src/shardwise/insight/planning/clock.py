@@ -293,7 +293,8 @@ class _Replay:
                 case Wait():
                     self._wait(event.number)
                 case Mark() if event.activity in _PARTS:
-                    self._mark(event.activity, event.group)
+                    self._close(self._now)
+                    self._open = event.activity, event.group, self._now
         for number in [number for number, start in self._starts.items() if start.ranks > 1]:
             self._wait(number)  # reading the results waits
         seconds = max(self._now, self._host)
@@ -355,10 +356,6 @@ class _Replay:
             self._now = end
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
-
-    def _mark(self, activity: Activity, name: str) -> None:
-        self._close(self._now)
-        self._open = activity, name, self._now
 
     def _close(self, end: float) -> None:
         if self._open is not None:

@@ -175,35 +175,11 @@ def _build(
 ) -> None:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
-    if TENSOR not in settings.world.names:
-        _make_fake(model)
-        _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
-        return
-    # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
-    # all is done on the meta device, except that transports get fake memory from the start.
-    with dtensor.real_tensors():
-        data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
-        apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
-    transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
-    with dtensor.real_tensors():
-        _shard(model, blocks, blueprint, settings, data)
-    del transports  # the groups hold them now
-    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    allocate(model, [name for name, _ in names])
-
-
-def _shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    blueprint: Blueprint,
-    settings: Settings,
-    mesh: DeviceMesh,
-) -> None:
     reduce_dtype = settings.reduce_dtype or settings.param_dtype
-    shard_blocks(
+    shard = functools.partial(
+        shard_blocks,
         model,
         blocks,
-        mesh=mesh,
         reshard_after_forward=settings.sharding.reshard_after_forward,
         precision=MixedPrecisionPolicy(
             param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
@@ -213,26 +189,22 @@ def _shard(
         transport=settings.transport,
         wire=settings.collective_wire.argument,
     )
-
-
-def _make_fake(model: nn.Module) -> None:
-    """Replace tensors on the meta device by fake ones on the host. Tied ones stay tied."""
-    fakes: dict[torch.Tensor, Any] = {}
-    for module in model.modules():
-        for own in fake.own_tensors(module):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    if tensor not in fakes:
-                        fakes[tensor] = _without_memory(tensor)
-                    own[name] = fakes[tensor]
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor, or a parameter, like another tensor."""
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(like, tensor.requires_grad)
-    return like
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    names = [name for name, _ in tensors]
+    if TENSOR not in settings.world.names:
+        allocate(model, names)
+        shard(mesh=settings.sharding.sharding_mesh(mesh))
+        return
+    # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
+    # all is done on the meta device, except that transports get fake memory from the start.
+    with dtensor.real_tensors():
+        data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
+        apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
+    transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
+    with dtensor.real_tensors():
+        shard(mesh=data)
+    del transports  # the groups hold them now
+    allocate(model, names)
 
 
 def _ends(model: nn.Module) -> frozenset[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -220,8 +221,10 @@ class Recording:
         else:
             last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
             mine = self._of_this_rank(last)
-            parts = _gather(peers, packed(mine))
-            ranks = [unpacked(part, rank) for rank, part in enumerate(parts)] or [mine]
+            parts: list[Any] | None = [b""] * peers.size if mine.rank == 0 else None
+            send = functools.partial(dist.gather_object, packed(mine), parts, 0, group=peers.group)
+            peers.call(send, "gathering what ranks have recorded")
+            ranks = [unpacked(part, rank) for rank, part in enumerate(parts or ())] or [mine]
         self.timeline = Timeline(tuple(ranks), self._prediction)
         if self.folder is not None and mine.rank == 0:
             write(self.timeline, self.folder)
@@ -349,14 +352,6 @@ def _warn_of_missing(here: Collection[int], peers: Peers, when: str, seconds: fl
             when,
             seconds,
         )
-
-
-def _gather(peers: Peers, mine: bytes) -> list[bytes]:
-    """Return the parts of all ranks on rank 0, and nothing elsewhere."""
-    parts: list[bytes] | None = [b""] * peers.size if peers.rank == 0 else None
-    doing = "gathering what ranks have recorded"
-    peers.call(lambda: dist.gather_object(mine, parts, 0, group=peers.group), doing)
-    return parts or []
 
 
 #: Files in the folder of a timeline.
