@@ -129,16 +129,14 @@ def fused(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events of a step whose blocks are compiled."""
     run: list[Op] = []
     for event in events:
-        if isinstance(event, Op) and _fuses(event):
-            if run and run[-1].phase is not event.phase:
-                yield _kernel(run)
-                run = []
-            run.append(event)
-            continue
-        if run and not isinstance(event, Change):
+        op = event if isinstance(event, Op) and _fuses(event) else None
+        if run and not isinstance(event, Change) and (op is None or op.phase is not run[-1].phase):
             yield _kernel(run)
             run = []
-        yield event
+        if op is None:
+            yield event
+        else:
+            run.append(op)
     if run:
         yield _kernel(run)
 

@@ -19,9 +19,6 @@ from shardwise.insight.planning.settings import Settings
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning
 
-#: The kinds of memory, in the order in which they are shown.
-KINDS = tuple(Memory)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -221,7 +218,7 @@ class Plan:
 
 def bytes_of(rank: RankBytes) -> dict[str, int]:
     """Return the bytes at the peak by kind of memory, as named in JSON."""
-    return {kind.value: getattr(rank, kind.value) for kind in KINDS}
+    return {kind.value: getattr(rank, kind.value) for kind in Memory}
 
 
 def _json_of_rank(rank: RankBytes) -> dict[str, Any]:

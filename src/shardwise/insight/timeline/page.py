@@ -500,12 +500,6 @@ def _rows(
         by_row.setdefault(row, []).append((span.begin, end, span.name, about))
         if span.device is not None:
             by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
-    return _drawn(by_row, zero, names)
-
-
-def _drawn(
-    by_row: Mapping[str, list[_Slice]], zero: float, names: dict[str, int]
-) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for row, lane in _laid_out(by_row, _ROWS):
         drawn = [
