@@ -294,12 +294,11 @@ class Coordinator:
     def _note_lost(self) -> None:
         for replica, incarnation in list(self._members.items()):
             each = self._seen.get(replica)
-            if each is not None and each.report.incarnation == incarnation:
-                if each.report.state is State.LEFT:
-                    self._forget(replica, EventKind.LEFT)
-                elif not each.is_connected:
-                    self._forget(replica, EventKind.LOST)
-            else:
+            if each is None or each.report.incarnation != incarnation:
+                self._forget(replica, EventKind.LOST)
+            elif each.report.state is State.LEFT:
+                self._forget(replica, EventKind.LEFT)
+            elif not each.is_connected:
                 self._forget(replica, EventKind.LOST)
 
     def _forget(self, replica: int, kind: EventKind) -> None:

@@ -138,16 +138,7 @@ def check(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str) -> Non
 
 
 def _check_data_parallel(mesh: DeviceMesh, what: str) -> None:
-    """Check a data parallel mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``.
-
-    Args:
-        mesh: the mesh.
-        what: the name of what will be sharded, for messages.
-
-    Raises:
-        ValueError: it has more dimensions, or their names say that they are not data parallel or
-            in the wrong order.
-    """
+    """Check a data parallel mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``."""
     where = f"{what} on rank {dist.get_rank()}"
     names = mesh.mesh_dim_names
     shown = f"dimensions {names} of sizes {tuple(mesh.shape)}"

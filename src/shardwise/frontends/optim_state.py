@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
+from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.frontends.state_dict import (
     WrapperModule,
     exported,
@@ -322,7 +323,8 @@ def load_by_name(
         ValueError: the model has no parameter of a name, or a tensor does not have the shape of its
             parameter.
     """
-    keys = {name: key for key, name in _names_by_key(model, optimizer).items()}
+    names = _names_by_key(model, optimizer)
+    keys = {name: key for key, name in names.items()}
     params = sharded_params(model)
     _check_names(state_dict, keys, model)
     states: dict[Any, dict[str, Any]] = {}
@@ -334,7 +336,6 @@ def load_by_name(
         states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
     groups = _groups_like(optimizer, state_dict["param_groups"], keys)
     if key_type is OptimStateKeyType.PARAM_NAME:
-        names = {key: name for name, key in keys.items()}
         for group in groups:
             group["params"] = [names[key] for key in group["params"]]
     return {"state": states, "param_groups": groups}
@@ -368,13 +369,8 @@ def _load_from_first_rank(
     if dist.get_rank() == source:
         if state is None:
             raise ValueError(f"rank {source}: found None, expected the full optimizer state")
-        sent[0] = {
-            "state": {
-                name: {kind: placeholder(value) for kind, value in values.items()}
-                for name, values in state["state"].items()
-            },
-            "param_groups": state["param_groups"],
-        }
+        held = replaced_in(state["state"], placeholder)
+        sent[0] = {"state": held, "param_groups": state["param_groups"]}
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
     def receive(value: Any) -> Any:

@@ -389,14 +389,7 @@ def _show_damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
 
 
 def _show_contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
-    """Show what a checkpoint contains.
-
-    Args:
-        source: the checkpoint.
-        values: show plain values, too.
-        layers: show repeated layers one by one.
-        json: print JSON, which always has everything but ``values``.
-    """
+    """Show what a checkpoint contains; JSON has everything, but values only if they are wanted."""
     if json:
         _print_json(_contents(source, values=values))
         return
@@ -472,15 +465,7 @@ def _contents(source: Source, *, values: bool) -> dict[str, Any]:
 def _show_differences(
     first: Path, second: Path, found: Sequence[Difference], *, layers: bool, json: bool
 ) -> None:
-    """Show the differences of two checkpoints.
-
-    Args:
-        first: the path of the first one.
-        second: the path of the second one.
-        found: the differences.
-        layers: show those of repeated layers one by one.
-        json: print JSON, which always has all of them.
-    """
+    """Show the differences of two checkpoints; JSON always has all of them."""
     if json:
         fields = [dataclasses.asdict(each) for each in found]
         for entry in fields:  # JSON has neither nan nor inf

@@ -37,14 +37,13 @@ from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
-    DTYPES,
     RehearsalError,
     Settings,
     SettingsError,
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
-from shardwise.insight.schema.sharding import Stepping
+from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
@@ -59,6 +58,11 @@ from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.transport import ShmTransport
 
+_DTYPES: Mapping[PrecisionName | None, torch.dtype | None] = {
+    PrecisionName.FP32: torch.float32,
+    PrecisionName.BF16: torch.bfloat16,
+    None: None,
+}
 USUAL_IMAGE = 224  # pixels of an image's height and width, unless they are given
 
 
@@ -92,8 +96,8 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
         with _explaining("copying the model"):
             model, blocks = blueprint.copied()
-            if settings.shard_dtype is not None:
-                store_in(model, _dtype(settings.shard_dtype))
+            if (shard_dtype := _DTYPES[settings.shard_dtype]) is not None:
+                store_in(model, shard_dtype)
             model.train()
         stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
         if "transformers" in sys.modules:  # else the model is none of its
@@ -182,8 +186,7 @@ def _build(
         blocks,
         reshard_after_forward=settings.sharding.reshard_after_forward,
         precision=MixedPrecisionPolicy(
-            param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
-            reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype),
+            param_dtype=_DTYPES[settings.param_dtype], reduce_dtype=_DTYPES[reduce_dtype]
         ),
         placement=blueprint.placement,
         transport=settings.transport,
@@ -237,11 +240,12 @@ class _Optimizer:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
         if self.inner is not None and settings.offload is not None:
-            masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
             place = OffloadPlace.parse(settings.offload)
             stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
-            self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
+            self.inner = OffloadedOptimizer(
+                self.inner, place, Masters(_DTYPES[settings.master_dtype]), lambda _: store
+            )
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
         if settings.outer_states and trained:
@@ -430,15 +434,7 @@ def _label(
     batches: Sequence[Any],
     elsewhere: Container[nn.Parameter],
 ) -> None:
-    """Say what the memory is for that is there before the step.
-
-    Args:
-        recorder: receives the reports.
-        model: the model.
-        optimizer: its optimizer.
-        batches: what it is trained on.
-        elsewhere: the parameters that have no memory between steps.
-    """
+    """Say what the memory is for that is there before the step; parameters elsewhere have none."""
     for name, parameter in model.named_parameters():
         if parameter not in elsewhere:
             recorder.label(dtensor.plain(parameter), Memory.PARAMETERS, name)
@@ -485,9 +481,3 @@ def _dimensions(mesh: DeviceMesh) -> dict[str, tuple[str, int]]:
         mesh.get_group(dim).group_name: (name, mesh.size(dim))
         for dim, name in enumerate(mesh.mesh_dim_names or ())
     }
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, DTYPES[name])
-    assert isinstance(dtype, torch.dtype)
-    return dtype

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,9 +47,6 @@ MOST_PEERS = 16
 ONE_HOST = 8  # ranks on a host, unless it is given
 MOST_ACCUMULATED = 1000  # microbatches; each of them is rehearsed
 MOST_SIZE = 10**9  # of anything else that is counted
-
-#: The dtypes that can be named -> their names in torch.
-DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 
 #: The optimizers that can be named.
 OPTIMIZERS = (

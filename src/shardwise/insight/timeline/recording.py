@@ -31,9 +31,9 @@ from shardwise.insight.timeline.meeting import (
     Reading,
     SharedClock,
     clock_of_host,
+    first_turns,
     own_clock,
     read_clock,
-    turns_of,
     waiting_for,
 )
 from shardwise.insight.timeline.page import page, trace
@@ -150,7 +150,7 @@ class Recording:
         doing = "the beginning of a recording"
         name = clock_of_host() if self._clock is None else self._clock
         mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
-        turns = turns_of(peers)
+        turns = peers.once(first_turns)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
             said = meeting.meet(
