@@ -8,7 +8,7 @@ model runs would be trained on as it is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,7 +121,8 @@ class _NoticeShards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _METADATA or _is_data(func):
+        is_data = getattr(func, "__self__", None) in _DATA
+        if getattr(func, "__name__", "") not in _METADATA or is_data:
             for value in (*args, *kwargs.values()):
                 form = self._forms.get(id(value)) if isinstance(value, DTensor) else None
                 if form is not None:
@@ -136,8 +137,7 @@ _METADATA = frozenset(
 )
 
 
-def _is_data(func: Any) -> bool:
-    return getattr(func, "__self__", None) in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)
+_DATA = (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)  # attributes that have elements
 
 
 class _Initializer:
@@ -330,7 +330,8 @@ class InitializationCheck:
         Raises:
             RuntimeError: a tensor still has the mark on a rank; raised on every rank.
         """
-        tensors = dict(_named(model))
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= model.named_buffers(remove_duplicate=False)
         left = [name for name in self._names if name in tensors and is_marked(tensors[name])]
         left = _on_any_rank(self._names, left, tensors)
         if left:
@@ -347,11 +348,6 @@ class InitializationCheck:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> InitializationCheck:
         return self  # the copy of a model has its own memory, and the same check
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _on_any_rank(

@@ -536,9 +536,6 @@ def _like_parameter(
 def read_rank_file(path: Path) -> RankFile:
     """Read the file of one rank, with a :class:`.StoredTensor` for every tensor.
 
-    Args:
-        path: path of the file.
-
     Raises:
         CheckpointError: it is damaged, hostile, or not such a file.
     """

@@ -50,7 +50,6 @@ from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.sharding.allocate import allocate
-from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
@@ -92,14 +91,20 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(c10d.fake_world(world.size, rank))
         mesh = init_device_mesh("cpu", world.shape, mesh_dim_names=world.names)
-        for name in world.names:
-            Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
+        dimensions: dict[str, tuple[str, int]] = {}
+        for name, size in zip(world.names, world.shape, strict=True):
+            group = mesh.get_group(name)
+            Peers(group).name_dimension(name)  # the data mesh names only its own
+            dimensions[group.group_name] = name, size
         with _explaining("copying the model"):
             model, blocks = blueprint.copied()
             if (shard_dtype := _DTYPES[settings.shard_dtype]) is not None:
                 store_in(model, shard_dtype)
             model.train()
-        stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
+        kind = settings.device_type
+        named = settings.backend or dist.get_default_backend_for_device(kind)
+        backend = devices.backend_of(named, torch.device(kind))
+        stack.enter_context(simulated(backend, ranks_per_host=settings.on_host))
         if "transformers" in sys.modules:  # else the model is none of its
             from shardwise.frontends.pretrained import hf
 
@@ -112,14 +117,13 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
-            each = range(settings.accumulate)
-            batches = [_batch(settings, model, name, mode) for _ in each]
-        recorder = RehearsalRecorder(mode, _dimensions(mesh))
+            count = settings.accumulate
+            batches = [_batch(settings, model, name, mode) for _ in range(count)]
+        recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             if settings.stepping is Stepping.IN_BACKWARD:
-                for group in groups_of(model):
-                    group.stepper = stepper
-            recorder.label_gradients(_fulls(model))
+                for each in groups_of(model):
+                    each.stepper = stepper
             elsewhere = _offloaded_parameters(settings, model)
             for number in range(_most_steps(model)):
                 _label(recorder, model, optimizer, batches, elsewhere)
@@ -160,14 +164,6 @@ def _raised_in(error: Exception, model: nn.Module) -> str:
         if isinstance(module, nn.Module):
             found = names.get(module, found)
     return found
-
-
-def _backend(settings: Settings) -> devices.Backend:
-    """The backend of the process groups that are planned for."""
-    kind = settings.device_type
-    return devices.backend_of(
-        settings.backend or dist.get_default_backend_for_device(kind), torch.device(kind)
-    )
 
 
 def _build(
@@ -461,23 +457,3 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
         return frozenset()
     every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= file.SMALLEST}
     return frozenset(every)
-
-
-def _fulls(model: nn.Module) -> dict[str, Callable[[], list[nn.Parameter]]]:
-    """What returns the full parameters of each group, by the name of the group."""
-
-    def fulls_of(group: ParamGroup) -> list[nn.Parameter]:
-        return [param.full for param in group.params if param.full is not None]
-
-    names = {module: name for name, module in model.named_modules()}
-    return {
-        names[group.modules[0]]: functools.partial(fulls_of, group) for group in groups_of(model)
-    }
-
-
-def _dimensions(mesh: DeviceMesh) -> dict[str, tuple[str, int]]:
-    """Name and size of each dimension of a mesh, by the name of its process group."""
-    return {
-        mesh.get_group(dim).group_name: (name, mesh.size(dim))
-        for dim, name in enumerate(mesh.mesh_dim_names or ())
-    }

@@ -165,6 +165,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
+        exchange = self.settings.exchange
         return {
             "version": JSON_VERSION,
             "model": self.model,
@@ -173,7 +174,12 @@ class Plan:
             "settings": self.settings.to_json(),
             "ranks": [_json_of_rank(rank) for rank in self.ranks],
             "step": self._json_of_step(),
-            "exchange": self._json_of_exchange(),
+            "exchange": exchange
+            and {
+                "wire": exchange.wire.value,
+                "every": exchange.every,
+                "bytes_sent": self.exchanged,
+            },
             "fits": self.fits,
             "reserved": self.reserved,
             "available": None
@@ -181,16 +187,6 @@ class Plan:
             else {"bytes": self.available.nbytes, "source": self.available.source},
             "formulas": dict(self.formulas),
             "alternatives": [asdict(each) for each in self.alternatives],
-        }
-
-    def _json_of_exchange(self) -> dict[str, Any] | None:
-        exchange = self.settings.exchange
-        if exchange is None:
-            return None
-        return {
-            "wire": exchange.wire.value,
-            "every": exchange.every,
-            "bytes_sent": self.exchanged,
         }
 
     def _json_of_step(self) -> dict[str, Any]:

@@ -234,15 +234,13 @@ class RankTurns:
     def _next(self, rank: int) -> int:
         """Return whose turn is next behind ``rank``; -1 if all have ended."""
         behind = [*range(rank + 1, self.world_size), *range(rank + 1)]
-        able = [each for each in behind if self._can_go_on(each)]
-        if not able and self._waits:
+        waiting = [each for each in behind if each in self._waits]
+        able = [each for each in waiting if each in self._stuck or self._waits[each][0]()]
+        if not able and waiting:
             self._note_stuck()
-            able = [each for each in behind if each in self._stuck]
+            able = waiting
         choice = self.schedule.choose(len(able)) if len(able) > 1 else 0
         return able[choice] if able else -1
-
-    def _can_go_on(self, rank: int) -> bool:
-        return rank in self._waits and (rank in self._stuck or self._waits[rank][0]())
 
     def _note_stuck(self) -> None:
         """Prepare the errors of all ranks: each waits for what none of them will do."""

@@ -492,11 +492,11 @@ def _rows(
     by_row: dict[str, list[_Slice]] = {}
     for span in spans:
         end = latest if span.end is None else span.end
-        about = {"kind": _kind(span), "about": about_span(span)}
+        about = {"kind": span.activity.name.lower(), "about": about_span(span)}
         if span.activity in COLLECTIVES:
             row = span.dimension or "ranks"
         else:
-            row = _ROWS[0] if _kind(span) in ("forward", "backward") else _ROWS[1]
+            row = _ROWS[0] if span.activity in _COMPUTES else _ROWS[1]
         by_row.setdefault(row, []).append((span.begin, end, span.name, about))
         if span.device is not None:
             by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
@@ -512,11 +512,6 @@ def _rows(
         ]
         rows.append([row, drawn])
     return rows
-
-
-def _kind(span: Span) -> str:
-    """Return the class of a span in the drawing."""
-    return span.activity.name.lower()
 
 
 def _about(span: Span) -> str:
