@@ -15,7 +15,7 @@ from typing import IO, Any
 from shardwise.app.runs.files import naming
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import open_file
-from shardwise.checkpoint.disk.strict import MAX_INT, Fields, check_number, parse, refuse
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 _NUMBERS = (int, float)  # a union would be made anew for each value of a million lines
@@ -267,8 +267,6 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         "world_size": fields.number("world_size"),
         "ranks": ranks,
     }
-    for rank in ranks:
-        check_number(rank, where, 0, MAX_INT)
     for name in ("busy", "data", "memory_mib"):
         values = fields.items(name, MOST_RANKS)
         is_right = all(type(v) in (int, float) and math.isfinite(v) for v in values)

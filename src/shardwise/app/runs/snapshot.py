@@ -169,12 +169,9 @@ class RunReader:
             self._damaged += 1
             return
         latest = self._latest
-        if len(latest) + len(record) <= _MOST_LATEST:
-            latest.update(record)
-        else:
-            for name, value in record.items():
-                if name in latest or len(latest) < _MOST_LATEST:
-                    latest[name] = value
+        for name, value in record.items():
+            if name in latest or len(latest) < _MOST_LATEST:
+                latest[name] = value
         step = record["step"]
         for name in NO_CURVES:
             record.pop(name, None)

@@ -69,7 +69,7 @@ def build(
             )
         chosen = _dtype(dtype, settings, source)
         made = _class(model_class, settings, where)
-        with _explaining(f"{where}: transformers cannot build {made.__name__} from {CONFIG}"):
+        with explaining(f"{where}: transformers cannot build {made.__name__} from {CONFIG}"):
             model = hf.build(made, settings, chosen)
         untied = hf.untie(model, lambda name, other: not _differ(source, name, other))
     if untied:
@@ -85,15 +85,15 @@ def build(
 
 
 @contextlib.contextmanager
-def _explaining(doing: str) -> Iterator[None]:
-    """Say what transformers was doing: each model checks its configuration in its own way."""
+def explaining(doing: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Say what a library was doing: each model checks its configuration in its own way."""
     try:
         yield
     except CheckpointError:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {opening.shortened(error)}"
-        raise ValueError(f"{doing}: {reason}") from error
+        raise kind(f"{doing}: {reason}") from error
 
 
 def _differ(source: Source, name: str, other: str) -> bool:
@@ -143,7 +143,7 @@ def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTra
             f"{where}: {CONFIG} has model_type {settings['model_type']!r}, which transformers does "
             "not know; install the version that does, or build the model and call fill()"
         )
-    with _explaining(f"{where}: transformers cannot use {CONFIG}"):
+    with explaining(f"{where}: transformers cannot use {CONFIG}"):
         return opening.model_config(made, settings, where / CONFIG, **overrides)
 
 
