@@ -131,6 +131,10 @@ class _Reader:
         stored = found.stored
         tiling, cut_along = self._tiling(found)
         first, *others = found.names
+        placements: tuple[tuple[str, str], ...] = ()
+        if isinstance(stored, DTensor):
+            described = map(dtensor.describe_placement, stored.placements)
+            placements = tuple(zip(names_of(stored.device_mesh), described, strict=True))
         return ParameterReport(
             name=first,
             aliases=tuple(others),
@@ -140,7 +144,7 @@ class _Reader:
             kind=_kind(found),
             group=found.group,
             cut_dim=None if found.form is None else found.form.layout.dim,
-            placements=tuple(_placements(stored)),
+            placements=placements,
             tiling=tiling,
             cut_along=cut_along,
         )
@@ -235,15 +239,6 @@ def _kind(found: Found) -> ParamKind:
     if found.form is not None:
         return ParamKind.REPLICATED if found.form.layout.dim is None else ParamKind.SHARDED
     return ParamKind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else ParamKind.PLAIN
-
-
-def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """Pairs of a mesh dimension's name and torch's placement on it."""
-    if not isinstance(stored, DTensor):
-        return
-    mesh = stored.device_mesh
-    for name, placement in zip(names_of(mesh), stored.placements, strict=True):
-        yield name, dtensor.describe_placement(placement)
 
 
 def gather_values(model: nn.Module) -> Values | None:

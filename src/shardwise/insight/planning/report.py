@@ -172,7 +172,18 @@ class Plan:
             "numel": self.numel,
             "machine": self.machine or None,
             "settings": self.settings.to_json(),
-            "ranks": [_json_of_rank(rank) for rank in self.ranks],
+            "ranks": [
+                {
+                    "ranks": rank.ranks,
+                    "bytes": bytes_of(rank),
+                    "peak": rank.peak,
+                    "peak_moment": rank.peak_moment,
+                    "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
+                    "activations_by_module": dict(rank.by_module),
+                    "offloaded": rank.offloaded,
+                }
+                for rank in self.ranks
+            ],
             "step": self._json_of_step(),
             "exchange": exchange
             and {
@@ -215,15 +226,3 @@ class Plan:
 def bytes_of(rank: RankBytes) -> dict[str, int]:
     """Return the bytes at the peak by kind of memory, as named in JSON."""
     return {kind.value: getattr(rank, kind.value) for kind in Memory}
-
-
-def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
-    return {
-        "ranks": rank.ranks,
-        "bytes": bytes_of(rank),
-        "peak": rank.peak,
-        "peak_moment": rank.peak_moment,
-        "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
-        "activations_by_module": dict(rank.by_module),
-        "offloaded": rank.offloaded,
-    }

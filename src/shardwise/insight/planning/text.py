@@ -171,7 +171,14 @@ def bytes_needed(plan: Plan) -> Iterator[Cells]:
         yield Cells(("activations at the peak", "each", "together"), rows)
     if plan.traffic:
         heads = ("traffic of a step", "collective", "calls", "launches", "full tensors", "sent")
-        yield Cells(heads, list(_traffic(plan)), words=2)
+        traffic = [
+            (
+                *(each.dimension, each.collective, f"{each.calls:,}", f"{each.launches:,}"),
+                *(binary_size(each.nbytes), binary_size(each.sent)),
+            )
+            for each in plan.traffic
+        ]
+        yield Cells(heads, traffic, words=2)
 
 
 def speeds(plan: Plan) -> Iterator[Cells]:
@@ -186,7 +193,18 @@ def speeds(plan: Plan) -> Iterator[Cells]:
     if plan.alternatives:
         unit = "tokens/s" if plan.settings.seq_length else "samples/s"
         heads = ("next to it", "checkpointing", "batch", "peak", unit, "fits")
-        yield Cells(heads, list(_alternatives(plan)), words=2)
+        others = [
+            (
+                f"{each.strategy} {each.mesh}",
+                each.activation_checkpointing,
+                str(each.batch_size),
+                binary_size(each.peak),
+                f"{each.tokens_per_second:,.0f}",
+                "yes" if each.fits else "no",
+            )
+            for each in plan.alternatives
+        ]
+        yield Cells(heads, others, words=2)
 
 
 def _memory(ranks: Sequence[RankBytes]) -> Cells:
@@ -215,26 +233,6 @@ def _modules(rank: RankBytes) -> Iterator[tuple[str, str, str]]:
     left = rank.activations - sum(map(together, rows))
     if rows and left > 0:
         yield "others", "", binary_size(left)
-
-
-def _traffic(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for each in plan.traffic:
-        yield (
-            *(each.dimension, each.collective, f"{each.calls:,}", f"{each.launches:,}"),
-            *(binary_size(each.nbytes), binary_size(each.sent)),
-        )
-
-
-def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for each in plan.alternatives:
-        yield (
-            f"{each.strategy} {each.mesh}",
-            each.activation_checkpointing,
-            str(each.batch_size),
-            binary_size(each.peak),
-            f"{each.tokens_per_second:,.0f}",
-            "yes" if each.fits else "no",
-        )
 
 
 def notes(plan: Plan) -> Iterator[str]:

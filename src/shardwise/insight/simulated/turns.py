@@ -99,7 +99,13 @@ class RankTurns:
         before = self._own.save()
         self._saved = self._saved or [before] * self.world_size
         if not self._threads:
-            self._start()
+            count = torch.get_num_threads()
+            self._threads = [
+                threading.Thread(target=self._be, args=(r, count), daemon=True, name=f"rank-{r}")
+                for r in range(self.world_size)
+            ]
+            for thread in self._threads:
+                thread.start()
         self._function = function
         self._values = [None] * self.world_size
         self._waits = dict.fromkeys(range(self.world_size), _READY)
@@ -151,15 +157,6 @@ class RankTurns:
     def yield_turn(self) -> None:
         """Let other ranks go first."""
         self._pass_on(self.rank, _READY)
-
-    def _start(self) -> None:
-        count = torch.get_num_threads()
-        self._threads = [
-            threading.Thread(target=self._be, args=(rank, count), daemon=True, name=f"rank-{rank}")
-            for rank in range(self.world_size)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def _be(self, rank: int, num_threads: int) -> None:
         """Be a rank, until the world ends."""
