@@ -256,9 +256,6 @@ def calibrate(out: Out = None) -> None:
     check_extras(["transformers"])
     console, began = Console(), time.monotonic()
 
-    def say(text: str) -> None:
-        show(f"measuring  {text}")
-
     try:
         path = out or cache_file()
     except MachineError as error:
@@ -266,7 +263,7 @@ def calibrate(out: Out = None) -> None:
     with _writing(path):
         check_writable(path)
     others = os.getloadavg()[0]
-    found = measure_machine(say)
+    found = measure_machine(lambda text: show(f"measuring  {text}"))
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
     for count in found.costs:

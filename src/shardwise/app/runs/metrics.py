@@ -257,8 +257,6 @@ class RanksReader:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    if len(line) > MAX_LINE:
-        refuse(where, "more bytes", f"{MAX_LINE:,} at most")
     fields = Fields(parse(line, where), where)
     ranks = list(fields.numbers("ranks", MOST_RANKS))
     found: dict[str, Any] = {

@@ -259,10 +259,8 @@ class RunReader:
 
     def _object(self, path: Path, most: int, problems: list[str]) -> dict[str, Any]:
         found = self._bytes(path, most, problems)
-        if found is None:
-            return {}
         try:
-            return _as(dict, parse(found, str(path)))
+            return {} if found is None else _as(dict, parse(found, str(path)))
         except CheckpointError as error:
             problems.append(str(error))
             return {}
