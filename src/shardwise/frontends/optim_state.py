@@ -368,9 +368,8 @@ def _load_from_first_rank(
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
     """The name of each parameter by its id in the optimizer's state dict."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    if optimizer is None:
-        return dict(enumerate(names.values()))
-    return dict(enumerate(names_in_order(optimizer, names)))
+    found = names.values() if optimizer is None else names_in_order(optimizer, names)
+    return dict(enumerate(found))
 
 
 def _name_of(key: Any, names: Mapping[int, str]) -> str:

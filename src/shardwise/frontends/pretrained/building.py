@@ -15,6 +15,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
@@ -92,7 +93,7 @@ def explaining(doing: str, kind: type[Exception] = ValueError) -> Iterator[None]
     except CheckpointError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {opening.shortened(error)}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         raise kind(f"{doing}: {reason}") from error
 
 

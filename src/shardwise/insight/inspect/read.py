@@ -8,8 +8,9 @@ cannot differ from what the runtime does. Only reading values communicates.
 
 from __future__ import annotations
 
+import functools
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -125,7 +126,7 @@ class _Reader:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._tilings: dict[object, tuple[Tiling, tuple[tuple[int, ...], ...]]] = {}
-        self._coordinates: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
+        self._places = functools.cache(coordinates_in)
 
     def report(self, found: Found) -> ParameterReport:
         stored = found.stored
@@ -190,11 +191,6 @@ class _Reader:
             for rank in self._grid.ranks
             if rank in places
         }
-
-    def _places(self, mesh: DeviceMesh) -> Mapping[int, Coordinate]:
-        if mesh not in self._coordinates:
-            self._coordinates[mesh] = coordinates_in(mesh)
-        return self._coordinates[mesh]
 
 
 def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:
