@@ -24,7 +24,7 @@ from shardwise.base.observe import Activity
 from shardwise.base.units import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline
+from shardwise.insight.timeline.rank import COLLECTIVES, MemoryChange, RankTimeline
 from shardwise.insight.timeline.steps import Part, StepOfAll, StepOfRank, Timeline
 
 #: Tracks of a rank in a trace, from the top down; those of collectives follow.
@@ -151,21 +151,16 @@ def nested(slices: Iterable[_Slice]) -> list[list[_Slice]]:
 def _counters(rank: RankTimeline) -> Iterator[dict[str, Any]]:
     """Counters of memory by kind: when a recording begins, and at every change."""
     held = Counter(rank.held)
-    for kind, nbytes in held.items():
-        yield _counter(rank, rank.begin, kind.value, nbytes)
-    for change in rank.changes:
+    begun = (MemoryChange(rank.begin, kind, "", 0) for kind in rank.held)
+    for change in (*begun, *rank.changes):
         held[change.kind] += change.nbytes
-        yield _counter(rank, change.time, change.kind.value, held[change.kind])
-
-
-def _counter(rank: RankTimeline, time: float, kind: str, nbytes: int) -> dict[str, Any]:
-    return {
-        "ph": "C",
-        "pid": rank.rank,
-        "ts": _us(time),
-        "name": f"memory: {kind}",
-        "args": {"MiB": round(nbytes / 2**20, 3)},
-    }
+        yield {
+            "ph": "C",
+            "pid": rank.rank,
+            "ts": _us(change.time),
+            "name": f"memory: {change.kind.value}",
+            "args": {"MiB": round(held[change.kind] / 2**20, 3)},
+        }
 
 
 def _of_prediction(timeline: Timeline) -> Iterator[dict[str, Any]]:
