@@ -104,7 +104,7 @@ pytestmark = pytest.mark.usefixtures("no_world")
         ),
         (
             "--strategy diloco --local-steps 9 --diloco-overlap 9",
-            "--diloco-overlap: found 9, expected 0 to 8 steps, or a whole round with steps that",
+            "--diloco-overlap: found 9, expected at most 8, or a whole round with steps that",
         ),
         ("--model llama-150", "did you mean llama-150m?"),
         ("--data nowhere.txt", "--data: found nothing at nowhere.txt"),

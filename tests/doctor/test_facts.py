@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 import tempfile
 from dataclasses import asdict
@@ -41,9 +42,7 @@ def test_a_host_knows_itself_and_what_it_was_given(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("platform.node", lambda: "host-b")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1234, 4096))
     free = {"/dev/shm": 10, tempfile.gettempdir(): 20}
-    monkeypatch.setattr(
-        os, "statvfs", lambda path: SimpleNamespace(f_bavail=free[path], f_frsize=4096)
-    )
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=4096 * free[path]))
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setenv("LD_PRELOAD_NOT_OURS", "x")
     found = collect_facts(Nodes(4, 3, "127.0.0.1", 29400), 8, PROBE)
@@ -80,7 +79,7 @@ def test_a_host_without_dev_shm_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     def missing(path: str) -> Any:
         raise FileNotFoundError(2, "No such file or directory")
 
-    monkeypatch.setattr(os, "statvfs", missing)
+    monkeypatch.setattr(shutil, "disk_usage", missing)
     assert collect_facts(ALONE, 1, PROBE).shm_free == -1
 
 

@@ -34,7 +34,7 @@ from shardwise.insight.planning.events import Start
 from shardwise.insight.planning.memory import memory
 from shardwise.insight.planning.models import of_module
 from shardwise.insight.planning.rehearsal import rehearse
-from shardwise.insight.planning.settings import DTYPES, Settings
+from shardwise.insight.planning.settings import Settings
 from shardwise.optim.norms import clip_grad_norm_
 from shardwise.sharding.state import groups_of
 from shardwise.transport.wire import PLAIN, Wires
@@ -445,4 +445,4 @@ def _step(model: nn.Module, settings: Settings, optimizer: torch.optim.Optimizer
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else getattr(torch, DTYPES[name])
+    return None if name is None else {"fp32": torch.float32, "bf16": torch.bfloat16}[name]

@@ -74,7 +74,7 @@ def test_random_tensors_never_overlap_and_all_memory_comes_back() -> None:
     assert allocator.reserved >= most
     for part in held:
         allocator.free(part)
-    assert sum(nbytes for _, nbytes, _, _ in allocator._free) == allocator.reserved
+    assert sum(part.nbytes for part in allocator._free) == allocator.reserved
 
 
 def test_a_log_reserves_at_least_what_it_holds_and_steps_reuse_it() -> None:

@@ -12,7 +12,6 @@ from shardwise.insight.planning.machine import (
     Machine,
     MachineError,
     SharedBy,
-    device_named,
     device_reported_as,
     link_named,
 )
@@ -47,7 +46,7 @@ def test_a_known_machine_has_the_link_of_its_device_inside_a_host() -> None:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_known_device_has_a_known_link_and_peaks_in_order(name: str) -> None:
-    device = device_named(name)
+    device = Machine.named(name).device
     assert device.host_link in LINKS
     assert device.peak("bfloat16") > device.peak("float32")
     assert device.peak("float8_e4m3fn") >= device.peak("bfloat16")
@@ -56,7 +55,7 @@ def test_every_known_device_has_a_known_link_and_peaks_in_order(name: str) -> No
 
 def test_unknown_names_are_refused_with_those_that_are_known() -> None:
     with pytest.raises(MachineError, match=r"--device: found h10 \(did you mean h100\?\).* a100,"):
-        device_named("h10")
+        Machine.named("h10")
     with pytest.raises(MachineError, match=r"--link: found carrier-pigeon, expected .*ib-400"):
         link_named("carrier-pigeon")
 

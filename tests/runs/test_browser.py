@@ -138,7 +138,7 @@ def test_an_open_page_follows_its_server(tab: chromium.Tab, tmp_path: Path) -> N
     finally:
         server.shutdown()
         thread.join()
-        server.close()
+        server.server_close()
 
 
 def test_several_runs_share_charts_and_show_what_differs(tab: chromium.Tab, tmp_path: Path) -> None:

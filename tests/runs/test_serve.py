@@ -27,7 +27,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
     yield opened
     opened.shutdown()
     thread.join()
-    opened.close()
+    opened.server_close()
 
 
 def ask(
@@ -144,7 +144,7 @@ def test_a_long_run_is_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyP
             [run] = json.loads(opened.data())["runs"]
         assert run["latest"]["step"] == 50
     finally:
-        opened.close()
+        opened.server_close()
 
 
 def test_a_port_that_is_taken_is_an_error(server: Server) -> None:

@@ -135,8 +135,3 @@ _CPU_ATTENTION: Mapping[Any, _Attention] = {
     autograd.cpu_attention: _Attention(0, 4, 2, 2),
     autograd.cpu_attention_backward: _Attention(1, 7, 5, 4),
 }
-
-
-def own_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the parameters and the buffers that a module holds itself, to be replaced."""
-    return module._parameters, module._buffers

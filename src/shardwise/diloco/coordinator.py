@@ -48,6 +48,10 @@ class State(enum.Enum):
     LEFT = "left"  # it has finished, and takes no part any more
 
 
+#: In these, a replica waits for an attempt: it is ready, or the last one has failed.
+_WAITING = (State.READY, State.AVERAGED, State.FAILED)
+
+
 @dataclass(frozen=True)
 class ReplicaReport:
     """What a replica says of itself.
@@ -290,12 +294,11 @@ class Coordinator:
     def _note_lost(self) -> None:
         for replica, incarnation in list(self._members.items()):
             each = self._seen.get(replica)
-            if each is not None and each.report.incarnation == incarnation:
-                if each.report.state is State.LEFT:
-                    self._forget(replica, EventKind.LEFT)
-                elif not each.is_connected:
-                    self._forget(replica, EventKind.LOST)
-            else:
+            if each is None or each.report.incarnation != incarnation:
+                self._forget(replica, EventKind.LOST)
+            elif each.report.state is State.LEFT:
+                self._forget(replica, EventKind.LEFT)
+            elif not each.is_connected:
                 self._forget(replica, EventKind.LOST)
 
     def _forget(self, replica: int, kind: EventKind) -> None:
@@ -475,7 +478,7 @@ class Coordinator:
 
     def _begin_if_due(self) -> None:
         current = {r: each.report for r, each in self._seen.items() if self._is_current(r)}
-        ready = {r: report for r, report in current.items() if self._waits(report)}
+        ready = {r: report for r, report in current.items() if report.state in _WAITING}
         self.plan.called = called = bool(ready)
         waited = self._timers.elapsed("called", (called, self.plan.version, self.plan.welcome))
         if not ready:
@@ -500,10 +503,6 @@ class Coordinator:
             tokens={r: report.tokens for r, report in members.items()},
         )
         self._groups = {tuple(names.items()): self.plan.attempt.group}
-
-    def _waits(self, report: ReplicaReport) -> bool:
-        """Whether a replica waits for an attempt: it is ready, or the last one has failed."""
-        return report.state in (State.READY, State.AVERAGED, State.FAILED)
 
 
 def numbers_of(replicas: Iterable[int]) -> str:

@@ -141,7 +141,7 @@ class Fragment:
     @torch.no_grad()
     def begin_at_inner(self) -> None:
         """Set the outer parameters to the inner ones, and momentum and error to 0."""
-        for local, outer in self._pairs(self.outer):
+        for local, outer in self._with_parts(self.outer):
             outer.copy_(local)
         self.momentum.zero_()
         if self.error is not None:
@@ -155,8 +155,7 @@ class Fragment:
         steps started from.
         """
         gradient = torch.zeros_like(self.outer)
-        pairs = zip(self._pairs(gradient), self.views(self.outer).values(), strict=True)
-        for (local, result), outer in pairs:
+        for local, result, outer in self._with_parts(gradient, self.outer):
             result.copy_(outer.to(local.dtype)).sub_(local)
         return gradient
 
@@ -175,7 +174,7 @@ class Fragment:
     @torch.no_grad()
     def mix_in(self, alpha: float) -> None:
         """Set the inner parameters to ``alpha`` * inner + (1 - ``alpha``) * outer."""
-        for local, outer in self._pairs(self.outer):
+        for local, outer in self._with_parts(self.outer):
             if alpha:
                 local.lerp_(outer.to(local.dtype), 1 - alpha)
             else:
@@ -185,7 +184,7 @@ class Fragment:
     def inner_parameters(self) -> Tensor:
         """Return a copy of the inner parameters, fp32, flat."""
         copied = torch.zeros_like(self.outer)
-        for local, part in self._pairs(copied):
+        for local, part in self._with_parts(copied):
             part.copy_(local)
         return copied
 
@@ -196,21 +195,20 @@ class Fragment:
         Where the inner parameters were ``start``, they are the outer ones afterwards; and what has
         changed them since is added to that.
         """
-        pairs = zip(self._pairs(self.outer), self.views(start).values(), strict=True)
-        for (local, outer), before in pairs:
+        for local, outer, before in self._with_parts(self.outer, start):
             local.copy_(outer + (local - before))
 
     @torch.no_grad()
     def move_inner_by(self, gradient: Tensor) -> None:
         """Set the inner parameters to the outer ones minus a pseudo-gradient."""
-        pairs = zip(self._pairs(self.outer), self.views(gradient).values(), strict=True)
-        for (local, outer), part in pairs:
+        for local, outer, part in self._with_parts(self.outer, gradient):
             local.copy_(outer - part)
 
-    def _pairs(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each local shard, where its memory is now, with its part of a flat vector."""
-        for fqn, part in self.views(flat).items():
-            yield dtensor.plain(self.parameters[fqn]).detach(), part
+    def _with_parts(self, *flats: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Yield each local shard, where its memory is now, with its parts of flat vectors."""
+        parts = zip(*(self.views(flat).values() for flat in flats), strict=True)
+        for fqn, found in zip(self._starts, parts, strict=True):
+            yield dtensor.plain(self.parameters[fqn]).detach(), *found
 
 
 def _places(

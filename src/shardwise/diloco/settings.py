@@ -6,6 +6,7 @@ import enum
 import math
 from dataclasses import dataclass
 
+from shardwise.base.errors import NotPossibleError
 from shardwise.transport.wire import WireFormat as WireFormat
 
 
@@ -34,11 +35,11 @@ class OuterSGD:
     def __post_init__(self) -> None:
         # Conditions are written so that NaN fails every one of them.
         if not 0 < self.lr < math.inf:
-            raise _out_of_range("outer lr", self.lr, "a number above 0")
+            raise NotPossibleError("outer lr", self.lr, "a number above 0")
         if not 0 <= self.momentum < 1:
-            raise _out_of_range("outer momentum", self.momentum, "0 to 1, without 1")
+            raise NotPossibleError("outer momentum", self.momentum, "0 to 1, without 1")
         if not self.warmup >= 0:
-            raise _out_of_range("outer warmup", self.warmup, "0 or more rounds")
+            raise NotPossibleError("outer warmup", self.warmup, "0 or more rounds")
 
     def momentum_of(self, round_: int) -> float:
         """Return the momentum of a round; the first round is 1.
@@ -89,13 +90,13 @@ class Streaming:
 
     def __post_init__(self) -> None:
         if not self.fragments >= 1:
-            raise _out_of_range("fragments", self.fragments, "1 or more")
+            raise NotPossibleError("fragments", self.fragments, "1 or more")
         if not self.overlap >= 0:
-            raise _out_of_range("overlap", self.overlap, "0 or more inner steps")
+            raise NotPossibleError("overlap", self.overlap, "0 or more inner steps")
         if not 0 <= self.alpha < 1:
-            raise _out_of_range("alpha", self.alpha, "0 to 1, without 1")
+            raise NotPossibleError("alpha", self.alpha, "0 to 1, without 1")
         if self.alpha and self.overlapped is Overlapped.KEPT:
-            raise _out_of_range("alpha", self.alpha, "0 with steps that are kept")
+            raise NotPossibleError("alpha", self.alpha, "0 with steps that are kept")
 
     def due(self, fragment: int, steps: int, every: int) -> bool:
         """Whether the exchange of a fragment starts after ``steps`` inner steps.
@@ -124,17 +125,18 @@ def check_streaming(streaming: Streaming, every: int) -> None:
         ValueError: they contradict each other.
     """
     if not every >= 1:
-        raise _out_of_range("every", every, "1 or more inner steps")
+        raise NotPossibleError("every", every, "1 or more inner steps")
     if not streaming.fragments <= every:
         expected = f"at most {every}, the inner steps of a round: one exchange starts per step"
-        raise _out_of_range("fragments", streaming.fragments, expected)
-    most = every if streaming.overlapped is Overlapped.KEPT else every - 1
+        raise NotPossibleError("fragments", streaming.fragments, expected)
+    kept = streaming.overlapped is Overlapped.KEPT
+    most, hint = (every, "") if kept else (every - 1, ", or a whole round with steps that are kept")
     if not streaming.overlap <= most:
         expected = (
-            f"at most {most}: the exchange of a fragment ends before its next one starts, after "
-            f"{every} inner steps"
+            f"at most {most}{hint}: the exchange of a fragment ends before its next one starts, "
+            f"after {every} inner steps"
         )
-        raise _out_of_range("overlap", streaming.overlap, expected)
+        raise NotPossibleError("overlap", streaming.overlap, expected)
 
 
 def keeps_errors(wire: WireFormat, error_feedback: bool | None) -> bool:
@@ -153,7 +155,3 @@ def keeps_errors(wire: WireFormat, error_feedback: bool | None) -> bool:
             "format does not send would never be sent"
         )
     return wire.needs_error_feedback if error_feedback is None else error_feedback
-
-
-def _out_of_range(name: str, found: object, expected: str) -> ValueError:
-    return ValueError(f"{name}: found {found}, expected {expected}")

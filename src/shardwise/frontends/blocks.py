@@ -103,26 +103,21 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts around forward and around its recomputation, for a module with batch norms."""
     if context_fn is None:
-        return contextlib.nullcontext(), _counted_already(norms)
+        return contextlib.nullcontext(), _counted_already(norms, contextlib.nullcontext())
     forward, recomputation = context_fn()
-    return forward, _both(recomputation, _counted_already(norms))
+    return forward, _counted_already(norms, recomputation)
 
 
 @contextlib.contextmanager
-def _both(one: AbstractContextManager[Any], other: AbstractContextManager[Any]) -> Iterator[None]:
-    with one, other:
-        yield
-
-
-@contextlib.contextmanager
-def _counted_already(norms: list[BatchNorm]) -> Iterator[None]:
-    """Leave the running statistics of batch norms unchanged."""
+def _counted_already(norms: list[BatchNorm], around: AbstractContextManager[Any]) -> Iterator[None]:
+    """Leave the running statistics of batch norms unchanged, within another context."""
     before = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
     # A momentum of zero, and not eval(): autograd has to save the same tensors as in forward.
     for norm in norms:
         norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
-        yield
+        with around:
+            yield
     finally:
         for norm, momentum, batches in before:
             norm.momentum, norm.num_batches_tracked = momentum, batches
@@ -166,8 +161,7 @@ def keep_products() -> tuple[AbstractContextManager[Any], AbstractContextManager
 
     Source: ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
-    forward, recomputation = create_selective_checkpoint_contexts(_policy)  # type: ignore[no-untyped-call]
-    return forward, recomputation
+    return create_selective_checkpoint_contexts(_policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def keep_every_second_product() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -189,8 +183,7 @@ def keep_every_second_product() -> tuple[AbstractContextManager[Any], AbstractCo
             return CheckpointPolicy.MUST_SAVE
         return _policy(context, operator, *args, **kwargs)
 
-    forward, recomputation = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return forward, recomputation
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

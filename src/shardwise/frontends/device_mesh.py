@@ -102,21 +102,6 @@ def default_mesh() -> DeviceMesh:
 _NOT_DATA_PARALLEL = {"tp": "tensor parallel", "pp": "pipeline parallel"}
 
 
-def _check_dims(mesh: DeviceMesh, dims: DataParallelMeshDims) -> None:
-    names = mesh.mesh_dim_names
-    if names is None:
-        raise ValueError(
-            f"dp_mesh_dims on rank {dist.get_rank()}: expected a mesh whose dimensions have names, "
-            f"found none on {mesh}; make it with mesh_dim_names=..., or with init_mesh(dp=2, tp=2)"
-        )
-    for name in (*dims.shard_names, *dims.replicate_names):
-        if name not in names:
-            raise ValueError(
-                f"dp_mesh_dims on rank {dist.get_rank()}: expected names among {names}, the mesh's "
-                f"dimensions, found {name!r}"
-            )
-
-
 def check(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str) -> None:
     """Check a mesh to shard over.
 
@@ -133,21 +118,23 @@ def check(mesh: DeviceMesh, dims: DataParallelMeshDims | None, what: str) -> Non
     check_member(mesh, what)
     if dims is None:
         _check_data_parallel(mesh, what)
-    else:
-        _check_dims(mesh, dims)
+        return
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"dp_mesh_dims on rank {dist.get_rank()}: expected a mesh whose dimensions have names, "
+            f"found none on {mesh}; make it with mesh_dim_names=..., or with init_mesh(dp=2, tp=2)"
+        )
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ValueError(
+                f"dp_mesh_dims on rank {dist.get_rank()}: expected names among {names}, the mesh's "
+                f"dimensions, found {name!r}"
+            )
 
 
 def _check_data_parallel(mesh: DeviceMesh, what: str) -> None:
-    """Check a data parallel mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``.
-
-    Args:
-        mesh: the mesh.
-        what: the name of what will be sharded, for messages.
-
-    Raises:
-        ValueError: it has more dimensions, or their names say that they are not data parallel or
-            in the wrong order.
-    """
+    """Check a data parallel mesh: 1-D ``(shard,)`` or 2-D ``(replicate, shard)``."""
     where = f"{what} on rank {dist.get_rank()}"
     names = mesh.mesh_dim_names
     shown = f"dimensions {names} of sizes {tuple(mesh.shape)}"

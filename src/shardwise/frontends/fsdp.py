@@ -150,9 +150,7 @@ class FullyShardedDataParallel(OptimSavingModule):
             module,
             settings,
             ignored=ignored,
-            auto_wrap=None
-            if auto_wrap_policy is None
-            else AutoWrap(
+            auto_wrap=AutoWrap(
                 auto_wrap_policy, auto_wrapper_callable or type(self), inner, mixed_precision
             ),
             param_init_fn=param_init_fn,
@@ -167,7 +165,7 @@ class FullyShardedDataParallel(OptimSavingModule):
         settings: UnitSettings,
         *,
         ignored: Ignored,
-        auto_wrap: AutoWrap | None,
+        auto_wrap: AutoWrap,
         param_init_fn: ParamInit | None,
         sync_module_states: bool,
         state_dict_type: StateDictType = StateDictType.FULL_STATE_DICT,
@@ -183,8 +181,7 @@ class FullyShardedDataParallel(OptimSavingModule):
             sync_module_states: as for the constructors.
             state_dict_type: the initial type of state dicts.
         """
-        if auto_wrap is not None:
-            auto_wrap.apply(module, ignored)
+        auto_wrap.apply(module, ignored)
         inner = fsdp.without_checkpointing(module)
         materialize_unit(inner, settings.device, param_init_fn, ignored.modules)
         if sync_module_states:

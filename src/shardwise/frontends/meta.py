@@ -8,7 +8,8 @@ model runs would be trained on as it is.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -70,17 +71,19 @@ def materialize(
     visits = list(meta_tensors(model, states))
     if init is None:
         init = _OwnInitialization(model, visits)
-    visits_left: dict[ShardedParam, int] = {}
-    for visit in visits:
-        for form in visit.sharded.values():
-            visits_left[form] = visits_left.get(form, 0) + 1
+    visits_left = Counter(form for visit in visits for form in visit.sharded.values())
     full: dict[ShardedParam, nn.Parameter] = {}  # a tied parameter stays until its last module
     plain: dict[torch.Tensor, torch.Tensor] = {}
     initializer = _Initializer(init, device)
     marked: list[str] = []
     with torch.no_grad():
         for visit in visits:
-            _make_full(visit, full, plain, device)
+            for name, form in visit.sharded.items():
+                if form not in full:
+                    full[form] = form.empty_full(device)
+                    mark(full[form])
+                fsdp.ParamOwner(visit.module, name).register(full[form])
+            replace_plain(visit.module, visit.plain, visit.buffers, plain, device, mark)
             initializer.run(visit.module)
             for name, form in visit.sharded.items():
                 visits_left[form] -= 1
@@ -92,12 +95,8 @@ def materialize(
                     form.materialize(made)
                     initializer.forms[id(form.parameter)] = form
         for visit in visits:
-            left = [
-                name
-                for name in (*visit.plain, *visit.buffers)
-                if is_marked(getattr(visit.module, name))
-            ]
-            marked += map(visit.name_of, left)
+            names = (*visit.plain, *visit.buffers)
+            marked += [visit.name_of(n) for n in names if is_marked(getattr(visit.module, n))]
     refresh(states)
     if marked:
         InitializationCheck(model, marked)
@@ -121,7 +120,8 @@ class _NoticeShards(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in _METADATA or _is_data(func):
+        is_data = getattr(func, "__self__", None) in _DATA
+        if getattr(func, "__name__", "") not in _METADATA or is_data:
             for value in (*args, *kwargs.values()):
                 form = self._forms.get(id(value)) if isinstance(value, DTensor) else None
                 if form is not None:
@@ -136,8 +136,7 @@ _METADATA = frozenset(
 )
 
 
-def _is_data(func: Any) -> bool:
-    return getattr(func, "__self__", None) in (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)
+_DATA = (torch.Tensor.data, torch.Tensor.T, torch.Tensor.mT)  # attributes that have elements
 
 
 class _Initializer:
@@ -189,22 +188,6 @@ class _Initializer:
         for owner in form.owners:
             owner.register(full)
         return full
-
-
-def _make_full(
-    visit: MetaTensors,
-    full: dict[ShardedParam, nn.Parameter],
-    plain: dict[torch.Tensor, torch.Tensor],
-    device: torch.device,
-) -> None:
-    """Replace tensors on the meta device by full ones, marked as uninitialized."""
-    module = visit.module
-    for name, form in visit.sharded.items():
-        if form not in full:
-            full[form] = form.empty_full(device)
-            mark(full[form])
-        fsdp.ParamOwner(module, name).register(full[form])
-    replace_plain(module, visit.plain, visit.buffers, plain, device, mark)
 
 
 class _OwnInitialization:
@@ -330,7 +313,8 @@ class InitializationCheck:
         Raises:
             RuntimeError: a tensor still has the mark on a rank; raised on every rank.
         """
-        tensors = dict(_named(model))
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= model.named_buffers(remove_duplicate=False)
         left = [name for name in self._names if name in tensors and is_marked(tensors[name])]
         left = _on_any_rank(self._names, left, tensors)
         if left:
@@ -347,11 +331,6 @@ class InitializationCheck:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> InitializationCheck:
         return self  # the copy of a model has its own memory, and the same check
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _on_any_rank(

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import fsdp
 from shardwise.base.optim_names import names_in_order
+from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.frontends.state_dict import (
     WrapperModule,
     exported,
@@ -68,7 +69,7 @@ class OptimSavingModule(WrapperModule):
         """
         settings = WrapperModule.get_state_dict_type(model)
         state = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return save_by_name(model, optim, state, settings)
+        return _save_by_name(model, optim, state, settings)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -105,7 +106,7 @@ class OptimSavingModule(WrapperModule):
         if getattr(settings.optim_state_dict_config, "rank0_only", False):
             made = _load_from_first_rank(model, optim, optim_state_dict, settings, group, keys)
         else:
-            made = load_by_name(model, optim, optim_state_dict, settings, keys)
+            made = _load_by_name(model, optim, optim_state_dict, settings, keys)
         if load_directly:
             optim.load_state_dict(made)
         return made
@@ -132,7 +133,7 @@ class OptimSavingModule(WrapperModule):
         """
         config = FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=rank0_only)
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT, None, config)
-        return save_by_name(model, optim, optim.state_dict(), settings)
+        return _save_by_name(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -149,7 +150,7 @@ class OptimSavingModule(WrapperModule):
             A dict with ``"state"`` and ``"param_groups"``.
         """
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return save_by_name(model, optim, optim.state_dict(), settings)
+        return _save_by_name(model, optim, optim.state_dict(), settings)
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -170,7 +171,7 @@ class OptimSavingModule(WrapperModule):
             A dict for ``optim.load_state_dict``.
         """
         settings = state_dict_settings(StateDictType.FULL_STATE_DICT)
-        return load_by_name(model, optim, full_optim_state_dict, settings)
+        return _load_by_name(model, optim, full_optim_state_dict, settings)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -187,7 +188,7 @@ class OptimSavingModule(WrapperModule):
             A dict for ``optim.load_state_dict``.
         """
         settings = state_dict_settings(StateDictType.SHARDED_STATE_DICT)
-        return load_by_name(model, optim, sharded_optim_state_dict, settings)
+        return _load_by_name(model, optim, sharded_optim_state_dict, settings)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -262,23 +263,13 @@ class OptimSavingModule(WrapperModule):
         return {"state": state, "param_groups": groups}
 
 
-def save_by_name(
+def _save_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     state_dict: StateDict,
     settings: StateDictSettings,
 ) -> StateDict:
-    """The state of an optimizer by parameter name, with tensors of the type in ``settings``.
-
-    Args:
-        model: the model that the optimizer trains.
-        optimizer: the optimizer.
-        state_dict: its state by parameter id or name.
-        settings: the type of state dict.
-
-    Returns:
-        The state; empty on ranks that do not keep it.
-    """
+    """The state of an optimizer by parameter name; empty on ranks that do not keep it."""
     names = _names_by_key(model, optimizer)
     config = settings.optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)
@@ -300,7 +291,7 @@ def save_by_name(
     return {"state": states, "param_groups": groups}
 
 
-def load_by_name(
+def _load_by_name(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     state_dict: StateDict,
@@ -310,19 +301,11 @@ def load_by_name(
 ) -> StateDict:
     """Convert a state by parameter name for ``optimizer.load_state_dict``, without communication.
 
-    Args:
-        model: the model that the optimizer trains.
-        optimizer: the optimizer; ``None`` for one that has ``model.parameters()`` in order.
-        state_dict: full tensors, ``DTensor``s, or this rank's rows under ``LOCAL_STATE_DICT``.
-        settings: the type of state dict.
-        key_type: the type of keys that the optimizer expects.
-        receive: applied to every value first.
-
-    Raises:
-        ValueError: the model has no parameter of a name, or a tensor does not have the shape of its
-            parameter.
+    Without an optimizer, it is for one that has ``model.parameters()`` in order. Values are first
+    what ``receive`` makes of them.
     """
-    keys = {name: key for key, name in _names_by_key(model, optimizer).items()}
+    names = _names_by_key(model, optimizer)
+    keys = {name: key for key, name in names.items()}
     params = sharded_params(model)
     _check_names(state_dict, keys, model)
     states: dict[Any, dict[str, Any]] = {}
@@ -334,7 +317,6 @@ def load_by_name(
         states[name if key_type is OptimStateKeyType.PARAM_NAME else keys[name]] = made
     groups = _groups_like(optimizer, state_dict["param_groups"], keys)
     if key_type is OptimStateKeyType.PARAM_NAME:
-        names = {key: name for name, key in keys.items()}
         for group in groups:
             group["params"] = [names[key] for key in group["params"]]
     return {"state": states, "param_groups": groups}
@@ -368,13 +350,8 @@ def _load_from_first_rank(
     if dist.get_rank() == source:
         if state is None:
             raise ValueError(f"rank {source}: found None, expected the full optimizer state")
-        sent[0] = {
-            "state": {
-                name: {kind: placeholder(value) for kind, value in values.items()}
-                for name, values in state["state"].items()
-            },
-            "param_groups": state["param_groups"],
-        }
+        held = replaced_in(state["state"], placeholder)
+        sent[0] = {"state": held, "param_groups": state["param_groups"]}
     dist.broadcast_object_list(sent, src=source, group=group, device=device)
 
     def receive(value: Any) -> Any:
@@ -385,15 +362,14 @@ def _load_from_first_rank(
         dist.broadcast(tensor, source, group=group)
         return tensor.cpu()
 
-    return load_by_name(model, optim, sent[0], settings, keys, receive)
+    return _load_by_name(model, optim, sent[0], settings, keys, receive)
 
 
 def _names_by_key(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[int, str]:
     """The name of each parameter by its id in the optimizer's state dict."""
     names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
-    if optimizer is None:
-        return dict(enumerate(names.values()))
-    return dict(enumerate(names_in_order(optimizer, names)))
+    found = names.values() if optimizer is None else names_in_order(optimizer, names)
+    return dict(enumerate(found))
 
 
 def _name_of(key: Any, names: Mapping[int, str]) -> str:

@@ -110,7 +110,8 @@ def find_mesh(
             raise ValueError("found process_group and device_mesh, expected one of them")
         check_member(mesh, "FullyShardedDataParallel")
         return _check_mesh(strategy, mesh)
-    device_type = _device_type(device_id)
+    asked = device_id.type if isinstance(device_id, torch.device) else None
+    device_type = asked or devices.default_type()
     if isinstance(groups, tuple | list):
         return _mesh_of_two(strategy, groups, device_type)
     if groups is not None:
@@ -247,7 +248,3 @@ def _ranks_of_a_host(world_size: int) -> int:
             "a 2-D device_mesh if hosts have different numbers of ranks"
         )
     return int(text)
-
-
-def _device_type(device_id: int | torch.device | None) -> str:
-    return device_id.type if isinstance(device_id, torch.device) else devices.default_type()

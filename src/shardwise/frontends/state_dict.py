@@ -278,7 +278,7 @@ class WrapperModule(nn.Module, HasStateDictKinds):
             if key not in state_dict or param.form.summoned is not None:
                 continue
             try:
-                value = convert_loaded(key, state_dict[key], param, self._settings_of_state_dicts)
+                value = _convert_loaded(key, state_dict[key], param, self._settings_of_state_dicts)
             except ValueError as error:
                 errors.append(str(error))
                 value = param.sharded  # load_state_dict raises in the end
@@ -353,18 +353,13 @@ def exported(
     return value.detach().to("cpu", copy=True) if config.offload_to_cpu else value.detach()
 
 
-def convert_loaded(
+def _convert_loaded(
     fqn: str, value: Any, param: GroupParam, settings: StateDictSettings
 ) -> torch.Tensor:
     """Convert a loaded value to a ``DTensor`` that is sharded as the parameter is.
 
-    Communicates only to redistribute a ``DTensor`` with other placements.
-
-    Args:
-        fqn: the parameter's fully qualified name, for messages.
-        value: a full tensor, a ``DTensor``, or this rank's rows under ``LOCAL_STATE_DICT``.
-        param: the parameter.
-        settings: the type of state dict.
+    It is a full tensor, a ``DTensor``, or this rank's rows under ``LOCAL_STATE_DICT``. Communicates
+    only to redistribute a ``DTensor`` with other placements.
 
     Raises:
         ValueError: the value does not have the shape that this type of state dict implies.
@@ -485,17 +480,10 @@ def _outside_wrappers(
 
 
 def _enter_names(
-    module: WrapperModule,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    module: WrapperModule, state_dict: dict[str, Any], prefix: str, *others: Any
 ) -> None:
     """Give values that are about to be loaded their names inside the wrapper."""
-    module._before_load(state_dict, prefix, error_msgs)
+    module._before_load(state_dict, prefix, errors=others[-1])
     for key in list(state_dict):
         if key.startswith(prefix):
             state_dict[f"{prefix}{WRAPPED}.{key[len(prefix) :]}"] = state_dict.pop(key)

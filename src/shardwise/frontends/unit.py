@@ -86,7 +86,7 @@ class AutoWrap:
     """How to wrap the modules inside the one that is being wrapped.
 
     Attributes:
-        policy: chooses the modules; see :mod:`shardwise.wrap`.
+        policy: chooses the modules; see :mod:`shardwise.wrap`. ``None``: none are wrapped.
         wrapper: called as ``wrapper(module, **arguments)``.
         arguments: the arguments of the outer wrapper that inner ones get too. A policy may override
             them for a module.
@@ -94,13 +94,15 @@ class AutoWrap:
             units in full precision.
     """
 
-    policy: Policy
+    policy: Policy | None
     wrapper: Callable[..., nn.Module]
     arguments: Mapping[str, Any]
     mixed_precision: MixedPrecision | None = None
 
     def apply(self, module: nn.Module, ignored: Ignored) -> None:
         """Wrap the chosen modules in ``module`` in place, inner ones first."""
+        if self.policy is None:
+            return
         chosen = chosen_modules(module, self.policy, ignored_modules=ignored.modules)
         for each in modules_in_full_precision(module, self.mixed_precision):
             if each not in ignored.modules:

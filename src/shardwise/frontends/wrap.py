@@ -46,6 +46,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from shardwise._torch import fsdp
 
@@ -125,7 +126,10 @@ class ModuleWrapPolicy(WrapPolicy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        super().__init__(_transformer, transformer_layer_cls=tuple(dict.fromkeys(module_classes)))
+        super().__init__(
+            torch_wrap.transformer_auto_wrap_policy,
+            transformer_layer_cls=tuple(dict.fromkeys(module_classes)),
+        )
 
     def __repr__(self) -> str:
         names = ", ".join(each.__name__ for each in self._options["transformer_layer_cls"])
@@ -207,50 +211,19 @@ def _size_based(
     force_leaf_modules: Iterable[type[nn.Module]] | None = None,
     exclude_wrap_modules: Iterable[type[nn.Module]] | None = None,
 ) -> bool:
-    """Make a group wherever at least ``min_num_params`` parameters (100 million) come together.
-
-    Args:
-        module: the module in question.
-        recurse: whether to decide about its children, or about the module itself.
-        nonwrapped_numel: its parameters that belong to no group yet.
-        min_num_params: the number of parameters that make a group.
-        force_leaf_modules: classes whose children are not visited, and which stay with their
-            parent.
-        exclude_wrap_modules: classes that never become groups themselves.
-    """
-    large = nonwrapped_numel >= min_num_params
-    if recurse:
-        leaves = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
-        kept = leaves if force_leaf_modules is None else force_leaf_modules
-    else:
-        excluded = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
-        kept = excluded if exclude_wrap_modules is None else exclude_wrap_modules
-    return large and not isinstance(module, tuple(kept))
-
-
-def _transformer(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    transformer_layer_cls: Iterable[type[nn.Module]],
-) -> bool:
-    """Make a group of every module of the classes ``transformer_layer_cls``."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-def _lambda(
-    module: nn.Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    lambda_fn: Callable[[nn.Module], bool],
-) -> bool:
-    """Make a group of every module for which ``lambda_fn(module)`` is true."""
-    return recurse or bool(lambda_fn(module))
-
-
-def _always(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
-    """Make a group of every module."""
-    return True
+    """Decide as torch does, with the sets of classes that our own policy has."""
+    if force_leaf_modules is None:
+        force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES
+    if exclude_wrap_modules is None:
+        exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES
+    return torch_wrap.size_based_auto_wrap_policy(
+        module,
+        recurse,
+        nonwrapped_numel,
+        min_num_params,
+        {*force_leaf_modules},
+        {*exclude_wrap_modules},
+    )
 
 
 size_based_auto_wrap_policy = SizeBasedPolicy(_size_based)
@@ -261,13 +234,13 @@ them; by default ``nn.MultiheadAttention``) and ``exclude_wrap_modules`` (classe
 groups; by default ``nn.ModuleList`` and ``nn.ModuleDict``).
 """
 
-transformer_auto_wrap_policy = WrapPolicy(_transformer)
+transformer_auto_wrap_policy = WrapPolicy(torch_wrap.transformer_auto_wrap_policy)
 """Makes a group of every module of the classes in the option ``transformer_layer_cls``."""
 
-lambda_auto_wrap_policy = WrapPolicy(_lambda)
+lambda_auto_wrap_policy = WrapPolicy(torch_wrap.lambda_auto_wrap_policy)
 """Makes a group of every module for which the option ``lambda_fn``, called with it, is true."""
 
-always_wrap_policy = WrapPolicy(_always)
+always_wrap_policy = WrapPolicy(torch_wrap.always_wrap_policy)
 """Makes a group of every module. It has no options."""
 
 

@@ -148,9 +148,7 @@ class XlaFullyShardedDataParallel(FullyShardedDataParallel):
                 wire=wire,
             ),
             ignored=Ignored.of(module, None, None),
-            auto_wrap=None
-            if auto_wrap_policy is None
-            else AutoWrap(auto_wrap_policy, auto_wrapper_callable or type(self), inner),
+            auto_wrap=AutoWrap(auto_wrap_policy, auto_wrapper_callable or type(self), inner),
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
             state_dict_type=StateDictType.LOCAL_STATE_DICT,

@@ -389,14 +389,7 @@ def _show_damages(where: Path, found: Sequence[Damage], *, json: bool) -> None:
 
 
 def _show_contents(source: Source, *, values: bool, layers: bool, json: bool) -> None:
-    """Show what a checkpoint contains.
-
-    Args:
-        source: the checkpoint.
-        values: show plain values, too.
-        layers: show repeated layers one by one.
-        json: print JSON, which always has everything but ``values``.
-    """
+    """Show what a checkpoint contains; JSON has everything, but values only if they are wanted."""
     if json:
         _print_json(_contents(source, values=values))
         return
@@ -426,7 +419,10 @@ def _print_section(
     console.print(Text(title, style="bold"))
     sharded = any(path in source.placements for path in paths)
     table = _table("name", "shape", "dtype", *(["placements"] if sharded else []))
-    facts = {path: _facts(source, path)[: len(table.columns) - 1] for path in paths}
+    facts: dict[StatePath, tuple[str, ...]] = {}
+    for path in paths:
+        info, placed = source.tensors[path], source.placements.get(path, "")
+        facts[path] = (shape_in_words(info.shape), info.dtype, placed)[: len(table.columns) - 1]
     add_rows(
         table,
         fold(
@@ -443,11 +439,6 @@ def _dotted(path: StatePath) -> str:
     from shardwise.checkpoint.disk.entries import dotted  # imports torch
 
     return dotted(path)
-
-
-def _facts(source: Source, path: StatePath) -> tuple[str, ...]:
-    info = source.tensors[path]
-    return shape_in_words(info.shape), info.dtype, source.placements.get(path, "")
 
 
 def _contents(source: Source, *, values: bool) -> dict[str, Any]:
@@ -474,15 +465,7 @@ def _contents(source: Source, *, values: bool) -> dict[str, Any]:
 def _show_differences(
     first: Path, second: Path, found: Sequence[Difference], *, layers: bool, json: bool
 ) -> None:
-    """Show the differences of two checkpoints.
-
-    Args:
-        first: the path of the first one.
-        second: the path of the second one.
-        found: the differences.
-        layers: show those of repeated layers one by one.
-        json: print JSON, which always has all of them.
-    """
+    """Show the differences of two checkpoints; JSON always has all of them."""
     if json:
         fields = [dataclasses.asdict(each) for each in found]
         for entry in fields:  # JSON has neither nan nor inf

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from shardwise.app.cli.options import (
     NameArgument,
@@ -250,14 +249,12 @@ def calibrate(out: Out = None) -> None:
     Records small trainings, which takes about a minute. Nothing else should run
     meanwhile.
     """
+    from shardwise.insight.inspect.text import Cells
     from shardwise.insight.planning.calibrate import cache_file, check_writable
     from shardwise.insight.timeline.recorded import measure_machine
 
     check_extras(["transformers"])
     console, began = Console(), time.monotonic()
-
-    def say(text: str) -> None:
-        show(f"measuring  {text}")
 
     try:
         path = out or cache_file()
@@ -266,14 +263,10 @@ def calibrate(out: Out = None) -> None:
     with _writing(path):
         check_writable(path)
     others = os.getloadavg()[0]
-    found = measure_machine(say)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("")
-    for count in found.costs:
-        table.add_column("one process" if count == 1 else f"each of {count}", justify="right")
-    for name, values in _shown(found):
-        table.add_row(name, *values)
-    console.print(table)
+    found = measure_machine(lambda text: show(f"measuring  {text}"))
+    heads = ("one process" if count == 1 else f"each of {count}" for count in found.costs)
+    rows = [(name, *values) for name, values in _shown(found)]
+    console.print(Cells(("", *heads), rows).for_terminal())
     with _writing(path):
         found.save(path)
     show(f"saved to {path} after {time.monotonic() - began:.0f} s")

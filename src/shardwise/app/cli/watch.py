@@ -65,12 +65,9 @@ def watch(runs: Runs, port: Port = None) -> None:
     """
     _check(runs)
     require(port is None or 0 <= port < 65536, "--port", port, "a port, 0 to 65535")
-    server = _serve(runs, port)
-    typer.echo(f"watching   {server.url} shows {_names(runs)}; Ctrl-C ends this")
-    try:
+    with _serve(runs, port) as server:
+        typer.echo(f"watching   {server.url} shows {_names(runs)}; Ctrl-C ends this")
         server.serve_forever()
-    finally:
-        server.close()
 
 
 def compare(runs: Runs, html: Html = None, json: Json = False) -> None:

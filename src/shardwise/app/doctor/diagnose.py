@@ -454,24 +454,24 @@ def diagnose(nodes: Nodes, own: Facts, least_gbit: float, say: Callable[[Finding
 
     if nodes.backend is not JobBackend.OURS:
         report([check_backend(nodes)])
-        report(_check_alone(own))
+        report(_check_each([own], {}))
         return healthy
     try:
         with contextlib.closing(HostGroup(nodes)) as hosts:
             _check_all(nodes, hosts, own, least_gbit, report)
     except RendezvousError as error:
         report([error.finding])
-        report(_check_alone(own))
+        report(_check_each([own], {}))
     return healthy
 
 
-def _check_alone(own: Facts) -> Iterator[Finding]:
-    """Check what can be checked without the other hosts."""
-    yield from checks.check_start([own])
-    yield from checks.check_devices([own])
-    yield from checks.check_names([own], {})
-    yield from checks.check_interfaces([own])
-    yield from checks.check_limits([own])
+def _check_each(hosts: Sequence[Facts], seen_at: Mapping[int, str]) -> Iterator[Finding]:
+    """Check what can be checked of a host without the others."""
+    yield from checks.check_start(hosts)
+    yield from checks.check_devices(hosts)
+    yield from checks.check_names(hosts, seen_at)
+    yield from checks.check_interfaces(hosts)
+    yield from checks.check_limits(hosts)
 
 
 def _check_all(
@@ -499,12 +499,8 @@ def _check_all(
     report(checks.check_ranks(hosts, hosts[0].nnodes))
     report(checks.check_world(hosts))
     report(checks.check_versions(hosts))
-    report(checks.check_start(hosts))
-    report(checks.check_devices(hosts))
     seen_at = {at: group.addresses[place] for at, place in enumerate(places) if place}
-    report(checks.check_names(hosts, seen_at))
-    report(checks.check_interfaces(hosts))
-    report(checks.check_limits(hosts))
+    report(_check_each(hosts, seen_at))
     measured = _measure_all(group, own, [each is not None for each in read])
     links = {
         (places.index(a), places.index(b)): link

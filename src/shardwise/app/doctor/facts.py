@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import resource
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -154,10 +155,9 @@ def _temporary() -> tuple[str, int]:
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
             file.write(bytes(_REPORT))
-        found = os.statvfs(tempfile.gettempdir())
+        return "", shutil.disk_usage(tempfile.gettempdir()).free
     except OSError as error:
         return error.strerror or str(error), 0
-    return "", found.f_bavail * found.f_frsize
 
 
 def _tasks() -> int:
@@ -198,7 +198,6 @@ def _tasks_of_groups() -> Iterator[int]:
 
 def _shm_free() -> int:
     try:
-        found = os.statvfs("/dev/shm")
+        return shutil.disk_usage("/dev/shm").free
     except OSError:
         return -1
-    return found.f_bavail * found.f_frsize

@@ -15,7 +15,7 @@ from typing import IO, Any
 from shardwise.app.runs.files import naming
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import open_file
-from shardwise.checkpoint.disk.strict import MAX_INT, Fields, check_number, parse, refuse
+from shardwise.checkpoint.disk.strict import Fields, parse, refuse
 
 MAX_LINE = 1 << 20  # bytes; whatever has more was not written by a training
 _NUMBERS = (int, float)  # a union would be made anew for each value of a million lines
@@ -160,14 +160,6 @@ class RankStep:
     memory_mib: float
 
 
-@dataclass
-class _Sums:
-    steps: int = 0
-    seconds: list[float] = field(default_factory=list)
-    waited: list[float] = field(default_factory=list)
-    data: list[float] = field(default_factory=list)
-
-
 class RanksFile:
     """Writes ``ranks.jsonl``: a line for the mean of the steps since the last one.
 
@@ -184,38 +176,38 @@ class RanksFile:
         self._file: IO[str] = path.open("a", encoding="utf-8")
         self._clock = clock
         self._began = self._last = clock()
-        self._sums = _Sums()
+        self._steps = 0  # since the last line
+        self._sums: list[tuple[float, float, float]] = []  # of ranks: seconds, waited, data
 
     def step(self, step: int, ranks: Sequence[RankStep]) -> None:
         """Add a step of all ranks, in rank order; write a line if it is time."""
-        sums = self._sums
-        if len(sums.seconds) != len(ranks):
-            sums = self._sums = _Sums(0, *([0.0] * len(ranks) for _ in range(3)))
-        sums.steps += 1
-        for at, each in enumerate(ranks):
-            sums.seconds[at] += each.seconds
-            sums.waited[at] += each.waited
-            sums.data[at] += each.data
+        if len(self._sums) != len(ranks):
+            self._steps, self._sums = 0, [(0.0, 0.0, 0.0)] * len(ranks)
+        self._steps += 1
+        self._sums = [
+            (seconds + each.seconds, waited + each.waited, data + each.data)
+            for (seconds, waited, data), each in zip(self._sums, ranks, strict=True)
+        ]
         now = self._clock()
         if now - self._last >= max(_SECONDS, (now - self._began) / _SHARE):
             self._last = now
             self._write(step, ranks)
 
     def _write(self, step: int, ranks: Sequence[RankStep]) -> None:
-        sums, count = self._sums, self._sums.steps
-        busy = [(s - w) / count for s, w in zip(sums.seconds, sums.waited, strict=True)]
+        sums, count = self._sums, self._steps
+        busy = [(seconds - waited) / count for seconds, waited, _ in sums]
         shown = sorted(range(len(ranks)), key=lambda rank: -busy[rank])[:MOST_RANKS]
         shown.sort()
         record = {
             "step": step,
-            "seconds": _brief(max(sums.seconds) / count),
+            "seconds": _brief(max(seconds for seconds, *_ in sums) / count),
             "world_size": len(ranks),
             "ranks": shown,
             "busy": [_brief(busy[rank]) for rank in shown],
-            "data": [_brief(sums.data[rank] / count) for rank in shown],
+            "data": [_brief(sums[rank][2] / count) for rank in shown],
             "memory_mib": [_brief(ranks[rank].memory_mib) for rank in shown],
         }
-        self._sums = _Sums()
+        self._steps, self._sums = 0, []
         with naming(self._path):
             self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
             self._file.flush()
@@ -223,7 +215,7 @@ class RanksFile:
     def close(self, step: int = 0, ranks: Sequence[RankStep] = ()) -> None:
         """Close the file, after a line about the steps since the last one."""
         try:
-            if self._sums.steps and len(self._sums.seconds) == len(ranks):
+            if self._steps and len(self._sums) == len(ranks):
                 self._write(step, ranks)
         finally:
             self._file.close()
@@ -265,8 +257,6 @@ class RanksReader:
 
 
 def _parsed(line: bytes, where: str) -> dict[str, Any]:
-    if len(line) > MAX_LINE:
-        refuse(where, "more bytes", f"{MAX_LINE:,} at most")
     fields = Fields(parse(line, where), where)
     ranks = list(fields.numbers("ranks", MOST_RANKS))
     found: dict[str, Any] = {
@@ -275,8 +265,6 @@ def _parsed(line: bytes, where: str) -> dict[str, Any]:
         "world_size": fields.number("world_size"),
         "ranks": ranks,
     }
-    for rank in ranks:
-        check_number(rank, where, 0, MAX_INT)
     for name in ("busy", "data", "memory_mib"):
         values = fields.items(name, MOST_RANKS)
         is_right = all(type(v) in (int, float) and math.isfinite(v) for v in values)

@@ -29,7 +29,7 @@ _AT_ONCE = 1 << 24  # bytes of a file that others wait for: it goes on with the 
 
 
 class Server(ThreadingHTTPServer):
-    """Serves the page of some runs, from the construction until :meth:`close`.
+    """Serves the page of some runs, from the construction until ``server_close()``.
 
     Args:
         roots: the folders of the runs.
@@ -89,10 +89,6 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing: a client that goes away in the middle of an answer is no news."""
 
-    def close(self) -> None:
-        """Stop listening."""
-        self.server_close()
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -119,12 +115,6 @@ class _Handler(BaseHTTPRequestHandler):
         super().finish()
 
     def do_GET(self) -> None:
-        self._answer()
-
-    def do_HEAD(self) -> None:
-        self._answer()
-
-    def _answer(self) -> None:
         if self.headers.get("Host", "").lower() not in self.server.hosts:
             self.send_error(HTTPStatus.MISDIRECTED_REQUEST)
             return
@@ -135,6 +125,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(self.server.data(), "application/json")
             case _:
                 self.send_error(HTTPStatus.NOT_FOUND)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
 
     def _send(self, text: str, kind: str) -> None:
         body = text.encode()

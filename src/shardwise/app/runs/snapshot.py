@@ -14,7 +14,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwise.app.runs.files import Lock, RunFiles, lock_of
 from shardwise.app.runs.metrics import MOST_BYTES, Follower, RanksReader, parse_line
@@ -22,6 +22,8 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import is_complete, step_folder
 from shardwise.checkpoint.disk.files import read_small
 from shardwise.checkpoint.disk.strict import parse
+
+T = TypeVar("T")
 
 POINTS = 1000  # of a curve; more than pixels of a chart have no use
 MOST_NAMES = 64  # a training has ten; a damaged file may have any number
@@ -80,25 +82,14 @@ class Curves:
             bucket = _Bucket(step)
         elif step > bucket.last:
             bucket.last = step
-        known, names = bucket.values, self._names
+        names = self._names
         for name, value in values.items():
             if value is None or not -math.inf < value < math.inf:
                 continue
-            if name not in names:
-                if len(names) == MOST_NAMES:
-                    continue
+            if name in names or len(names) < MOST_NAMES:
                 names[name] = None
-            sums = known.get(name)
-            if sums is None:
-                known[name] = [float(value), 1, float(value), float(value)]
-                continue
-            sums[0] += value
-            sums[1] += 1
-            if value < sums[2]:
-                sums[2] = float(value)
-            elif value > sums[3]:
-                sums[3] = float(value)
-        if known and key not in self._buckets:
+                bucket.add(name, float(value), 1, float(value), float(value))
+        if bucket.values and key not in self._buckets:
             self._buckets[key] = bucket
             while len(self._buckets) > self._points:
                 self._halve()
@@ -178,12 +169,9 @@ class RunReader:
             self._damaged += 1
             return
         latest = self._latest
-        if len(latest) + len(record) <= _MOST_LATEST:
-            latest.update(record)
-        else:
-            for name, value in record.items():
-                if name in latest or len(latest) < _MOST_LATEST:
-                    latest[name] = value
+        for name, value in record.items():
+            if name in latest or len(latest) < _MOST_LATEST:
+                latest[name] = value
         step = record["step"]
         for name in NO_CURVES:
             record.pop(name, None)
@@ -213,16 +201,16 @@ class RunReader:
         except CheckpointError as error:
             problems.append(str(error))
         record = self._object(self.files.run_json, _MOST_RECORD, problems)
-        sessions = [each for each in _items(record.get("sessions")) if isinstance(each, dict)]
-        config = _object(record.get("config"))
-        model = _object(record.get("model"))
+        sessions = [each for each in _as(list, record.get("sessions")) if isinstance(each, dict)]
+        config = _as(dict, record.get("config"))
+        model = _as(dict, record.get("model"))
         return {
             "name": os.path.basename(os.path.realpath(self.files.root)),  # also of a link to itself
             "folder": str(self.files.root),
-            "recipe": _text(record.get("recipe")),
-            "model": _text(model.get("name")),
+            "recipe": _as(str, record.get("recipe")),
+            "model": _as(str, model.get("name")),
             "parameters": _number(model.get("parameters")),
-            "data": _text(_object(record.get("data")).get("summary")),
+            "data": _as(str, _as(dict, record.get("data")).get("summary")),
             "state": self._state(sessions),
             "sessions": sessions[-_MOST_ROWS:],
             "curves": self._curves.to_json(),
@@ -231,7 +219,7 @@ class RunReader:
             "options": self._text(self.files.options, problems),
             "ranks": ranks,
             "frames": self._frames(problems),
-            "checkpoints": self._checkpoints(_object(record.get("best")).get("step")),
+            "checkpoints": self._checkpoints(_as(dict, record.get("best")).get("step")),
             "samples": self._samples(problems),
             "images": self._images(problems),
             "plan": self._object(self.files.plan, _MOST_PLAN, problems),
@@ -240,7 +228,7 @@ class RunReader:
 
     def _state(self, sessions: list[dict[str, Any]]) -> str:
         """Return ``running``, ``finished``, ``stopped``, ``failed``, ``lost`` or ``unknown``."""
-        status = _text(sessions[-1].get("status")) if sessions else ""
+        status = _as(str, sessions[-1].get("status")) if sessions else ""
         if status in ("finished", "stopped", "failed"):
             return status
         lock = lock_of(self.files.lock)
@@ -271,10 +259,8 @@ class RunReader:
 
     def _object(self, path: Path, most: int, problems: list[str]) -> dict[str, Any]:
         found = self._bytes(path, most, problems)
-        if found is None:
-            return {}
         try:
-            return _object(parse(found, str(path)))
+            return {} if found is None else _as(dict, parse(found, str(path)))
         except CheckpointError as error:
             problems.append(str(error))
             return {}
@@ -339,16 +325,9 @@ class RunReader:
         return known[1]
 
 
-def _object(value: object) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _items(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+def _as(kind: type[T], value: object) -> T:
+    """Return a value if it is of a kind, else an empty one."""
+    return value if isinstance(value, kind) else kind()
 
 
 def _number(value: object) -> float | None:

@@ -58,29 +58,6 @@ class Record:
 _Entry = tuple[int, bytes, int, int]
 
 
-@dataclass(frozen=True)
-class _DirectoryEnd:
-    """The end of the directory.
-
-    Attributes:
-        at: its first byte, counted from the beginning of the archive.
-        disk: number of the file that it is in, of an archive in several files.
-        directory_disk: number of the file in which the directory begins.
-        here: number of records that the directory lists in this file.
-        count: number of records that it lists.
-        size: size of the directory in bytes.
-        first: first byte of the directory.
-    """
-
-    at: int
-    disk: int
-    directory_disk: int
-    here: int
-    count: int
-    size: int
-    first: int
-
-
 class Archive:
     """An archive in an open file.
 
@@ -135,9 +112,9 @@ class Archive:
         )
 
     def _read_records(self) -> dict[str, Record]:
-        end = self._read_end()
-        check_memory(end.size // _ENTRY.size * _RECORD, self._length, str(self._file))
-        directory, count, first = self._bytes(end.first, end.size), end.count, end.first
+        first, size, count = self._read_end()
+        check_memory(size // _ENTRY.size * _RECORD, self._length, str(self._file))
+        directory = self._bytes(first, size)
         records: dict[str, Record] = {}
         folder, free = b"", 0
         for header, path, size, crc in sorted(self._entries(directory, count)):
@@ -156,34 +133,31 @@ class Archive:
                 raise self._refused(f"{name[:80]!r} is in it twice")
         return records
 
-    def _read_end(self) -> _DirectoryEnd:
-        """The end of the directory, if the archive has one and is not split."""
+    def _read_end(self) -> tuple[int, int, int]:
+        """First byte, size and records of the directory, if there is one that is not split."""
         at = self._length - _END.size
         data = self._bytes(at, _END.size) if at >= 0 else b""
         if not data.startswith(b"PK\5\6"):
             raise self._refused("it has no directory of an archive at its end")
         *numbers, comment = _END.unpack(data)[1:]
-        end = _DirectoryEnd(at, *numbers)
-        if _FULL in (end.size, end.first) or end.count == _FULL_SHORT or self._has_locator(at):
-            end = self._read_end_64(at)
-        if end.disk or end.directory_disk or comment or end.here != end.count:
+        # In which files its end and itself are, records in this one and in all, bytes, first byte.
+        disk, directory_disk, here, count, size, first = numbers
+        if _FULL in (size, first) or count == _FULL_SHORT or self._has_locator(at):
+            at, disk, directory_disk, here, count, size, first = self._read_end_64(at)
+        if disk or directory_disk or comment or here != count:
             raise self._refused("it has a comment, or is one part of several")
-        if end.size > _MOST_DIRECTORY:
-            refuse(
-                f"{self._file}, directory", f"{end.size:,} bytes", f"at most {_MOST_DIRECTORY:,}"
-            )
-        if end.first + end.size != end.at:
-            raise self._refused(
-                f"its directory ends at byte {end.first + end.size}, expected {end.at}"
-            )
-        return end
+        if size > _MOST_DIRECTORY:
+            refuse(f"{self._file}, directory", f"{size:,} bytes", f"at most {_MOST_DIRECTORY:,}")
+        if first + size != at:
+            raise self._refused(f"its directory ends at byte {first + size}, expected {at}")
+        return first, size, count
 
     def _has_locator(self, end: int) -> bool:
         at = end - _LOCATOR.size
         return at >= 0 and self._bytes(at, 4) == b"PK\6\7"
 
-    def _read_end_64(self, end: int) -> _DirectoryEnd:
-        """The end of the directory of a large archive, which precedes the short one."""
+    def _read_end_64(self, end: int) -> tuple[int, ...]:
+        """Where the end of a large directory begins, which precedes the short one; its numbers."""
         locator = end - _LOCATOR.size
         if not self._has_locator(end):
             raise self._refused("its directory is truncated")
@@ -193,7 +167,7 @@ class Archive:
         magic, length, _, _, *numbers = _END64.unpack(self._bytes(at, _END64.size))
         if magic != b"PK\6\6" or length != _END64.size - 12:
             raise self._refused("the end of its directory is damaged")
-        return _DirectoryEnd(at, *numbers)
+        return (at, *numbers)
 
     def _entries(self, directory: bytes, count: int) -> Iterator[_Entry]:
         at = found = 0

@@ -223,7 +223,7 @@ def write_dcp(folder: Path, source: Source, window: ReadWindow) -> None:
                 items.append(Item(dotted(path), path, None, (chunk,)))
     finally:
         files.close()
-    write_metadata(folder, items)
+    _write_metadata(folder, items)
 
 
 def _leaves(path: StatePath, tree: Any) -> Iterator[tuple[StatePath, Any]]:
@@ -474,16 +474,8 @@ def tensor_metadata(info: TensorInfo, boxes: Iterable[Box]) -> TensorStorageMeta
     )
 
 
-def write_metadata(folder: Path, items: Sequence[Item]) -> None:
-    """Write the metadata, and wait until it is on the disk.
-
-    Args:
-        folder: the folder, which contains the chunks already.
-        items: the tensors and values.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+def _write_metadata(folder: Path, items: Sequence[Item]) -> None:
+    """Write the metadata to the folder of the chunks, and wait until it is on the disk."""
     entries: dict[str, Any] = {}
     places: dict[MetadataIndex, Any] = {}
     for item in items:

@@ -73,14 +73,15 @@ class HfSource(ExtentSource):
     def _extents_of(self, path: StatePath) -> list[Extent]:
         return [self._extents[path]]
 
-    def _add(self, file: Path, named: frozenset[str]) -> None:
+    def _add(self, file: Path, named: set[str]) -> None:
         """Add the tensors of a file: those that the index names, and those that it lacks."""
         places = read_header(file)
         missing = sorted(named - places.keys())
         if missing:
+            others = f", nor {len(missing) - 1} others" if len(missing) > 1 else ""
             raise CheckpointError(
                 f"{self.where / INDEX}: says that {missing[0]!r} is in {file.name}, which does not "
-                f"contain it{_and_others(missing)}"
+                f"contain it{others}"
             )
         for name, place in places.items():
             path = ("model", name)
@@ -91,25 +92,25 @@ class HfSource(ExtentSource):
             self._extents[path] = Extent(box, file.resolve(), place.start, strides)
 
 
-def _files(where: Path) -> dict[Path, frozenset[str]]:
+def _files(where: Path) -> dict[Path, set[str]]:
     """The files of a model, each with the tensors that the index says it contains."""
     if not where.is_dir():
-        return {where: frozenset()}
+        return {where: set()}
     single = where / SINGLE
     if single.exists():  # also beside the index of an earlier model: transformers takes it first
-        return {single: frozenset()}
+        return {single: set()}
     if (where / INDEX).exists():
         return _read_index(where)
     found = sorted(where.glob("*.safetensors"))
     if len(found) == 1:
-        return {found[0]: frozenset()}
+        return {found[0]: set()}
     raise CheckpointError(
         f"{where}: found {len(found)} safetensors files and no {INDEX}, expected the index or a "
         f"single file {SINGLE}"
     )
 
 
-def _read_index(folder: Path) -> dict[Path, frozenset[str]]:
+def _read_index(folder: Path) -> dict[Path, set[str]]:
     index = folder / INDEX
     text = read_small(index, _MAX_INDEX, Links.FOLLOW)
     files: dict[Path, set[str]] = {}
@@ -119,11 +120,7 @@ def _read_index(folder: Path) -> dict[Path, frozenset[str]]:
         files.setdefault(folder / file, set()).add(name)
     if not files:
         refuse(f"{index}, 'weight_map'", "nothing", "the file of every tensor")
-    return {file: frozenset(names) for file, names in files.items()}
-
-
-def _and_others(names: list[str]) -> str:
-    return f", nor {len(names) - 1} others" if len(names) > 1 else ""
+    return files
 
 
 def plan_files(

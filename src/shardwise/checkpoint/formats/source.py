@@ -198,12 +198,9 @@ def model_tensors(source: Source) -> dict[str, StatePath]:
         if path[0] == "model" and found.setdefault(dotted(path[1:]), path) != path:
             raise CheckpointError(f"{source.where}: found {dotted(path)} twice, expected it once")
     if not found:
-        raise CheckpointError(f"{source.where}: contains no model, only {_sections(source)}")
+        sections = ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"
+        raise CheckpointError(f"{source.where}: contains no model, only {sections}")
     return found
-
-
-def _sections(source: Source) -> str:
-    return ", ".join(sorted({str(path[0]) for path in source.tensors})) or "plain values"
 
 
 _OPEN_FILES = 64

@@ -159,7 +159,7 @@ class _PickledNames:
         own: dict[tuple[str, str], Callable[[tuple[Any, ...]], Any]] = {
             ("_rebuild_tensor", _UTILS): lambda args: self._tensor(*args),
             ("_rebuild_tensor_v2", _UTILS): lambda args: self._tensor(*args[:4]),
-            ("_rebuild_tensor_v3", _UTILS): self._tensor_v3,
+            ("_rebuild_tensor_v3", _UTILS): lambda args: self._tensor(*args[:4], *args[6:7]),
             ("_rebuild_parameter", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_parameter_with_state", _UTILS): lambda args: _is_tensor(args[0]),
             ("_rebuild_wrapper_subclass", _UTILS): _Shard,
@@ -219,10 +219,6 @@ class _PickledNames:
         if not isinstance(local, StoredTensor) or kind is not made.kind:
             raise PickleError("it has a subclass of Tensor that is not known")
         return StoredShard(_shape(made.shape, self._where), local)
-
-    def _tensor_v3(self, args: tuple[Any, ...]) -> StoredTensor:
-        storage, offset, shape, strides, _, _, dtype = args[:7]
-        return self._tensor(storage, offset, shape, strides, dtype)
 
     def _tensor(
         self,

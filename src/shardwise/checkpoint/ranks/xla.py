@@ -30,7 +30,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.base.units import printable
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.commit import written_beside
-from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted, torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorInfo, dotted
 from shardwise.checkpoint.disk.strict import Fields, check_shape, check_text, refuse, shorten
 from shardwise.checkpoint.disk.values import replaced_in
 from shardwise.checkpoint.formats.source import (
@@ -275,13 +275,8 @@ def consolidate_sharded_model_checkpoints(
 
 def _in_memory(source: RankFiles) -> dict[str, torch.Tensor]:
     """The full state dict of the model, in the memory of the model and no more."""
-    full: dict[str, torch.Tensor] = {}
-    for name, path in source.by_name.items():
-        if path[0] == "model":
-            info = source.tensors[path]
-            full[name] = torch.empty(info.shape, dtype=torch_dtype(info.dtype))
-            if info.numel:
-                source.read(path, full_box(info.shape), full[name])
+    paths = source.by_name.items()
+    full = {name: source.full(path) for name, path in paths if path[0] == "model"}
     return {name: full[hole.name] for name, hole in source.tree["model"].items()}
 
 
@@ -390,7 +385,7 @@ class RankFile:
         """The part of all parameters of one shape and local sizes; ``None`` if they differ."""
         found: dict[str, TensorSlice | None] = {}
         for part in self.parts.values():
-            cut = _cut(part.shape, part.box.sizes)
+            cut = f"{part.shape} {part.box.sizes}"
             found[cut] = part if found.setdefault(cut, part) == part else None
         return found
 
@@ -535,18 +530,11 @@ def _like_parameter(
         return own
     if not isinstance(found, StoredShard):
         return None
-    return rank.alike.get(_cut(found.shape, local.info.shape))
-
-
-def _cut(shape: Sequence[int], sizes: Sequence[int]) -> str:
-    return f"{shape} {sizes}"
+    return rank.alike.get(f"{found.shape} {local.info.shape}")
 
 
 def read_rank_file(path: Path) -> RankFile:
     """Read the file of one rank, with a :class:`.StoredTensor` for every tensor.
-
-    Args:
-        path: path of the file.
 
     Raises:
         CheckpointError: it is damaged, hostile, or not such a file.

@@ -108,13 +108,10 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 def _values(first: Source, second: Source) -> Iterator[Difference]:
     a, b = _flat(first), _flat(second)
-    for name in [*a, *(name for name in b if name not in a)]:
-        if name not in b:
-            yield Difference(name, "missing", a[name], "")
-        elif name not in a:
-            yield Difference(name, "missing", "", b[name])
-        elif a[name] != b[name]:
-            yield Difference(name, "value", a[name], b[name])
+    for name in {**a, **b}:
+        if a.get(name) != b.get(name):
+            what = "value" if name in a and name in b else "missing"
+            yield Difference(name, what, a.get(name, ""), b.get(name, ""))
 
 
 def _flat(source: Source) -> dict[str, str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.commit import check_complete, is_partial, lost_files, step_folder
@@ -121,12 +122,13 @@ def _is_listed(entry: os.DirEntry[str]) -> bool:
 
 def _look_steadily(path: Path) -> Listed | None:
     """Examine an entry of a folder; ``None`` if it was renamed, replaced or deleted meanwhile."""
-    before = _identity(path)
+    before, problem = _identity(path), "is a symbolic link, which is not followed"
+    listed = Listed(path, _step_of(path), None, 0, problem)
     try:
-        listed = _look_inside(path)
+        if not path.is_symlink():
+            listed = _look(path)
     except OSError as error:
-        problem = f"cannot be read ({error.strerror or error})"
-        listed = Listed(path, _step_of(path), None, 0, problem)
+        listed = replace(listed, problem=f"cannot be read ({error.strerror or error})")
     return listed if before is not None and _identity(path) == before else None
 
 
@@ -141,13 +143,6 @@ def _identity(path: Path) -> tuple[int, ...] | None:
     return status.st_dev, status.st_ino, changed
 
 
-def _look_inside(path: Path) -> Listed:
-    if path.is_symlink():
-        problem = "is a symbolic link, which is not followed"
-        return Listed(path, _step_of(path), None, 0, problem)
-    return _look(path)
-
-
 def _step_of(folder: Path) -> int | None:
     name = folder.name.removeprefix(".").removesuffix(".partial")
     digits = name.removeprefix("step-")
@@ -157,33 +152,23 @@ def _step_of(folder: Path) -> int | None:
 
 
 def _look(path: Path) -> Listed:
-    form = format_of(path)
-    step = _step_of(path)
+    form, problem, saved = format_of(path), "", dict[str, Any]()
     nbytes = path.stat().st_size if path.is_file() else size_of(path)
-    if is_partial(path):
-        problem = "is being written or deleted, or was left by a killed process"
-        return Listed(path, step, form, nbytes, problem)
-    if form is None:
-        return Listed(path, step, form, nbytes, "has no manifest.json")
-    if form is not Format.SHARDWISE:
-        return Listed(path, step, form, nbytes, _problem(path))
     try:
-        manifest = read_manifest(path)
-        check_complete(path)
+        if is_partial(path):
+            problem = "is being written or deleted, or was left by a killed process"
+        elif form is None:
+            problem = "has no manifest.json"
+        elif form is Format.SHARDWISE:
+            manifest = read_manifest(path)
+            check_complete(path)
+            how = {"mesh": manifest.mesh, "strategy": manifest.facts.strategy}
+            saved = {"world_size": manifest.world_size, **how}
+        else:
+            open_source(path).close()
     except CheckpointError as error:
-        return Listed(path, step, form, nbytes, str(error))
-    return Listed(
-        path, step, form, nbytes, "", manifest.world_size, manifest.mesh, manifest.facts.strategy
-    )
-
-
-def _problem(path: Path) -> str:
-    """Why a checkpoint in another format cannot be read; empty if it can."""
-    try:
-        open_source(path).close()
-    except CheckpointError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    return Listed(path, _step_of(path), form, nbytes, problem, **saved)
 
 
 @dataclass(frozen=True)

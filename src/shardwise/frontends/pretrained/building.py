@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.entries import torch_dtype
 from shardwise.checkpoint.formats.detect import open_source
 from shardwise.checkpoint.formats.hf import CONFIG, find_config
@@ -67,7 +69,9 @@ def build(
                 "floating-point dtype; quantized weights cannot be sharded"
             )
         chosen = _dtype(dtype, settings, source)
-        model = _build(_class(model_class, settings, where), settings, chosen, where)
+        made = _class(model_class, settings, where)
+        with explaining(f"{where}: transformers cannot build {made.__name__} from {CONFIG}"):
+            model = hf.build(made, settings, chosen)
         untied = hf.untie(model, lambda name, other: not _differ(source, name, other))
     if untied:
         _log.warning(
@@ -81,16 +85,16 @@ def build(
     return model
 
 
-def _build(
-    model_class: Any, config: PreTrainedConfig, dtype: torch.dtype, where: Path
-) -> PreTrainedModel:
+@contextlib.contextmanager
+def explaining(doing: str, kind: type[Exception] = ValueError) -> Iterator[None]:
+    """Say what a library was doing: each model checks its configuration in its own way."""
     try:
-        return hf.build(model_class, config, dtype)
-    except Exception as error:  # each model checks its configuration in its own way
-        raise ValueError(
-            f"{where}: transformers cannot build {model_class.__name__} from {CONFIG}: "
-            f"{type(error).__name__}: {opening.shortened(error)}"
-        ) from error
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise kind(f"{doing}: {reason}") from error
 
 
 def _differ(source: Source, name: str, other: str) -> bool:
@@ -140,15 +144,8 @@ def _config(source: Source, where: Path, overrides: Mapping[str, Any]) -> PreTra
             f"{where}: {CONFIG} has model_type {settings['model_type']!r}, which transformers does "
             "not know; install the version that does, or build the model and call fill()"
         )
-    try:
+    with explaining(f"{where}: transformers cannot use {CONFIG}"):
         return opening.model_config(made, settings, where / CONFIG, **overrides)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"{where}: transformers cannot use {CONFIG}: {type(error).__name__}: "
-            f"{opening.shortened(error)}"
-        ) from error
 
 
 def _dtype(

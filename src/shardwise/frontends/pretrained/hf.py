@@ -43,14 +43,8 @@ def fake_as_real() -> Iterator[None]:
     no values, and counts as one that has none.
     """
     is_fake, find_packed = import_utils.is_fake_tensor, masking_utils.find_packed_sequence_indices
-
-    def no(x: object) -> bool:
-        return False
-
-    def none(position_ids: torch.Tensor) -> torch.Tensor | None:
-        return None
-
-    import_utils.is_fake_tensor, masking_utils.find_packed_sequence_indices = no, none
+    import_utils.is_fake_tensor = lambda x: False
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
     try:
         yield
     finally:
@@ -254,14 +248,12 @@ def may_be_missing(model: PreTrainedModel, name: str) -> bool:
 
 def may_be_unexpected(model: PreTrainedModel, name: str) -> bool:
     """Whether the model says that files may have this weight without need."""
-    former = [r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]  # buffers that files used to have
-    ends = ("rotary_emb.inv_freq", "position_ids")
-    buffers = [buffer for buffer, _ in model.named_buffers()]
-    had = [
-        pattern
-        for pattern, end in zip(former, ends, strict=True)
-        if any(buffer.endswith(end) for buffer in buffers)
-    ]
+    former = {
+        "rotary_emb.inv_freq": r"rotary_emb\.inv_freq",
+        "position_ids": r"(^|\.)position_ids$",
+    }
+    buffers = [buffer for buffer, _ in model.named_buffers()]  # that files used to have
+    had = [former[end] for end in former if any(buffer.endswith(end) for buffer in buffers)]
     return _matches([*(model._keys_to_ignore_on_load_unexpected or ()), *had], name)
 
 

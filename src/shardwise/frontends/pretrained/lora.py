@@ -172,13 +172,11 @@ def _initial_values(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
         if not isinstance(layer, LoraLayer):
             continue
         if _NAME in layer.lora_A:
-            down, up = layer.lora_A[_NAME], layer.lora_B[_NAME]
-            assert isinstance(down.weight, torch.Tensor)
-            assert isinstance(up.weight, torch.Tensor)
+            down: Any = layer.lora_A[_NAME]
+            up: Any = layer.lora_B[_NAME]
             _uniform(down.weight)
             _uniform(up.weight)
             if up.bias is not None:
-                assert isinstance(up.bias, torch.Tensor)
                 torch.rand(up.bias.shape)
                 yield f"{path}.lora_B.{_NAME}.bias", torch.zeros(up.bias.shape)
             if gaussian:

@@ -36,7 +36,7 @@ from shardwise.checkpoint.formats.source import (
 )
 from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.pretrained import hf, opening
-from shardwise.frontends.pretrained.building import Name, build, find
+from shardwise.frontends.pretrained.building import Name, build, explaining, find
 from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -278,27 +278,18 @@ def _stored(model: PreTrainedModel, base: Source) -> dict[str, StatePath]:
 def _adapted(model: Any, adapters: Path) -> Any:
     """Put adapters without memory on a model."""
     file = adapters / ADAPTER_CONFIG
-    try:
+    with explaining(f"{file}: peft cannot read it", CheckpointError):
         config = opening.adapter_config(adapters)
-    except CheckpointError:
-        raise
-    except Exception as error:  # whatever a strange file makes peft raise
-        raise CheckpointError(f"{file}: peft cannot read it: {error!r}") from error
     begun = getattr(config, "init_lora_weights", True)
     if begun not in _KEEPS_BASE:
         raise CheckpointError(
             f"{file}: was initialized by {begun!r}, which changed the weights of the base; convert "
             "it with peft's path_initial_model_for_weight_conversion first"
         )
-    try:
+    kind = type(model).__name__
+    why = f"cannot be put on {kind}; its {ADAPTER_CONFIG} or its base is of another model"
+    with explaining(f"{adapters}: {why}", CheckpointError):
         return opening.with_adapters(model, config, file)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{adapters}: cannot be put on {type(model).__name__}; its {ADAPTER_CONFIG} or its "
-            f"base is of another model: {error!r}"
-        ) from error
 
 
 def _plan(

@@ -19,7 +19,6 @@ import os
 import re
 import signal
 import stat
-import textwrap
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -28,6 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import one_line
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import parse, refuse
 from shardwise.elastic.errors import UserError
@@ -217,7 +217,8 @@ def generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_dict(settings)
     except Exception as error:  # it checks in many ways
-        raise CheckpointError(f"{file}: transformers cannot use it: {shortened(error)}") from error
+        reason = one_line(error) or type(error).__name__
+        raise CheckpointError(f"{file}: transformers cannot use it: {reason}") from error
 
 
 # -- tokenizers ------------------------------------------------------------------------------------
@@ -237,9 +238,8 @@ def tokenizer(name: str | Path) -> Any:
         with limited(f"the tokenizer in {name}"):
             return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # each loader fails in its own way
-        raise CheckpointError(
-            f"the tokenizer in {name} cannot be loaded ({shortened(error)})"
-        ) from error
+        reason = one_line(error) or type(error).__name__
+        raise CheckpointError(f"the tokenizer in {name} cannot be loaded ({reason})") from error
 
 
 def _check_files(folder: Path) -> None:
@@ -323,9 +323,3 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 _LENIENT = json.JSONDecoder()  # Mamba's settings have the number Infinity
-
-
-def shortened(error: Exception) -> str:
-    """Return on one line what a library says."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return textwrap.shorten(text, 300, placeholder=" ...")

@@ -61,19 +61,11 @@ class Grid:
         """The coordinates of each rank."""
         return dict(zip(self.ranks, product(*map(range, self.shape)), strict=True))
 
-    def ranks_at(self, leading: Sequence[int]) -> tuple[int, ...]:
-        """The ranks whose coordinates begin with ``leading``."""
-        each = math.prod(self.shape[len(leading) :])
-        first = 0
-        for index, size in zip(leading, self.shape, strict=False):
-            first = first * size + index
-        return self.ranks[first * each : (first + 1) * each]
-
     def lines(self, across: int) -> Iterator[Line]:
         """Lines of at most ``across`` ranks, in row-major order."""
         *outer, last = self.shape
-        for place in product(*map(range, outer)):
-            ranks = self.ranks_at(place)
+        for row, place in enumerate(product(*map(range, outer))):
+            ranks = self.ranks[row * last : (row + 1) * last]
             where = zip(self.names, place[:-1], strict=False)
             panel = ", ".join(f"{name} {index}" for name, index in where)
             for start in range(0, last, across):

@@ -348,12 +348,8 @@ def _axes(tiling: Tiling) -> tuple[int | None, int | None]:
 def _axis_title(tiling: Tiling, rows: int | None, columns: int | None) -> str:
     if rows is None:
         return "a scalar"
-    down = f"{tiling.shape[rows]:,} {dimension_name(rows)} ↓"
-    return (
-        down
-        if columns is None
-        else (f"{down}, {tiling.shape[columns]:,} {dimension_name(columns)} →")
-    )
+    ways = [(rows, "↓"), *([] if columns is None else [(columns, "→")])]
+    return ", ".join(f"{tiling.shape[dim]:,} {dimension_name(dim)} {way}" for dim, way in ways)
 
 
 def _edges(tiling: Tiling, dim: int | None) -> list[int]:

@@ -8,8 +8,9 @@ cannot differ from what the runtime does. Only reading values communicates.
 
 from __future__ import annotations
 
+import functools
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -125,12 +126,16 @@ class _Reader:
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._tilings: dict[object, tuple[Tiling, tuple[tuple[int, ...], ...]]] = {}
-        self._coordinates: dict[DeviceMesh, Mapping[int, Coordinate]] = {}
+        self._places = functools.cache(coordinates_in)
 
     def report(self, found: Found) -> ParameterReport:
         stored = found.stored
         tiling, cut_along = self._tiling(found)
         first, *others = found.names
+        placements: tuple[tuple[str, str], ...] = ()
+        if isinstance(stored, DTensor):
+            described = map(dtensor.describe_placement, stored.placements)
+            placements = tuple(zip(names_of(stored.device_mesh), described, strict=True))
         return ParameterReport(
             name=first,
             aliases=tuple(others),
@@ -140,7 +145,7 @@ class _Reader:
             kind=_kind(found),
             group=found.group,
             cut_dim=None if found.form is None else found.form.layout.dim,
-            placements=tuple(_placements(stored)),
+            placements=placements,
             tiling=tiling,
             cut_along=cut_along,
         )
@@ -187,11 +192,6 @@ class _Reader:
             if rank in places
         }
 
-    def _places(self, mesh: DeviceMesh) -> Mapping[int, Coordinate]:
-        if mesh not in self._coordinates:
-            self._coordinates[mesh] = coordinates_in(mesh)
-        return self._coordinates[mesh]
-
 
 def _cut_by(own: Layout, part: Part, index: int) -> tuple[Part, int]:
     """The part and the padding that rank ``index`` keeps of ``part``.
@@ -235,15 +235,6 @@ def _kind(found: Found) -> ParamKind:
     if found.form is not None:
         return ParamKind.REPLICATED if found.form.layout.dim is None else ParamKind.SHARDED
     return ParamKind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else ParamKind.PLAIN
-
-
-def _placements(stored: torch.Tensor) -> Iterator[tuple[str, str]]:
-    """Pairs of a mesh dimension's name and torch's placement on it."""
-    if not isinstance(stored, DTensor):
-        return
-    mesh = stored.device_mesh
-    for name, placement in zip(names_of(mesh), stored.placements, strict=True):
-        yield name, dtensor.describe_placement(placement)
 
 
 def gather_values(model: nn.Module) -> Values | None:

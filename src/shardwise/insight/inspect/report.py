@@ -367,9 +367,9 @@ def _not_sharded(report: Report) -> Iterator[Remark]:
         nbytes = sum(each.nbytes for each in found)
         yield _remark(
             "not sharded",
-            f"{_parameters(found)} ({brief_size(nbytes)}) {_verb(found, 'is', 'are')} full on "
-            "every rank, with gradients and optimizer state: ignored, or not reached by a "
-            f"fully_shard call: {_examples(found)}",
+            f"{counted(found, 'parameter')} ({brief_size(nbytes)}) {_verb(found)} full on every "
+            "rank, with gradients and optimizer state: ignored, or not reached by a fully_shard "
+            f"call: {_examples(found)}",
             found,
             nbytes,
         )
@@ -385,7 +385,7 @@ def _replicated(report: Report) -> Iterator[Remark]:
         nbytes = max(sum(each.nbytes_on(rank) for each in found) for rank in report.grid.ranks)
         what, examples = "all parameters are", ""
         if len(found) < len(sharded):
-            what = f"{_parameters(found)} {_verb(found, 'is', 'are')}"
+            what = _parameters(found)
             examples = f": {_examples(found)}"
         yield _remark(
             "replicated",
@@ -414,8 +414,7 @@ def _unbalanced(report: Report) -> Iterator[Remark]:
     yield _remark(
         "unbalanced",
         f"rank {most.rank} holds {brief_size(most.parameters)} and rank {least.rank} "
-        f"{brief_size(least.parameters)}{ratio}; {_parameters(found)} "
-        f"{_verb(found, 'is', 'are')} sharded unevenly",
+        f"{brief_size(least.parameters)}{ratio}; {_parameters(found)} sharded unevenly",
         found,
         more,
     )
@@ -429,7 +428,8 @@ def _empty(report: Report) -> Iterator[Remark]:
     ranks = worst.tiling.empty_ranks
     yield _remark(
         "empty",
-        f"{_parameters(found)} {_verb(found, 'leaves', 'leave')} some ranks without elements; "
+        f"{counted(found, 'parameter')} {_verb(found, 'leaves', 'leave')} some ranks without "
+        "elements; "
         f"{holders_in_words(ranks)} {'holds' if len(ranks) == 1 else 'hold'} nothing of "
         f"{worst.name} ({shape_in_words(worst.shape)})",
         found,
@@ -446,7 +446,7 @@ def _padding(report: Report) -> Iterator[Remark]:
     yield _remark(
         "padding",
         f"{brief_size(nbytes)} of padding on all ranks together ({nbytes / held:.2%} of the "
-        f"shards) while {_parameters(found)} {_verb(found, 'is', 'are')} gathered; "
+        f"shards) while {_parameters(found)} gathered; "
         f"{brief_size(worst.padding_nbytes)} of it for {worst.name}",
         found,
         nbytes,
@@ -460,18 +460,18 @@ def _interleaved(report: Report) -> Iterator[Remark]:
         nbytes = sum(each.nbytes for each in found)
         yield _remark(
             "interleaved",
-            f"{_parameters(found)} {_verb(found, 'is', 'are')} sharded along a dimension other "
-            f"than the first; every unshard copies {brief_size(nbytes)} once more",
+            f"{_parameters(found)} sharded along a dimension other than the first; every unshard "
+            f"copies {brief_size(nbytes)} once more",
             found,
             nbytes,
         )
 
 
 def _parameters(found: list[ParameterReport]) -> str:
-    return counted(found, "parameter")
+    return f"{counted(found, 'parameter')} {_verb(found)}"
 
 
-def _verb(found: list[ParameterReport], singular: str, plural: str) -> str:
+def _verb(found: list[ParameterReport], singular: str = "is", plural: str = "are") -> str:
     return singular if len(found) == 1 else plural
 
 

@@ -129,16 +129,14 @@ def fused(events: Iterable[Event]) -> Iterator[Event]:
     """Yield the events of a step whose blocks are compiled."""
     run: list[Op] = []
     for event in events:
-        if isinstance(event, Op) and _fuses(event):
-            if run and run[-1].phase is not event.phase:
-                yield _kernel(run)
-                run = []
-            run.append(event)
-            continue
-        if run and not isinstance(event, Change):
+        op = event if isinstance(event, Op) and _fuses(event) else None
+        if run and not isinstance(event, Change) and (op is None or op.phase is not run[-1].phase):
             yield _kernel(run)
             run = []
-        yield event
+        if op is None:
+            yield event
+        else:
+            run.append(op)
     if run:
         yield _kernel(run)
 
@@ -293,7 +291,8 @@ class _Replay:
                 case Wait():
                     self._wait(event.number)
                 case Mark() if event.activity in _PARTS:
-                    self._mark(event.activity, event.group)
+                    self._close(self._now)
+                    self._open = event.activity, event.group, self._now
         for number in [number for number, start in self._starts.items() if start.ranks > 1]:
             self._wait(number)  # reading the results waits
         seconds = max(self._now, self._host)
@@ -355,10 +354,6 @@ class _Replay:
             self._now = end
         if self._device.execution is Execution.DIRECT:
             self._host = self._now
-
-    def _mark(self, activity: Activity, name: str) -> None:
-        self._close(self._now)
-        self._open = activity, name, self._now
 
     def _close(self, end: float) -> None:
         if self._open is not None:

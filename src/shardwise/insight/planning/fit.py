@@ -102,33 +102,29 @@ def fit(blueprint: Blueprint, settings: Settings, limit: int, measure: Measure) 
     found = sorted(
         _estimates(blueprint, settings, limit, measure), key=lambda pair: -pair[1].tokens_per_second
     )
-    cases, estimates = [case for case, _ in found], [each for _, each in found]
-    exact: list[int] = []
+    estimates = dict(found)
+    exact: dict[Settings, Alternative] = {}
     for turn in range(1, _MOST_REHEARSED + 1):
-        left = [i for i, each in enumerate(estimates) if each.fits and i not in exact]
+        left = [case for case, each in estimates.items() if each.fits and case not in exact]
         if not left:
             break
         # The fastest first. If all of them need more than was estimated, what needs the least.
         last = turn == _MOST_REHEARSED
-        at = min(left, key=lambda i: estimates[i].peak) if last else left[0]
-        estimates[at] = _alternative(cases[at], measure(blueprint, cases[at]), limit)
-        exact.append(at)
-        if sum(estimates[i].fits for i in exact) == _FINALISTS:
+        case = min(left, key=lambda case: estimates[case].peak) if last else left[0]
+        exact[case] = _alternative(case, measure(blueprint, case), limit)
+        if sum(each.fits for each in exact.values()) == _FINALISTS:
             break
-    fitting = [i for i in exact if estimates[i].fits]
+    estimates |= exact
+    fitting = [case for case, each in exact.items() if each.fits]
     if not fitting:
-        too_large = [each for each in estimates if not each.fits]
+        too_large = [each for each in estimates.values() if not each.fits]
         raise NothingFitsError(min(too_large, key=lambda each: each.peak), limit)
-    best = max(fitting, key=lambda i: estimates[i].tokens_per_second)
+    best = max(fitting, key=lambda case: exact[case].tokens_per_second)
+    rate = estimates.pop(best).tokens_per_second
     # An estimate that is faster than what was rehearsed was too high, and is left out.
-    others = [
-        each
-        for i, each in enumerate(estimates)
-        if i != best
-        and not (each.fits and each.tokens_per_second > estimates[best].tokens_per_second)
-    ]
+    others = [e for e in estimates.values() if not (e.fits and e.tokens_per_second > rate)]
     others.sort(key=lambda each: -each.tokens_per_second)
-    return Fit(settings=cases[best], alternatives=_neighbors(others))
+    return Fit(settings=best, alternatives=_neighbors(others))
 
 
 def _neighbors(others: Sequence[Alternative]) -> tuple[Alternative, ...]:

@@ -220,15 +220,6 @@ LINKS: Mapping[str, Link] = {
 }
 
 
-def device_named(name: str) -> Device:
-    """Return a known device.
-
-    Raises:
-        MachineError: it is not known.
-    """
-    return _named("device", name, DEVICES)
-
-
 def device_reported_as(name: str) -> Device | None:
     """Return the device that reports a name to torch, such as ``"NVIDIA H100 80GB HBM3"``.
 
@@ -292,7 +283,7 @@ class Machine:
         Raises:
             MachineError: the device or the link is not known.
         """
-        found = device_named(device)
+        found = _named("device", device, DEVICES)
         return cls(
             device=found,
             inside=LINKS[found.host_link],

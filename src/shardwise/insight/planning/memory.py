@@ -13,9 +13,11 @@ tensor's own size, in steps of 2 MiB, above.
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 from shardwise.base.observe import Memory
 from shardwise.base.units import counted
@@ -65,32 +67,22 @@ class RankBytes:
 
 def memory(log: Log) -> RankBytes:
     """Find the peak of a step."""
-    now = {kind: log.before.get(kind, 0) for kind in Memory}
-    modules: dict[str, int] = {}
-    groups: dict[str, int] = {}
-    most, total = dict(now), sum(now.values())
-    peak, moment = total, "between steps"
-    at_peak, by_module, full = dict(now), dict(modules), 0
-    risen = False  # since the last peak was noted
-    for event in log.events:
-        if not isinstance(event, Change):
-            continue
-        if event.nbytes < 0 and risen:
-            at_peak, by_module = dict(now), {k: v for k, v in modules.items() if v}
-            full = sum(1 for nbytes in groups.values() if nbytes)
-            risen = False
-        now[event.kind] += event.nbytes
-        total += event.nbytes
-        if event.kind is Memory.ACTIVATIONS:
-            modules[event.module] = modules.get(event.module, 0) + event.nbytes
-        elif event.kind is Memory.FULL_PARAMETERS:
-            groups[event.module] = groups.get(event.module, 0) + event.nbytes
-        most[event.kind] = max(most[event.kind], now[event.kind])
-        if total > peak:
-            peak, moment, risen = total, event.moment, True
-    if risen:
-        at_peak, by_module = dict(now), {k: v for k, v in modules.items() if v}
-        full = sum(1 for nbytes in groups.values() if nbytes)
+    changes = [event for event in log.events if isinstance(event, Change)]
+    before = {kind: log.before.get(kind, 0) for kind in Memory}
+    now, most = Counter(before), dict(before)
+    for change in changes:
+        now[change.kind] += change.nbytes
+        most[change.kind] = max(most[change.kind], now[change.kind])
+    sizes = (change.nbytes for change in changes)
+    totals = list(accumulate(sizes, initial=sum(before.values())))
+    peak = max(totals)
+    until = totals.index(peak)
+    at_peak, held = Counter(before), Counter[tuple[Memory, str]]()
+    for change in changes[:until]:
+        at_peak[change.kind] += change.nbytes
+        held[change.kind, change.module] += change.nbytes
+    full = sum(1 for (kind, _), n in held.items() if kind is Memory.FULL_PARAMETERS and n)
+    moment = changes[until - 1].moment if until else "between steps"
     unsharded = f", {counted(full, 'group')} full" if full else ""
     return RankBytes(
         **{kind.value: at_peak[kind] for kind in Memory},
@@ -98,7 +90,7 @@ def memory(log: Log) -> RankBytes:
         ranks=1,
         peak_moment=f"{moment}{unsharded}",
         most=most,
-        by_module=by_module,
+        by_module={m: n for (kind, m), n in held.items() if kind is Memory.ACTIVATIONS and n},
         offloaded=log.offloaded,
     )
 
@@ -111,15 +103,12 @@ _SMALL = _MIB  # the most bytes that come from small segments
 _STEPS = 3  # after which what is reserved grows no more
 
 
-@dataclass(eq=False, slots=True)
-class _SegmentPart:
-    """A part of a segment, between its neighbors."""
+class _SegmentPart(NamedTuple):
+    """A part of a segment; in this order, the allocator chooses between parts."""
 
-    nbytes: int
     small: bool
-    before: _SegmentPart | None = None
-    after: _SegmentPart | None = None
-    number: int = 0  # among the free ones; 0: it is not free
+    nbytes: int
+    address: int
 
 
 class CachingAllocator:
@@ -131,45 +120,35 @@ class CachingAllocator:
 
     def __init__(self) -> None:
         self.reserved = 0
-        self._free: list[tuple[bool, int, int, _SegmentPart]] = []
-        self._numbers = 0
+        self._end = 0  # of all addresses
+        self._free: list[_SegmentPart] = []  # ascending
+        self._from: dict[int, _SegmentPart] = {}  # the free ones, by their first address
+        self._until: dict[int, _SegmentPart] = {}  # and by the one behind them
 
     def allocate(self, nbytes: int) -> _SegmentPart:
         """Return a part for a tensor."""
         nbytes = max(1, -(-nbytes // _BLOCK)) * _BLOCK
         small = nbytes <= _SMALL
         at = bisect.bisect_left(self._free, (small, nbytes, 0))
-        if at < len(self._free) and self._free[at][0] is small:
-            part = self._free.pop(at)[3]
-            part.number = 0
+        if at < len(self._free) and self._free[at].small is small:
+            part = self._forget_free(self._free[at])
         else:
             part = self._segment(nbytes, small)
         left = part.nbytes - nbytes
-        if left >= _BLOCK if small else left > _SMALL:
-            rest = _SegmentPart(left, small, before=part, after=part.after)
-            if rest.after is not None:
-                rest.after.before = rest
-            part.after, part.nbytes = rest, nbytes
-            self._note_free(rest)
-        return part
+        if left < _BLOCK if small else left <= _SMALL:
+            return part
+        self._note_free(_SegmentPart(small, left, part.address + nbytes))
+        return part._replace(nbytes=nbytes)
 
     def free(self, part: _SegmentPart) -> None:
         """Take a part back, and join it with free neighbors."""
-        before, after = part.before, part.after
-        if before is not None and before.number:
-            self._forget_free(before)
-            before.nbytes += part.nbytes
-            before.after = after
-            if after is not None:
-                after.before = before
-            part = before
-        if after is not None and after.number:
-            self._forget_free(after)
-            part.nbytes += after.nbytes
-            part.after = after.after
-            if part.after is not None:
-                part.after.before = part
-        self._note_free(part)
+        small, nbytes, address = part
+        if (before := self._until.get(address)) is not None:
+            address = self._forget_free(before).address
+            nbytes += before.nbytes
+        if (after := self._from.get(address + nbytes)) is not None:
+            nbytes += self._forget_free(after).nbytes
+        self._note_free(_SegmentPart(small, nbytes, address))
 
     def _segment(self, nbytes: int, small: bool) -> _SegmentPart:
         if small:
@@ -179,17 +158,18 @@ class CachingAllocator:
         else:
             size = -(-nbytes // (2 * _MIB)) * 2 * _MIB
         self.reserved += size
-        return _SegmentPart(size, small)
+        part = _SegmentPart(small, size, self._end)
+        self._end += size + 1  # one more, since parts of two segments are no neighbors
+        return part
 
     def _note_free(self, part: _SegmentPart) -> None:
-        self._numbers += 1
-        part.number = self._numbers
-        bisect.insort(self._free, (part.small, part.nbytes, part.number, part))
+        bisect.insort(self._free, part)
+        self._from[part.address] = self._until[part.address + part.nbytes] = part
 
-    def _forget_free(self, part: _SegmentPart) -> None:
-        at = bisect.bisect_left(self._free, (part.small, part.nbytes, part.number))
-        del self._free[at]
-        part.number = 0
+    def _forget_free(self, part: _SegmentPart) -> _SegmentPart:
+        del self._free[bisect.bisect_left(self._free, part)]
+        del self._until[part.address + part.nbytes]
+        return self._from.pop(part.address)
 
 
 def reserved(log: Log) -> int:

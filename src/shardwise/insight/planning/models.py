@@ -86,14 +86,12 @@ def of_settings(name: str, settings: dict[str, Any]) -> Blueprint:
     Raises:
         ModelError: ``transformers`` cannot build it.
     """
-    match settings["model_type"]:
-        case "vit":
-            model = build_classifier(settings, _classes(settings))
-            return Blueprint(name, model, decoder_layers(model), placement=vit_placement)
-        case "resnet":
-            model = build_classifier(settings, _classes(settings))
-            return Blueprint(name, model, repeated_blocks(model))
-    return language_model(name, settings)
+    if settings["model_type"] not in ("vit", "resnet"):
+        return language_model(name, settings)
+    model = build_classifier(settings, len(settings.get("id2label", ())) or CLASSES)
+    if settings["model_type"] == "vit":
+        return Blueprint(name, model, decoder_layers(model), placement=vit_placement)
+    return Blueprint(name, model, repeated_blocks(model))
 
 
 def language_model(
@@ -117,10 +115,6 @@ def vit_placement(param: nn.Parameter) -> Shard | None:
     if param.ndim < 2 or param.shape[0] > 1:
         return None
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
-
-
-def _classes(settings: Mapping[str, Any]) -> int:
-    return len(settings.get("id2label", ())) or CLASSES
 
 
 def _call(name: str) -> nn.Module | Blueprint:

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -38,6 +38,8 @@ from shardwise.insight.planning.events import (
     Wait,
 )
 from shardwise.insight.planning.settings import UntraceableError
+from shardwise.sharding.group import ParamGroup
+from shardwise.sharding.state import groups_of
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
@@ -93,10 +95,6 @@ class _Growth:
     nbytes: int
     moment: str
 
-    def change(self) -> Change:
-        """Return it as a log has it, now that the kind is known."""
-        return Change(self.held.settled, self.nbytes, self.held.module, self.moment)
-
 
 class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the steps of one rank on fake tensors. Enter it, and observe with it.
@@ -127,7 +125,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._node_numbers: list[int] = [-1]
         self._node_modules: list[str] = [""]
         self._group = ""
-        self._fulls: dict[str, Callable[[], list[nn.Parameter]]] = {}
+        self._unfollowed: dict[str, ParamGroup] = {}  # whose gradients are not labeled yet
         self._number = 0
         self._under_way: set[int] = set()
         self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
@@ -142,13 +140,14 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     @contextlib.contextmanager
     def watching(self, model: nn.Module, ends: frozenset[str]) -> Iterator[None]:
-        """Follow which module runs, and every change of a storage's size.
+        """Follow which module runs, every change of a storage's size, and full gradients.
 
         Args:
-            model: the model.
+            model: the model, sharded.
             ends: names of modules that compute logits or the loss.
         """
         self._names = {module: name for name, module in model.named_modules()}
+        self._unfollowed = {self._names[each.modules[0]]: each for each in groups_of(model)}
         self._ends = ends
         hooks = [
             register_module_forward_pre_hook(self._enter_module),
@@ -183,15 +182,6 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         held = self._held.get(id(storage)) or self._hold(storage, "", None)
         held.kind, held.module = kind, module
 
-    def label_gradients(self, groups: Mapping[str, Callable[[], list[nn.Parameter]]]) -> None:
-        """Say what the gradients of full parameters are for.
-
-        Args:
-            groups: returns the full parameters of a group, by its name. They exist as soon as the
-                group has been gathered once.
-        """
-        self._fulls = dict(groups)
-
     def _follow_gradients(self, group: str, fulls: list[nn.Parameter]) -> None:
         def label(full: torch.Tensor) -> None:
             assert full.grad is not None
@@ -218,13 +208,19 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def enter(self, phase: StepPhase) -> None:
         """Begin a part of the step."""
-        self._outlive(self._phase)
+        for held in self._held.values():
+            held.outlives |= held.phase is self._phase
         self._phase = phase
         self._group = ""
 
     def finish(self) -> tuple[Event, ...]:
         """Return what has been recorded."""
-        return tuple(each.change() if isinstance(each, _Growth) else each for each in self._events)
+        return tuple(
+            Change(each.held.settled, each.nbytes, each.held.module, each.moment)
+            if isinstance(each, _Growth)
+            else each
+            for each in self._events
+        )
 
     # -- the runtime's reports, as an observer ---------------------------------------------------
 
@@ -235,10 +231,11 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             self._group = _group(name)
             if self._records:
                 self._events.append(Mark(activity, self._group))
-            if activity is not Activity.OPTIMIZER and self._group in self._fulls:
-                fulls = self._fulls[self._group]()
+            if activity is not Activity.OPTIMIZER and self._group in self._unfollowed:
+                params = self._unfollowed[self._group].params
+                fulls = [param.full for param in params if param.full is not None]
                 if fulls:  # not yet, when the first forward begins
-                    del self._fulls[self._group]
+                    del self._unfollowed[self._group]
                     self._follow_gradients(self._group, fulls)
         return self._number
 
@@ -443,18 +440,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
 
     def _grow(self, held: Held, nbytes: int) -> None:
         if self._records and nbytes:
-            self._events.append(_Growth(held, nbytes, self._moment))
-
-    def _outlive(self, phase: StepPhase) -> None:
-        for held in self._held.values():
-            if held.phase is phase:
-                held.outlives = True
-
-    @property
-    def _moment(self) -> str:
-        if self._phase is StepPhase.OPTIMIZER:
-            return "optimizer"
-        return f"{self._phase.value} of {self._group or 'the model'}"
+            moment = f"{self._phase.value} of {self._group or 'the model'}"
+            moment = "optimizer" if self._phase is StepPhase.OPTIMIZER else moment
+            self._events.append(_Growth(held, nbytes, moment))
 
 
 # Assigned here, since torch wraps what stands in the class, which costs as much as an operation.

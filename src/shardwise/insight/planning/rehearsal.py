@@ -37,21 +37,19 @@ from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
 from shardwise.insight.planning.settings import (
-    DTYPES,
     RehearsalError,
     Settings,
     SettingsError,
     UntraceableError,
 )
 from shardwise.insight.planning.wires import simulated
-from shardwise.insight.schema.sharding import Stepping
+from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
 from shardwise.optim.offloaded.masters import Masters
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.sharding.allocate import allocate
-from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
@@ -59,6 +57,11 @@ from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.transport import ShmTransport
 
+_DTYPES: Mapping[PrecisionName | None, torch.dtype | None] = {
+    PrecisionName.FP32: torch.float32,
+    PrecisionName.BF16: torch.bfloat16,
+    None: None,
+}
 USUAL_IMAGE = 224  # pixels of an image's height and width, unless they are given
 
 
@@ -88,14 +91,20 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         stack.enter_context(c10d.fake_world(world.size, rank))
         mesh = init_device_mesh("cpu", world.shape, mesh_dim_names=world.names)
-        for name in world.names:
-            Peers(mesh.get_group(name)).name_dimension(name)  # the data mesh names only its own
+        dimensions: dict[str, tuple[str, int]] = {}
+        for name, size in zip(world.names, world.shape, strict=True):
+            group = mesh.get_group(name)
+            Peers(group).name_dimension(name)  # the data mesh names only its own
+            dimensions[group.group_name] = name, size
         with _explaining("copying the model"):
             model, blocks = blueprint.copied()
-            if settings.shard_dtype is not None:
-                store_in(model, _dtype(settings.shard_dtype))
+            if (shard_dtype := _DTYPES[settings.shard_dtype]) is not None:
+                store_in(model, shard_dtype)
             model.train()
-        stack.enter_context(simulated(_backend(settings), ranks_per_host=settings.on_host))
+        kind = settings.device_type
+        named = settings.backend or dist.get_default_backend_for_device(kind)
+        backend = devices.backend_of(named, torch.device(kind))
+        stack.enter_context(simulated(backend, ranks_per_host=settings.on_host))
         if "transformers" in sys.modules:  # else the model is none of its
             from shardwise.frontends.pretrained import hf
 
@@ -108,14 +117,13 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
         stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
-            each = range(settings.accumulate)
-            batches = [_batch(settings, model, name, mode) for _ in each]
-        recorder = RehearsalRecorder(mode, _dimensions(mesh))
+            count = settings.accumulate
+            batches = [_batch(settings, model, name, mode) for _ in range(count)]
+        recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             if settings.stepping is Stepping.IN_BACKWARD:
-                for group in groups_of(model):
-                    group.stepper = stepper
-            recorder.label_gradients(_fulls(model))
+                for each in groups_of(model):
+                    each.stepper = stepper
             elsewhere = _offloaded_parameters(settings, model)
             for number in range(_most_steps(model)):
                 _label(recorder, model, optimizer, batches, elsewhere)
@@ -158,14 +166,6 @@ def _raised_in(error: Exception, model: nn.Module) -> str:
     return found
 
 
-def _backend(settings: Settings) -> devices.Backend:
-    """The backend of the process groups that are planned for."""
-    kind = settings.device_type
-    return devices.backend_of(
-        settings.backend or dist.get_default_backend_for_device(kind), torch.device(kind)
-    )
-
-
 def _build(
     model: nn.Module,
     blocks: Sequence[nn.Module],
@@ -175,9 +175,24 @@ def _build(
 ) -> None:
     """Shard a model on the meta device as a training does, with fake tensors on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
+    reduce_dtype = settings.reduce_dtype or settings.param_dtype
+    shard = functools.partial(
+        shard_blocks,
+        model,
+        blocks,
+        reshard_after_forward=settings.sharding.reshard_after_forward,
+        precision=MixedPrecisionPolicy(
+            param_dtype=_DTYPES[settings.param_dtype], reduce_dtype=_DTYPES[reduce_dtype]
+        ),
+        placement=blueprint.placement,
+        transport=settings.transport,
+        wire=settings.collective_wire.argument,
+    )
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
+    names = [name for name, _ in tensors]
     if TENSOR not in settings.world.names:
-        _make_fake(model)
-        _shard(model, blocks, blueprint, settings, settings.sharding.sharding_mesh(mesh))
+        allocate(model, names)
+        shard(mesh=settings.sharding.sharding_mesh(mesh))
         return
     # Meshes of several dimensions read their ranks from tensors, which fake ones do not have. So
     # all is done on the meta device, except that transports get fake memory from the start.
@@ -186,53 +201,9 @@ def _build(
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
     transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
     with dtensor.real_tensors():
-        _shard(model, blocks, blueprint, settings, data)
+        shard(mesh=data)
     del transports  # the groups hold them now
-    names = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
-    allocate(model, [name for name, _ in names])
-
-
-def _shard(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    blueprint: Blueprint,
-    settings: Settings,
-    mesh: DeviceMesh,
-) -> None:
-    reduce_dtype = settings.reduce_dtype or settings.param_dtype
-    shard_blocks(
-        model,
-        blocks,
-        mesh=mesh,
-        reshard_after_forward=settings.sharding.reshard_after_forward,
-        precision=MixedPrecisionPolicy(
-            param_dtype=None if settings.param_dtype is None else _dtype(settings.param_dtype),
-            reduce_dtype=None if reduce_dtype is None else _dtype(reduce_dtype),
-        ),
-        placement=blueprint.placement,
-        transport=settings.transport,
-        wire=settings.collective_wire.argument,
-    )
-
-
-def _make_fake(model: nn.Module) -> None:
-    """Replace tensors on the meta device by fake ones on the host. Tied ones stay tied."""
-    fakes: dict[torch.Tensor, Any] = {}
-    for module in model.modules():
-        for own in fake.own_tensors(module):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    if tensor not in fakes:
-                        fakes[tensor] = _without_memory(tensor)
-                    own[name] = fakes[tensor]
-
-
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a fake tensor, or a parameter, like another tensor."""
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(like, tensor.requires_grad)
-    return like
+    allocate(model, names)
 
 
 def _ends(model: nn.Module) -> frozenset[str]:
@@ -265,11 +236,12 @@ class _Optimizer:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
         if self.inner is not None and settings.offload is not None:
-            masters = None if settings.master_dtype is None else _dtype(settings.master_dtype)
             place = OffloadPlace.parse(settings.offload)
             stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
-            self.inner = OffloadedOptimizer(self.inner, place, Masters(masters), lambda _: store)
+            self.inner = OffloadedOptimizer(
+                self.inner, place, Masters(_DTYPES[settings.master_dtype]), lambda _: store
+            )
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
         if settings.outer_states and trained:
@@ -458,15 +430,7 @@ def _label(
     batches: Sequence[Any],
     elsewhere: Container[nn.Parameter],
 ) -> None:
-    """Say what the memory is for that is there before the step.
-
-    Args:
-        recorder: receives the reports.
-        model: the model.
-        optimizer: its optimizer.
-        batches: what it is trained on.
-        elsewhere: the parameters that have no memory between steps.
-    """
+    """Say what the memory is for that is there before the step; parameters elsewhere have none."""
     for name, parameter in model.named_parameters():
         if parameter not in elsewhere:
             recorder.label(dtensor.plain(parameter), Memory.PARAMETERS, name)
@@ -493,29 +457,3 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
         return frozenset()
     every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= file.SMALLEST}
     return frozenset(every)
-
-
-def _fulls(model: nn.Module) -> dict[str, Callable[[], list[nn.Parameter]]]:
-    """What returns the full parameters of each group, by the name of the group."""
-
-    def fulls_of(group: ParamGroup) -> list[nn.Parameter]:
-        return [param.full for param in group.params if param.full is not None]
-
-    names = {module: name for name, module in model.named_modules()}
-    return {
-        names[group.modules[0]]: functools.partial(fulls_of, group) for group in groups_of(model)
-    }
-
-
-def _dimensions(mesh: DeviceMesh) -> dict[str, tuple[str, int]]:
-    """Name and size of each dimension of a mesh, by the name of its process group."""
-    return {
-        mesh.get_group(dim).group_name: (name, mesh.size(dim))
-        for dim, name in enumerate(mesh.mesh_dim_names or ())
-    }
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, DTYPES[name])
-    assert isinstance(dtype, torch.dtype)
-    return dtype

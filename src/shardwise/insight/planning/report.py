@@ -19,9 +19,6 @@ from shardwise.insight.planning.settings import Settings
 
 JSON_VERSION = 1  # raised when a field is removed or changes its meaning
 
-#: The kinds of memory, in the order in which they are shown.
-KINDS = tuple(Memory)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
@@ -168,15 +165,32 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Convert the plan to values that ``json`` can write. docs/plan.md lists the fields."""
+        exchange = self.settings.exchange
         return {
             "version": JSON_VERSION,
             "model": self.model,
             "numel": self.numel,
             "machine": self.machine or None,
             "settings": self.settings.to_json(),
-            "ranks": [_json_of_rank(rank) for rank in self.ranks],
+            "ranks": [
+                {
+                    "ranks": rank.ranks,
+                    "bytes": bytes_of(rank),
+                    "peak": rank.peak,
+                    "peak_moment": rank.peak_moment,
+                    "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
+                    "activations_by_module": dict(rank.by_module),
+                    "offloaded": rank.offloaded,
+                }
+                for rank in self.ranks
+            ],
             "step": self._json_of_step(),
-            "exchange": self._json_of_exchange(),
+            "exchange": exchange
+            and {
+                "wire": exchange.wire.value,
+                "every": exchange.every,
+                "bytes_sent": self.exchanged,
+            },
             "fits": self.fits,
             "reserved": self.reserved,
             "available": None
@@ -184,16 +198,6 @@ class Plan:
             else {"bytes": self.available.nbytes, "source": self.available.source},
             "formulas": dict(self.formulas),
             "alternatives": [asdict(each) for each in self.alternatives],
-        }
-
-    def _json_of_exchange(self) -> dict[str, Any] | None:
-        exchange = self.settings.exchange
-        if exchange is None:
-            return None
-        return {
-            "wire": exchange.wire.value,
-            "every": exchange.every,
-            "bytes_sent": self.exchanged,
         }
 
     def _json_of_step(self) -> dict[str, Any]:
@@ -221,16 +225,4 @@ class Plan:
 
 def bytes_of(rank: RankBytes) -> dict[str, int]:
     """Return the bytes at the peak by kind of memory, as named in JSON."""
-    return {kind.value: getattr(rank, kind.value) for kind in KINDS}
-
-
-def _json_of_rank(rank: RankBytes) -> dict[str, Any]:
-    return {
-        "ranks": rank.ranks,
-        "bytes": bytes_of(rank),
-        "peak": rank.peak,
-        "peak_moment": rank.peak_moment,
-        "most": {kind.value: nbytes for kind, nbytes in rank.most.items()},
-        "activations_by_module": dict(rank.by_module),
-        "offloaded": rank.offloaded,
-    }
+    return {kind.value: getattr(rank, kind.value) for kind in Memory}

@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import textwrap
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,8 +33,8 @@ from shardwise.insight.schema.option import (
     NotNegative,
     OptionError,
     as_json,
-    option,
     require,
+    setting,
     view,
 )
 from shardwise.insight.schema.sharding import PrecisionName, StepConfig, StrategyConfig
@@ -47,9 +47,6 @@ MOST_PEERS = 16
 ONE_HOST = 8  # ranks on a host, unless it is given
 MOST_ACCUMULATED = 1000  # microbatches; each of them is rehearsed
 MOST_SIZE = 10**9  # of anything else that is counted
-
-#: The dtypes that can be named -> their names in torch.
-DTYPES: Mapping[str, str] = {"fp32": "float32", "bf16": "bfloat16"}
 
 #: The optimizers that can be named.
 OPTIMIZERS = (
@@ -142,46 +139,32 @@ class PlannedStep(StepConfig):
     The three functions may be named: ``"package.module:name"``.
     """
 
-    seq_length: Annotated[int, _SIZES] | None = field(
-        default=None,
-        metadata=option(
-            "Tokens of a sequence.", TRAINING, metavar="N", shown="the model's, at most 4,096"
-        ),
+    seq_length: Annotated[int, _SIZES] | None = setting(
+        None, "Tokens of a sequence.", TRAINING, metavar="N", shown="the model's, at most 4,096"
     )
-    image_size: Annotated[int, _SIZES] | None = field(
-        default=None,
-        metadata=option(
-            "Height and width of an image, in pixels.", TRAINING, metavar="N", shown="the model's"
-        ),
+    image_size: Annotated[int, _SIZES] | None = setting(
+        None, "Height and width of an image, in pixels.", TRAINING, metavar="N", shown="the model's"
     )
-    optimizer: str | Callable[[list[Any]], Any] = field(
-        default="adamw",
-        metadata=option(
-            f"{', '.join(OPTIMIZERS)}, or package.module:name of a function in code.",
-            TRAINING,
-            metavar="NAME",
-        ),
+    optimizer: str | Callable[[list[Any]], Any] = setting(
+        "adamw",
+        f"{', '.join(OPTIMIZERS)}, or package.module:name of a function in code.",
+        TRAINING,
+        metavar="NAME",
     )
-    clip_grad: NotNegative = field(
-        default=1.0, metadata=option("Maximum gradient norm; 0: no clipping.", TRAINING)
+    clip_grad: NotNegative = setting(1.0, "Maximum gradient norm; 0: no clipping.", TRAINING)
+    batch: str | Callable[[int], Any] | None = setting(
+        None,
+        "package.module:name of a function from a number of samples to a batch, for models "
+        "that are not of transformers.",
+        MODEL,
+        metavar="NAME",
     )
-    batch: str | Callable[[int], Any] | None = field(
-        default=None,
-        metadata=option(
-            "package.module:name of a function from a number of samples to a batch, for models "
-            "that are not of transformers.",
-            MODEL,
-            metavar="NAME",
-        ),
-    )
-    step: str | Callable[[Any, Any], Any] | None = field(
-        default=None,
-        metadata=option(
-            "package.module:name of a function from model and batch to a loss.",
-            MODEL,
-            metavar="NAME",
-            shown="the model's own loss, else the mean of what it returns",
-        ),
+    step: str | Callable[[Any, Any], Any] | None = setting(
+        None,
+        "package.module:name of a function from model and batch to a loss.",
+        MODEL,
+        metavar="NAME",
+        shown="the model's own loss, else the mean of what it returns",
     )
 
     def check_values(self) -> None:
@@ -212,44 +195,35 @@ class MachineConfig(Config):
         products: the dtype that matrix products compute in.
     """
 
-    device: str | None = field(
-        default=None,
-        metadata=option(
-            "The device of every rank, such as h100; cpu: this machine, as `shardwise calibrate` "
-            "measured it.",
-            MACHINE,
-            metavar="NAME",
-            shown="cpu, if it was measured",
-        ),
+    device: str | None = setting(
+        None,
+        "The device of every rank, such as h100; cpu: this machine, as `shardwise calibrate` "
+        "measured it.",
+        MACHINE,
+        metavar="NAME",
+        shown="cpu, if it was measured",
     )
-    link: str | None = field(
-        default=None,
-        metadata=option(
-            "The link between hosts, such as ib-400 or ethernet-100.",
-            MACHINE,
-            metavar="NAME",
-            shown="ib-400",
-        ),
+    link: str | None = setting(
+        None,
+        "The link between hosts, such as ib-400 or ethernet-100.",
+        MACHINE,
+        metavar="NAME",
+        shown="ib-400",
     )
-    ranks_per_host: Annotated[int, _SIZES] | None = field(
-        default=None,
-        metadata=option("Ranks that share a host.", MACHINE, metavar="N", shown="8"),
+    ranks_per_host: Annotated[int, _SIZES] | None = setting(
+        None, "Ranks that share a host.", MACHINE, metavar="N", shown="8"
     )
-    device_file: Path | None = field(
-        default=None,
-        metadata=option(
-            "TOML file that describes device and links, in place of --device.",
-            MACHINE,
-            metavar="FILE",
-        ),
+    device_file: Path | None = setting(
+        None,
+        "TOML file that describes device and links, in place of --device.",
+        MACHINE,
+        metavar="FILE",
     )
-    products: Products = field(
-        default=Products.AS_STORED,
-        metadata=option(
-            "Dtype of matrix products.",
-            MACHINE,
-            flags={"--float8": (Products.FLOAT8, "Plan for matrix products in float8.")},
-        ),
+    products: Products = setting(
+        Products.AS_STORED,
+        "Dtype of matrix products.",
+        MACHINE,
+        flags={"--float8": (Products.FLOAT8, "Plan for matrix products in float8.")},
     )
 
 

@@ -20,7 +20,7 @@ from shardwise.insight.inspect.report import Report
 from shardwise.insight.inspect.text import Cells, rendered
 from shardwise.insight.inspect.words import Row, fold
 from shardwise.insight.planning.memory import RankBytes
-from shardwise.insight.planning.report import KINDS, Plan, bytes_of
+from shardwise.insight.planning.report import Plan, bytes_of
 from shardwise.insight.planning.settings import MOST_PEERS, Products, Settings, name_of
 from shardwise.insight.schema.sharding import Stepping
 
@@ -171,7 +171,14 @@ def bytes_needed(plan: Plan) -> Iterator[Cells]:
         yield Cells(("activations at the peak", "each", "together"), rows)
     if plan.traffic:
         heads = ("traffic of a step", "collective", "calls", "launches", "full tensors", "sent")
-        yield Cells(heads, list(_traffic(plan)), words=2)
+        traffic = [
+            (
+                *(each.dimension, each.collective, f"{each.calls:,}", f"{each.launches:,}"),
+                *(binary_size(each.nbytes), binary_size(each.sent)),
+            )
+            for each in plan.traffic
+        ]
+        yield Cells(heads, traffic, words=2)
 
 
 def speeds(plan: Plan) -> Iterator[Cells]:
@@ -186,14 +193,25 @@ def speeds(plan: Plan) -> Iterator[Cells]:
     if plan.alternatives:
         unit = "tokens/s" if plan.settings.seq_length else "samples/s"
         heads = ("next to it", "checkpointing", "batch", "peak", unit, "fits")
-        yield Cells(heads, list(_alternatives(plan)), words=2)
+        others = [
+            (
+                f"{each.strategy} {each.mesh}",
+                each.activation_checkpointing,
+                str(each.batch_size),
+                binary_size(each.peak),
+                f"{each.tokens_per_second:,.0f}",
+                "yes" if each.fits else "no",
+            )
+            for each in plan.alternatives
+        ]
+        yield Cells(heads, others, words=2)
 
 
 def _memory(ranks: Sequence[RankBytes]) -> Cells:
     """The kinds of memory, each with its bytes at the peak and at most."""
     columns = [counted(rank.ranks, "rank") for rank in ranks] if ranks[1:] else ["at the peak"]
     rows = []
-    for kind in KINDS:
+    for kind in Memory:
         found = [bytes_of(rank)[kind.value] for rank in ranks]
         most = max(rank.most.get(kind, 0) for rank in ranks)
         rows.append((NAMES[kind], *map(binary_size, found), binary_size(max(most, *found))))
@@ -215,26 +233,6 @@ def _modules(rank: RankBytes) -> Iterator[tuple[str, str, str]]:
     left = rank.activations - sum(map(together, rows))
     if rows and left > 0:
         yield "others", "", binary_size(left)
-
-
-def _traffic(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for each in plan.traffic:
-        yield (
-            *(each.dimension, each.collective, f"{each.calls:,}", f"{each.launches:,}"),
-            *(binary_size(each.nbytes), binary_size(each.sent)),
-        )
-
-
-def _alternatives(plan: Plan) -> Iterator[tuple[str, ...]]:
-    for each in plan.alternatives:
-        yield (
-            f"{each.strategy} {each.mesh}",
-            each.activation_checkpointing,
-            str(each.batch_size),
-            binary_size(each.peak),
-            f"{each.tokens_per_second:,.0f}",
-            "yes" if each.fits else "no",
-        )
 
 
 def notes(plan: Plan) -> Iterator[str]:
@@ -319,7 +317,7 @@ def _memory_bar(plan: Plan) -> Iterator[str]:
     rank = plan.ranks[0]
     parts = [
         (NAMES[kind], bytes_of(rank)[kind.value], f"hsl({_HUES[kind]} var(--s) var(--l))")
-        for kind in KINDS
+        for kind in Memory
     ]
     limit = None if plan.available is None else plan.available.nbytes
     scale = max(rank.peak, limit or 0, 1)

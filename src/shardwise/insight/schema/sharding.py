@@ -328,31 +328,21 @@ def resolve_sharding(config: ShardingConfig, world_size: int, hosts: int = 1) ->
 
 
 def _plan_of(config: ShardingConfig, world_size: int, hosts: int) -> ShardingPlan:
-    if config.mesh is None:
-        option = "--strategy" if config.replicas is None else "--replicas"
-        hint = "; say --replicas R" if config.replicas is None else ""
-        replicas = config.replicas
-        if replicas is None and config.over_hosts and config.strategy.is_hybrid:
-            replicas = hosts
-        return _resolve(option, config.strategy, world_size, replicas, hosts, hint)
-    with naming("--mesh"):
-        sizes = parse_mesh(config.mesh)
-    replicas = sizes.get(REPLICATE, 1)
-    ranks = replicas * sizes.get(SHARD, 1)
-    require(
-        ranks == world_size,
-        "--mesh",
-        f"{config.mesh}, a mesh of {counted(ranks, 'rank')}",
-        f"one of {world_size}, the number of processes",
-    )
-    return _resolve("--mesh", config.strategy, world_size, replicas, hosts, "")
-
-
-def _resolve(
-    option: str, strategy: Strategy, world_size: int, replicas: int | None, hosts: int, hint: str
-) -> ShardingPlan:
+    option, replicas, hint = "--replicas", config.replicas, ""
+    if config.mesh is not None:
+        option = "--mesh"
+        with naming(option):
+            sizes = parse_mesh(config.mesh)
+        replicas = sizes.get(REPLICATE, 1)
+        ranks = replicas * sizes.get(SHARD, 1)
+        found = f"{config.mesh}, a mesh of {counted(ranks, 'rank')}"
+        expected = f"one of {world_size}, the number of processes"
+        require(ranks == world_size, option, found, expected)
+    elif replicas is None:
+        option, hint = "--strategy", "; say --replicas R"
+        replicas = hosts if config.over_hosts and config.strategy.is_hybrid else None
     with naming(option, hint):
-        return resolve(strategy, world_size, replicas=replicas, hosts=hosts)
+        return resolve(config.strategy, world_size, replicas=replicas, hosts=hosts)
 
 
 # -- wires in one line of text ---------------------------------------------------------------------

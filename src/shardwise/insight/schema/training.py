@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+from shardwise.base.errors import NotPossibleError
 from shardwise.diloco.settings import (
     OuterSGD,
     Overlapped,
@@ -286,23 +287,14 @@ class DilocoConfig(Config):
             OptionError: names the first option that does not.
         """
         super().check_values()
-        steps, parts, overlap = self.local_steps, self.fragments, self.overlap
-        expected = f"1 to {steps}, the local steps"
-        require(1 <= parts <= steps, "--diloco-fragments", parts, expected)
-        kept = self.overlapped is Overlapped.KEPT
-        expected = "0 with steps that are kept"
-        require(not (kept and self.alpha), "--diloco-alpha", self.alpha, expected)
-        most = steps if kept else steps - 1
-        hint = "" if kept else ", or a whole round with steps that are kept"
-        require(0 <= overlap <= most, "--diloco-overlap", overlap, f"0 to {most} steps{hint}")
+        try:
+            check_streaming(self.streaming, self.local_steps)
+        except NotPossibleError as error:
+            raise OptionError(f"--diloco-{error.name}", error.found, error.expected) from None
         if self.deadline is not None:
             expected = "one fragment, without overlap, with --diloco-deadline"
-            require(parts == 1, "--diloco-fragments", parts, expected)
-            require(overlap == 0, "--diloco-overlap", overlap, expected)
-        try:
-            check_streaming(self.streaming, steps)
-        except ValueError as error:
-            raise OptionError("--local-steps", steps, str(error)) from None
+            require(self.fragments == 1, "--diloco-fragments", self.fragments, expected)
+            require(self.overlap == 0, "--diloco-overlap", self.overlap, expected)
 
     @property
     def outer(self) -> OuterSGD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import random
 import sys
@@ -30,7 +31,6 @@ class Own:
         self._drawn: tuple[object, object] = (None, None)
         self._parts: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
             (torch.get_rng_state, torch.set_rng_state),
-            (_accelerator_state, _set_accelerator_state),
             (self._python_state, self._set_python_state),
             (_numpy_generator, _set_numpy_generator),
             (torch.get_default_dtype, torch.set_default_dtype),
@@ -40,6 +40,9 @@ class Own:
             (lambda: sys.stdout, lambda shown: setattr(sys, "stdout", shown)),
             (observe.watchers, observe.set_watchers),
         ]
+        if (device := devices.accelerator()) is not None:
+            read = functools.partial(devices.random_state, device)
+            self._parts.append((read, functools.partial(devices.set_random_state, device)))
         self._now: list[Any] = []
 
     def save(self) -> list[Any]:
@@ -62,17 +65,6 @@ class Own:
     def _set_python_state(self, drawn: tuple[object, Any]) -> None:
         self._drawn = drawn
         random.setstate(drawn[1])
-
-
-def _accelerator_state() -> torch.Tensor | None:
-    device = devices.accelerator()
-    return None if device is None else devices.random_state(device)
-
-
-def _set_accelerator_state(state: torch.Tensor | None) -> None:
-    device = devices.accelerator()
-    if device is not None and state is not None:
-        devices.set_random_state(device, state)
 
 
 def _numpy_generator() -> Any:

@@ -99,7 +99,13 @@ class RankTurns:
         before = self._own.save()
         self._saved = self._saved or [before] * self.world_size
         if not self._threads:
-            self._start()
+            count = torch.get_num_threads()
+            self._threads = [
+                threading.Thread(target=self._be, args=(r, count), daemon=True, name=f"rank-{r}")
+                for r in range(self.world_size)
+            ]
+            for thread in self._threads:
+                thread.start()
         self._function = function
         self._values = [None] * self.world_size
         self._waits = dict.fromkeys(range(self.world_size), _READY)
@@ -151,15 +157,6 @@ class RankTurns:
     def yield_turn(self) -> None:
         """Let other ranks go first."""
         self._pass_on(self.rank, _READY)
-
-    def _start(self) -> None:
-        count = torch.get_num_threads()
-        self._threads = [
-            threading.Thread(target=self._be, args=(rank, count), daemon=True, name=f"rank-{rank}")
-            for rank in range(self.world_size)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def _be(self, rank: int, num_threads: int) -> None:
         """Be a rank, until the world ends."""
@@ -234,15 +231,13 @@ class RankTurns:
     def _next(self, rank: int) -> int:
         """Return whose turn is next behind ``rank``; -1 if all have ended."""
         behind = [*range(rank + 1, self.world_size), *range(rank + 1)]
-        able = [each for each in behind if self._can_go_on(each)]
-        if not able and self._waits:
+        waiting = [each for each in behind if each in self._waits]
+        able = [each for each in waiting if each in self._stuck or self._waits[each][0]()]
+        if not able and waiting:
             self._note_stuck()
-            able = [each for each in behind if each in self._stuck]
+            able = waiting
         choice = self.schedule.choose(len(able)) if len(able) > 1 else 0
         return able[choice] if able else -1
-
-    def _can_go_on(self, rank: int) -> bool:
-        return rank in self._waits and (rank in self._stuck or self._waits[rank][0]())
 
     def _note_stuck(self) -> None:
         """Prepare the errors of all ranks: each waits for what none of them will do."""

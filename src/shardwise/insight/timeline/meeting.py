@@ -131,12 +131,8 @@ class Turns:
                 return found
 
 
-def turns_of(peers: Peers) -> Turns:
-    """Return whose turn it is among the ranks of a process group."""
-    return peers.once(_turns)
-
-
-def _turns(peers: Peers) -> Turns:
+def first_turns(peers: Peers) -> Turns:
+    """Return the turns of a process group that has recorded nothing yet."""
     return Turns()
 
 

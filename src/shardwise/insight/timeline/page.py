@@ -24,7 +24,7 @@ from shardwise.base.observe import Activity
 from shardwise.base.units import counted
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline
+from shardwise.insight.timeline.rank import COLLECTIVES, MemoryChange, RankTimeline
 from shardwise.insight.timeline.steps import Part, StepOfAll, StepOfRank, Timeline
 
 #: Tracks of a rank in a trace, from the top down; those of collectives follow.
@@ -151,21 +151,16 @@ def nested(slices: Iterable[_Slice]) -> list[list[_Slice]]:
 def _counters(rank: RankTimeline) -> Iterator[dict[str, Any]]:
     """Counters of memory by kind: when a recording begins, and at every change."""
     held = Counter(rank.held)
-    for kind, nbytes in held.items():
-        yield _counter(rank, rank.begin, kind.value, nbytes)
-    for change in rank.changes:
+    begun = (MemoryChange(rank.begin, kind, "", 0) for kind in rank.held)
+    for change in (*begun, *rank.changes):
         held[change.kind] += change.nbytes
-        yield _counter(rank, change.time, change.kind.value, held[change.kind])
-
-
-def _counter(rank: RankTimeline, time: float, kind: str, nbytes: int) -> dict[str, Any]:
-    return {
-        "ph": "C",
-        "pid": rank.rank,
-        "ts": _us(time),
-        "name": f"memory: {kind}",
-        "args": {"MiB": round(nbytes / 2**20, 3)},
-    }
+        yield {
+            "ph": "C",
+            "pid": rank.rank,
+            "ts": _us(change.time),
+            "name": f"memory: {change.kind.value}",
+            "args": {"MiB": round(held[change.kind] / 2**20, 3)},
+        }
 
 
 def _of_prediction(timeline: Timeline) -> Iterator[dict[str, Any]]:
@@ -492,20 +487,14 @@ def _rows(
     by_row: dict[str, list[_Slice]] = {}
     for span in spans:
         end = latest if span.end is None else span.end
-        about = {"kind": _kind(span), "about": about_span(span)}
+        about = {"kind": span.activity.name.lower(), "about": about_span(span)}
         if span.activity in COLLECTIVES:
             row = span.dimension or "ranks"
         else:
-            row = _ROWS[0] if _kind(span) in ("forward", "backward") else _ROWS[1]
+            row = _ROWS[0] if span.activity in _COMPUTES else _ROWS[1]
         by_row.setdefault(row, []).append((span.begin, end, span.name, about))
         if span.device is not None:
             by_row.setdefault(_ROWS[2], []).append((*span.device, span.name, about))
-    return _drawn(by_row, zero, names)
-
-
-def _drawn(
-    by_row: Mapping[str, list[_Slice]], zero: float, names: dict[str, int]
-) -> list[list[Any]]:
     rows: list[list[Any]] = []
     for row, lane in _laid_out(by_row, _ROWS):
         drawn = [
@@ -518,11 +507,6 @@ def _drawn(
         ]
         rows.append([row, drawn])
     return rows
-
-
-def _kind(span: Span) -> str:
-    """Return the class of a span in the drawing."""
-    return span.activity.name.lower()
 
 
 def _about(span: Span) -> str:

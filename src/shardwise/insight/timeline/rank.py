@@ -107,17 +107,21 @@ class RankTimeline:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values. Names stand in one list, and spans in columns."""
-        names = _Names()
+        names: dict[str, int] = {}
+
+        def number(name: str) -> int:
+            return names.setdefault(name, len(names))
+
         spans = [
             [
-                names.number(span.activity.value),
-                names.number(span.name),
+                number(span.activity.value),
+                number(span.name),
                 _round(span.begin),
                 None if span.end is None else _round(span.end),
-                names.number(span.dimension),
+                number(span.dimension),
                 span.nbytes,
                 span.thread,
-                names.number(span.transport),
+                number(span.transport),
                 span.launches,
                 list(span.members),
                 None if span.device is None else [_round(time) for time in span.device],
@@ -125,8 +129,7 @@ class RankTimeline:
             for span in self.spans
         ]
         changes = [
-            [_round(c.time), names.number(c.kind.value), names.number(c.name), c.nbytes]
-            for c in self.changes
+            [_round(c.time), number(c.kind.value), number(c.name), c.nbytes] for c in self.changes
         ]
         return {
             "rank": self.rank,
@@ -142,7 +145,7 @@ class RankTimeline:
             "dropped": self.dropped,
             "error": self.error,
             "uncertainty": self.uncertainty,
-            "names": names.all,
+            "names": list(names),
         }
 
     @classmethod
@@ -185,21 +188,6 @@ class RankTimeline:
             )
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             refuse(at, "other values", "what a recording writes")
-
-
-class _Names:
-    """Names, each with a number."""
-
-    def __init__(self) -> None:
-        self.all: list[str] = []
-        self._numbers: dict[str, int] = {}
-
-    def number(self, name: str) -> int:
-        found = self._numbers.get(name)
-        if found is None:
-            found = self._numbers[name] = len(self.all)
-            self.all.append(name)
-        return found
 
 
 def _round(time: float) -> float:

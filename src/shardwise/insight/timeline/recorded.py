@@ -70,14 +70,14 @@ class SmallTraining:
     Attributes:
         width: of the residual stream; a multiple of 64.
         tokens: in its one sequence.
-        param_dtype: of forward and backward: ``None`` for float32, or ``"bf16"``.
+        param_dtype: of forward and backward: ``None`` for float32.
         transport: as for ``fully_shard``.
     """
 
     width: int
     tokens: int
-    param_dtype: str | None = None
-    transport: str = "auto"
+    param_dtype: PrecisionName | None = None
+    transport: TransportName = TransportName.AUTO
 
     def blueprint(self) -> Blueprint:
         """Return the model on the meta device, and how it is sharded."""
@@ -96,8 +96,8 @@ class SmallTraining:
         return Settings(
             mesh=WantedMesh.parse(f"dp={ranks}"),
             seq_length=self.tokens,
-            param_dtype=None if self.param_dtype is None else PrecisionName(self.param_dtype),
-            transport=TransportName(self.transport),
+            param_dtype=self.param_dtype,
+            transport=self.transport,
             ranks_per_host=ranks,
             device_type=devices.default_type(),
         )
@@ -138,9 +138,13 @@ def costs_of_ranks(ranks: int) -> dict[str, float]:
     """
     on_cpus = devices.accelerator() is None
     shapes = SHAPES if on_cpus else DEVICE_SHAPES
-    trainings = [SmallTraining(*shape, dtype) for shape in shapes for dtype in (None, "bf16")]
+    trainings = [
+        SmallTraining(*shape, dtype) for shape in shapes for dtype in (None, PrecisionName.BF16)
+    ]
     if ranks > 1 and on_cpus:  # those are over shared memory
-        trainings += [SmallTraining(*shape, transport="c10d") for shape in (SHAPES[0], SHAPES[-1])]
+        trainings += [
+            SmallTraining(*shape, transport=TransportName.C10D) for shape in (SHAPES[0], SHAPES[-1])
+        ]
     logs = [rehearse(each.blueprint(), each.settings(ranks)) for each in trainings]
     pairs = list(zip(logs, launch(_record, (trainings, STEPS), nproc=ranks)[0], strict=True))
     if on_cpus:

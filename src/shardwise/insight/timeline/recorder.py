@@ -242,26 +242,19 @@ class Recorder:
     @contextlib.contextmanager
     def _watching_optimizers(self) -> Iterator[None]:
         """Report the steps of all optimizers, until the end of the block."""
-
-        def before(*step: Any) -> None:
-            if observe.watchers()[0] is self:
-                self.before_optimizer(*step)
-
-        def after(*step: Any) -> None:
-            if observe.watchers()[0] is self:
-                self.after_optimizer(*step)
-
-        hooks = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+        hooks = (
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        )
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
 
-    def before_optimizer(
-        self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
-    ) -> None:
-        """Note that an optimizer begins to step."""
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if observe.watchers()[0] is not self:
+            return
         name = type(optimizer).__name__
         self._stepping[id(optimizer)] = self.begin(Activity.OPTIMIZER, name, "", 0)
         if id(optimizer) not in self._optimizers:
@@ -273,10 +266,9 @@ class Recorder:
             self._held[Memory.OPTIMIZER] = known + states
             self._optimizers[id(optimizer)] = len(optimizer.state), states
 
-    def after_optimizer(
-        self, optimizer: torch.optim.Optimizer, args: object, kwargs: object
-    ) -> None:
-        """Note that an optimizer has stepped."""
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if observe.watchers()[0] is not self:
+            return
         self.end(self._stepping.pop(id(optimizer), 0))
         self._has_stepped = True
         count, before = self._optimizers.get(id(optimizer), (0, 0))
@@ -316,8 +308,9 @@ class Recorder:
         def span(started: _Started, end: int | None, mark: Mark | None) -> Span:
             activity, name, dimension, nbytes, thread, wire, launches, begin, first = started
             on = None
-            if self._device is not None and first is not None and mark is not None:
-                on = self._device.seconds(first), self._device.seconds(mark)
+            if (clock := self._device) is not None and first is not None and mark is not None:
+                came, left = (shared(round(clock.seconds(each) * 1e9)) for each in (first, mark))
+                on = came, left
             return Span(
                 activity=activity,
                 name=name,
@@ -329,7 +322,7 @@ class Recorder:
                 transport=wire.transport,
                 launches=launches,
                 members=wire.members,
-                device=None if on is None else _shared_device(on, shared),
+                device=on,
             )
 
         spans = sorted((span(*each) for each in (*ended, *unfinished)), key=lambda s: s.begin)
@@ -354,13 +347,6 @@ class Recorder:
             error=error,
             uncertainty=uncertainty,
         )
-
-
-def _shared_device(
-    times: tuple[float, float], shared: Callable[[int], float]
-) -> tuple[float, float]:
-    begin, end = (shared(round(time * 1e9)) for time in times)
-    return begin, end
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

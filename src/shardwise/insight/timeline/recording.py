@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import math
@@ -12,7 +13,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -30,9 +30,9 @@ from shardwise.insight.timeline.meeting import (
     Reading,
     SharedClock,
     clock_of_host,
+    first_turns,
     own_clock,
     read_clock,
-    turns_of,
     waiting_for,
 )
 from shardwise.insight.timeline.page import page, trace
@@ -111,12 +111,7 @@ class Recording:
         self._recorder = recorder
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         assert self._recorder is not None
         assert self._first is not None
         self._held.close()
@@ -149,7 +144,7 @@ class Recording:
         doing = "the beginning of a recording"
         name = clock_of_host() if self._clock is None else self._clock
         mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
-        turns = turns_of(peers)
+        turns = peers.once(first_turns)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
             said = meeting.meet(
@@ -220,8 +215,10 @@ class Recording:
         else:
             last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
             mine = self._of_this_rank(last)
-            parts = _gather(peers, packed(mine))
-            ranks = [unpacked(part, rank) for rank, part in enumerate(parts)] or [mine]
+            parts: list[Any] | None = [b""] * peers.size if mine.rank == 0 else None
+            send = functools.partial(dist.gather_object, packed(mine), parts, 0, group=peers.group)
+            peers.call(send, "gathering what ranks have recorded")
+            ranks = [unpacked(part, rank) for rank, part in enumerate(parts or ())] or [mine]
         self.timeline = Timeline(tuple(ranks), self._prediction)
         if self.folder is not None and mine.rank == 0:
             write(self.timeline, self.folder)
@@ -349,14 +346,6 @@ def _warn_of_missing(here: Collection[int], peers: Peers, when: str, seconds: fl
             when,
             seconds,
         )
-
-
-def _gather(peers: Peers, mine: bytes) -> list[bytes]:
-    """Return the parts of all ranks on rank 0, and nothing elsewhere."""
-    parts: list[bytes] | None = [b""] * peers.size if peers.rank == 0 else None
-    doing = "gathering what ranks have recorded"
-    peers.call(lambda: dist.gather_object(mine, parts, 0, group=peers.group), doing)
-    return parts or []
 
 
 #: Files in the folder of a timeline.
