@@ -104,7 +104,7 @@ def replaced(folder: Path, name: str) -> Ended:
         job.wait_for_step(2)
         with held(hold):
             job.start(hosts[2], "2")
-            job.wait_until_told(2, "save first")
+            job.wait_until_told(2, "finish a step")
         job.wait_until_told(2, "hosts      3 hosts")
         job.wait_for_step(job.steps() + 2)
         job.commands[0].send_signal(signal.SIGTERM)
@@ -112,7 +112,7 @@ def replaced(folder: Path, name: str) -> Ended:
         job.wait_for_step(job.steps() + 2)
         with held(hold):
             job.start(hosts[0], "0")  # with the command of the one that has left
-            job.wait_until_told(3, "save first")
+            job.wait_until_told(3, "finish a step")
         job.wait_until_told(3, "hosts      3 hosts")
         job.wait_for_step(job.steps() + 2)
         job.commands[1].send_signal(signal.SIGTERM)
