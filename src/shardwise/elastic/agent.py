@@ -38,7 +38,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
 from shardwise.elastic.clock import Timers, process_clock
-from shardwise.elastic.errors import say, signal_name
+from shardwise.elastic.errors import UserError, say, signal_name
 from shardwise.elastic.hosts import Command, OnJoin
 from shardwise.elastic.membership import SECONDARY, Next, Verdict
 from shardwise.elastic.network import interface_towards
@@ -213,7 +213,7 @@ class Agent(LocalElasticAgent):
     def _start_early(self) -> None:
         """Start ranks before their world is known: other hosts train while they import.
 
-        This host says that it waits when its ranks do.
+        This host says that it waits when its ranks do. One that fails before ends its command.
         """
         nodes = self.meeting.nodes
         group: Any = WorkerGroup(self._worker_group.spec)
@@ -230,8 +230,9 @@ class Agent(LocalElasticAgent):
                 time.sleep(POLL)
                 for rank in self.ranks:
                     rank.poll()
-                if any(rank.code is not None for rank in self.ranks):
-                    break  # they are started again, and say why
+                for rank in (each for each in self.ranks if each.failed):
+                    self._tell_failed(rank)
+                    raise UserError(f"rank {rank.rank} {how_failed(rank)}, before it took part")
 
         self.meeting.before_waiting = wait
 
@@ -254,6 +255,7 @@ class Agent(LocalElasticAgent):
                     "MASTER_ADDR": str(worker_group.master_addr),
                     "MASTER_PORT": str(worker_group.master_port),
                     "TORCHELASTIC_RESTART_COUNT": str(self.meeting.generation),
+                    JOB: self.meeting.job_id,
                     LOST: self.logs.lost,
                 },
             )
