@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -165,102 +166,145 @@ def test_a_host_joins_is_lost_and_comes_back(hosts: Pair, tmp_path: Path) -> Non
     assert first.returncode == 128 + signal.SIGTERM
 
 
+class Training:
+    """A training on host 0, which others may join.
+
+    Args:
+        hosts: where.
+        folder: of the job.
+        port: where the hosts meet.
+        options: of ``train lm``, beside those that all have here.
+    """
+
+    def __init__(self, hosts: Pair, folder: Path, port: int, options: str) -> None:
+        write_model(folder, attention_dropout=0.0)
+        write_jsonl(folder / "corpus.jsonl", texts(300))
+        (folder / "training.py").write_text(TRAIN)
+        self._hosts, self._folder = hosts, folder
+        self._options = (
+            "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
+            "--batch-size 2 --lr 0.01 --warmup 2 --eval-every 0 --device cpu --sample-tokens 0 "
+            f"--nproc 1 --out job --max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{port} {options}"
+        ).split()
+        self._env = {"PYTHONPATH": str(folder)}
+        self.config = small_config(folder, "job")
+        with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
+            self.first = self._start(0, "--node-rank", "0", out=out, err=err)
+
+    def _start(self, at: int, *more: str, **files: Any) -> Program:
+        words = [*self._options, *more]
+        where = self._hosts[at]
+        return start(where, "training", *words, folder=self._folder, env=self._env, **files)
+
+    def come(self) -> Program:
+        """Start the command on host 1."""
+        return self._start(1)
+
+    @property
+    def steps(self) -> int:
+        """How many have been made."""
+        metrics = self.config.files.metrics
+        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+    @property
+    def sessions(self) -> list[dict[str, Any]]:
+        """What the run says of each world that it was in."""
+        found: list[dict[str, Any]] = self.config.files.read()["sessions"]
+        return found
+
+    def wait_for_session(self, count: int, steps: int) -> None:
+        """Wait until this is the n-th session, and has completed so many steps."""
+        wait_for(lambda: self.steps and len(self.sessions) == count, self.first)
+        wait_for(lambda: self.steps >= self.sessions[-1]["from_step"] + steps, self.first)
+
+    @property
+    def told(self) -> str:
+        """What host 0 has told so far."""
+        return (self._folder / "err").read_text()
+
+    @property
+    def said(self) -> str:
+        """What host 0 has shown so far."""
+        return (self._folder / "out").read_text()
+
+    def stop(self) -> None:
+        """Stop the job by Ctrl-C on host 0."""
+        self.first.send_signal(signal.SIGINT)
+        self.first.wait(timeout=WAIT)
+        assert self.first.returncode == 128 + signal.SIGINT, self.told
+
+    def assert_goes_on_at(self, *steps: int) -> None:
+        """No step is missing or made twice, and the loss goes on from where it was at these."""
+        history = losses(self.config)
+        assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
+        by_step = {step: loss for step, loss, _ in history}
+        for at in steps:
+            before = statistics.mean(by_step[step] for step in range(at - 19, at + 1))
+            after = statistics.mean(by_step[step] for step in range(at + 1, at + 21))
+            assert abs(after - before) < 0.3 * by_step[1], (at, before, after)
+
+
 def test_diloco_goes_on_with_a_host_that_joins_and_without_it(hosts: Pair, tmp_path: Path) -> None:
-    write_model(tmp_path, attention_dropout=0.0)
-    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
-    (tmp_path / "training.py").write_text(TRAIN)
-    options = (
-        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
-        "--batch-size 2 --lr 0.01 --warmup 2 --checkpoint-every 25 --eval-every 0 --device cpu "
-        "--sample-tokens 0 --nproc 1 --strategy diloco --local-steps 7 --out job "
-        f"--max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{PORT}"
-    ).split()
-    env = {"PYTHONPATH": str(tmp_path)}
-    config = small_config(tmp_path, "job")
-    metrics = config.files.metrics
-
-    def sessions(count: int, steps: int) -> Callable[[], bool]:
-        """Whether this is the n-th session, and has completed so many steps."""
-
-        def reached() -> bool:
-            if not metrics.exists():
-                return False
-            known = config.files.read()["sessions"]
-            done = metrics.read_bytes().count(b"\n")
-            return len(known) == count and done >= known[-1]["from_step"] + steps
-
-        return reached
-
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        numbered = [*options, "--node-rank", "0"]
-        first = start(hosts[0], "training", *numbered, folder=tmp_path, env=env, out=out, err=err)
-    wait_for(sessions(1, 22), first)
-    alone = read_metrics(metrics)[:22]
-    second = start(hosts[1], "training", *options, folder=tmp_path, env=env)
-    wait_for(sessions(2, 30), first)
+    options = "--strategy diloco --local-steps 7 --checkpoint-every 25"
+    job = Training(hosts, tmp_path, PORT, options)
+    job.wait_for_session(1, 22)
+    alone = read_metrics(job.config.files.metrics)[:22]
+    second = job.come()
+    job.wait_for_session(2, 30)
     kill(second)
     # More steps than between checkpoints: those that are repeated do not count.
-    wait_for(sessions(3, 50), first)
-    first.send_signal(signal.SIGINT)
-    first.wait(timeout=WAIT)
-    told = (tmp_path / "err").read_text()
-    assert first.returncode == 128 + signal.SIGINT, told
-    assert "host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts" in told
-    assert "host 1 (10.77.0.2) was lost" in told
-    found = config.files.read()["sessions"]
-    assert [(s["world_size"], s["hosts"]) for s in found] == [(1, 1), (2, 2), (1, 1)]
-    joined, left = found[1]["from_step"], found[2]["from_step"]
-    history = losses(config)
-    assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
+    job.wait_for_session(3, 50)
+    job.stop()
+    assert "host 1 (10.77.0.2) joins; finishing a step, to continue with 2 hosts" in job.told
+    assert "host 1 (10.77.0.2) was lost" in job.told
+    assert [(s["world_size"], s["hosts"]) for s in job.sessions] == [(1, 1), (2, 2), (1, 1)]
+    joined, left = job.sessions[1]["from_step"], job.sessions[2]["from_step"]
     # What was saved is neither lost nor trained again; what was not saved is trained again.
-    assert f"checkpoint step={joined} " in (tmp_path / "out").read_text()
-    assert read_metrics(metrics)[:22] == alone
+    assert f"checkpoint step={joined} " in job.said
+    assert read_metrics(job.config.files.metrics)[:22] == alone
     assert joined < left
     assert left % 25 == 0
-    by_step = {step: loss for step, loss, _ in history}
-    for at in (joined, left):
-        before = statistics.mean(by_step[step] for step in range(at - 19, at + 1))
-        after = statistics.mean(by_step[step] for step in range(at + 1, at + 21))
-        assert abs(after - before) < 0.3 * by_step[1], (at, before, after)
+    job.assert_goes_on_at(joined, left)
 
 
 def test_a_training_goes_on_in_memory_when_a_host_joins(hosts: Pair, tmp_path: Path) -> None:
-    write_model(tmp_path, attention_dropout=0.0)
-    write_jsonl(tmp_path / "corpus.jsonl", texts(300))
-    (tmp_path / "training.py").write_text(TRAIN)
-    options = (
-        "train lm --model config.json --data corpus.jsonl --seq-length 16 --steps 1000000 "
-        "--batch-size 2 --lr 0.01 --warmup 2 --checkpoint-every 0 --eval-every 0 --device cpu "
-        "--sample-tokens 0 --nproc 1 --out job "
-        f"--max-restarts 1 --nnodes 1:2 --rdzv 10.77.0.1:{PORT + 1}"
-    ).split()
-    env = {"PYTHONPATH": str(tmp_path)}
-    config = small_config(tmp_path, "job")
-    metrics = config.files.metrics
-
-    def steps() -> int:
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-
-    with (tmp_path / "out").open("w") as out, (tmp_path / "err").open("w") as err:
-        numbered = [*options, "--node-rank", "0"]
-        first = start(hosts[0], "training", *numbered, folder=tmp_path, env=env, out=out, err=err)
-    wait_for(lambda: steps() > 20, first)
-    [rank] = psutil.Process(first.pid).children()
-    second = start(hosts[1], "training", *options, folder=tmp_path, env=env)
-    wait_for(lambda: len(config.files.read()["sessions"]) == 2, first)
-    joined = config.files.read()["sessions"][1]["from_step"]
-    wait_for(lambda: steps() > joined + 20, first)
+    job = Training(hosts, tmp_path, PORT + 1, "--checkpoint-every 0")
+    job.wait_for_session(1, 22)
+    [rank] = psutil.Process(job.first.pid).children()
+    second = job.come()
+    job.wait_for_session(2, 22)
     assert rank.is_running()
-    assert not config.files.checkpoints.exists()
-    first.send_signal(signal.SIGINT)
-    first.wait(timeout=WAIT)
+    assert not job.config.files.checkpoints.exists(), "nothing was saved"
+    kill(second)
+    wait_for(lambda: "no checkpoint of the run in job was committed" in job.said, job.first)
+    job.stop()
+
+
+@pytest.mark.parametrize("moment", ["joins", "continuing", "2 hosts; rank"])
+def test_what_ranks_hold_in_memory_is_saved_when_a_signal_stops_them_meanwhile(
+    hosts: Pair, tmp_path: Path, moment: str
+) -> None:
+    job = Training(hosts, tmp_path, PORT + 2, "--checkpoint-every 0")
+    job.wait_for_session(1, 5)
+    second = job.come()
+    wait_for(lambda: moment in job.told, job.first)
+    job.stop()
     second.wait(timeout=WAIT)
-    told = (tmp_path / "err").read_text()
-    print(told, (tmp_path / "out").read_text())
-    assert first.returncode == 128 + signal.SIGINT, told
-    history = losses(config)
-    assert [step for step, _, _ in history] == list(range(1, len(history) + 1))
-    by_step = {step: loss for step, loss, _ in history}
-    before = statistics.mean(by_step[step] for step in range(joined - 9, joined + 1))
-    after = statistics.mean(by_step[step] for step in range(joined + 1, joined + 11))
-    assert abs(after - before) < 0.3 * by_step[1], (joined, before, after)
+    [saved] = job.config.files.checkpoints.iterdir()
+    assert saved.name == f"step-{job.steps:08}"
+    assert job.steps > job.sessions[-1]["from_step"]
+
+
+def test_a_host_that_is_lost_while_others_wait_for_it_costs_no_step(
+    hosts: Pair, tmp_path: Path
+) -> None:
+    job = Training(hosts, tmp_path, PORT + 3, "--checkpoint-every 0")
+    job.wait_for_session(1, 22)
+    second = job.come()
+    wait_for(lambda: "joins" in job.told, job.first)
+    kill(second)
+    wait_for(lambda: len(job.sessions) > 1 or "was committed" in job.said, job.first)
+    job.wait_for_session(len(job.sessions), 22)
+    job.stop()
+    if "was committed" not in job.said:  # it was lost before the next world was made
+        job.assert_goes_on_at(job.sessions[-1]["from_step"])

@@ -232,7 +232,9 @@ class Agent(LocalElasticAgent):
                     rank.poll()
                 for rank in (each for each in self.ranks if each.failed):
                     self._tell_failed(rank)
-                    raise UserError(f"rank {rank.rank} {how_failed(rank)}, before it took part")
+                    error = UserError(f"rank {rank.rank} {how_failed(rank)}, before it took part")
+                    error.exit_code = rank.exit_code
+                    raise error
 
         self.meeting.before_waiting = wait
 
