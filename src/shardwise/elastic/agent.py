@@ -53,7 +53,16 @@ from shardwise.elastic.rank import (
 )
 from shardwise.elastic.rendezvous import Order, Rendezvous
 from shardwise.elastic.starting import StartWatch, stacks_of
-from shardwise.elastic.world import EARLY, JOB, LOST, PARENT_PID, REPORT, environment, usable_cores
+from shardwise.elastic.world import (
+    EARLY,
+    JOB,
+    LOST,
+    PARENT_PID,
+    REPORT,
+    STAYS,
+    environment,
+    usable_cores,
+)
 
 POLL = 0.02  # seconds between looks at the ranks
 SETTLE = 0.5  # seconds to wait after a failure, until other ranks that it affects have reported too
@@ -160,6 +169,7 @@ class Agent(LocalElasticAgent):
         """
         try:
             if self._on_join is OnJoin.STAY and self.meeting.nodes.is_elastic:
+                self.logs.more[STAYS] = "1"
                 self._start_early()
             self.run()
         finally:
@@ -184,7 +194,7 @@ class Agent(LocalElasticAgent):
         if verdict is None or verdict.next is not Next.REGROUP or not self._are_waiting:
             super()._stop_workers(worker_group)
         else:
-            self.signals.counts_later = True  # for what the ranks have is not saved
+            self.signals.counts_later = self._hold_unsaved
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._are_waiting:
@@ -280,7 +290,7 @@ class Agent(LocalElasticAgent):
         if not self._has_shown:
             self._has_shown = True
             self._show_verdict(self._outcome, verdict)
-        if verdict.next.begins_again and (self._are_waiting or not self.signals.noted):
+        if verdict.next.begins_again and (self._hold_unsaved or not self.signals.noted):
             return RunResult(WorkerState.HEALTHY)  # and the rendezvous asks for the next generation
         if verdict.next is Next.END and not self._outcome.result.is_failure:
             ended = {worker.global_rank: None for worker in worker_group.workers}
@@ -311,6 +321,11 @@ class Agent(LocalElasticAgent):
         """Whether all ranks wait for their next world, with what they have in memory."""
         return bool(self.ranks) and all(rank.is_waiting for rank in self.ranks)
 
+    @property
+    def _hold_unsaved(self) -> bool:
+        """Whether the ranks wait with what is saved nowhere."""
+        return self._are_waiting and not any(rank.stopped for rank in self.ranks)
+
     # -- the ranks ---------------------------------------------------------------------------------
 
     def _watch(self, order: Order) -> Outcome | None:
@@ -330,8 +345,12 @@ class Agent(LocalElasticAgent):
             return Outcome(1)
         if len(self.signals.noted) > 1:
             return self._by_signal(self._kill("at once by {}; what was not saved is lost"))
-        if self._are_waiting:
+        if self._hold_unsaved:
             return Outcome(128 + signal.SIGTERM, stopped_by=StoppedBy.RANK)
+        if all(rank.code is not None or rank.is_waiting for rank in self.ranks):
+            if not self._are_waiting:  # a signal has stopped the others
+                self._kill_ranks()
+            return self._by_signal(self._finish())
         self._ask_to_stop(order)
         self._starting.look()
         has_stopped = any(self._has_stopped(rank) for rank in self.ranks)
@@ -588,11 +607,11 @@ class LocalRank:
     @property
     def is_waiting(self) -> bool:
         """Whether this rank waits for its next world."""
-        return self.code is None and self.report is None and self.stage is Stage.WAITING
+        return self.code is None and self.stage is Stage.WAITING
 
     def move_on(self, rank: int, environment: Mapping[str, str]) -> None:
         """Give this rank, which waits, its number in the next world, and the variables of that."""
-        self.rank, self.stage, self.has_stepped = rank, None, False
+        self.rank, self.stage, self.has_stepped, self.report = rank, None, False, None
         beside = self._folder / f"{WORLD_FILE}.next"
         beside.write_text(json.dumps(environment), encoding="utf-8")
         beside.replace(self._folder / WORLD_FILE)

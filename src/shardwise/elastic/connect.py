@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from shardwise.elastic.errors import UserError
+from shardwise.elastic.errors import MovedOn, UserError
 from shardwise.elastic.world import World
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" if its agent serves the store
@@ -56,13 +56,20 @@ def connected(world: World, backend: str, timeout: float | None = None) -> Itera
     else:
         with connecting(world.rank, world.size):
             _connect(world, backend, None if timeout is None else timedelta(seconds=timeout))
-    yield
+    moved: MovedOn | None = None
+    try:
+        yield
+    except MovedOn as error:
+        moved = error
     # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
     # store of rank 0 alive until no rank needs it.
-    with Peers().collective("the barrier at the end"):
-        dist.barrier()
+    if moved is None or moved.departure is not None:  # else some ranks have left
+        with Peers().collective("the barrier at the end"):
+            dist.barrier()
     if not exists:
         dist.destroy_process_group()
+    if moved is not None:
+        raise moved
 
 
 def _check_group(world: World, backend: str) -> None:

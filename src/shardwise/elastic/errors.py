@@ -51,6 +51,18 @@ class Stopped(BaseException):
         return 128 + self.signum
 
 
+class MovedOn(Stopped):
+    """The job goes on over other hosts, and this rank with it: it waits for its next world.
+
+    Attributes:
+        departure: what the rank takes there, which is saved nowhere; ``None``: all is saved.
+    """
+
+    def __init__(self, signum: int, message: str, departure: Any = None) -> None:
+        super().__init__(signum, message)
+        self.departure = departure
+
+
 def _restored(kind: type[E], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> E:
     """Return an error that was pickled: Ray hands it to the program that started the job."""
     error = kind.__new__(kind)

@@ -35,7 +35,7 @@ from typing import NoReturn
 from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting
-from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Stopped, UserError, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, World, find_world, launched_here
 
 # The disk is full or read-only: a traceback would not help.
@@ -50,7 +50,7 @@ _RUN_ID = "TORCHELASTIC_RUN_ID"
 PATIENCE = 5.0
 
 
-def run_rank(world: World, body: Callable[[World, StopSignals], object]) -> NoReturn:
+def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoReturn:
     """Run ``body`` as one rank and end the process with its exit code.
 
     The exit code is 0 when ``body`` returns, 2 for a :class:`UserError` (unless it has another
@@ -75,7 +75,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], object]) -> NoRe
     leave(0)
 
 
-def run_worker(world: World, body: Callable[[World, StopSignals], object]) -> None:
+def run_worker(world: World, body: Callable[[World, StopSignals], None]) -> None:
     """Run ``body`` as one rank in a process of another program, such as a worker of Ray Train.
 
     Unlike :func:`run_rank` it neither ends the process nor handles signals, which only the main
@@ -266,9 +266,16 @@ class StopSignals:
         """Note signals from now on, up to the end of the next time that they are deferred."""
         self._deferred = True
 
-    def next_world(self) -> World:
-        """Wait until the launcher knows the world of this rank, and return it."""
+    def next_world(self, moved: MovedOn | None = None) -> World:
+        """Wait until the launcher knows the world of this rank, and return it.
+
+        Args:
+            moved: why the rank has left the world before, if there was one.
+        """
         self._noted = 0 if self._noted == MOVE_ON else self._noted
+        if moved is not None and moved.departure is None:
+            rank = int(os.environ["RANK"])
+            _send(RankReport(rank, Ending.STOPPED, moved.exit_code, moved.message).to_json())
         self._enter(Stage.WAITING)
         file = Path(os.environ[REPORT]).with_name(WORLD_FILE)
         while not file.exists():

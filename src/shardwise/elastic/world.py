@@ -20,6 +20,7 @@ PARENT_PID = "SHARDWISE_PARENT_PID"  # the process that must outlive the rank
 REPORT = "SHARDWISE_REPORT"  # file for this rank's stages and its Report
 LOCKED = "SHARDWISE_LOCKED"  # set if the launcher holds the lock of the run's folder
 EARLY = "SHARDWISE_EARLY"  # set if the rank is started before its world is known
+STAYS = "SHARDWISE_STAYS"  # set if the rank may go on over other hosts
 LOST = "SHARDWISE_LOST"  # who was lost before this generation of ranks began
 JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 

@@ -133,14 +133,14 @@ class LaunchConfig(HostsConfig):
 
 
 #: What runs a rank in a process that is not its own; see :func:`in_workers`.
-_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], object]], None] | None] = (
+_BE_WORKER: ContextVar[Callable[[World, Callable[[World, StopSignals], None]], None] | None] = (
     ContextVar("be_worker", default=None)
 )
 
 
 @contextlib.contextmanager
 def in_workers(
-    be_worker: Callable[[World, Callable[[World, StopSignals], object]], None],
+    be_worker: Callable[[World, Callable[[World, StopSignals], None]], None],
 ) -> Iterator[None]:
     """Let :func:`run` return or raise, in a process that another program has started.
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise.app.recipes.core.job import TrainingJob
+from shardwise.elastic.errors import MovedOn
 from shardwise.elastic.rank import StopSignals, run_rank
 from shardwise.elastic.world import EARLY, World, find_replica, find_world
 
@@ -57,15 +58,19 @@ def main() -> NoReturn:
         if os.environ.pop(EARLY, ""):
             job.prepare()
             world = signals.next_world()
-        moved = None
+        before = None
         while True:
             job.check(world if replica is None else replica.among_all(world))
-            moved = job.run(world, signals, moved)
-            if moved is None:
+            try:
+                job.run(world, signals, before)
                 return
-            signals.hold()  # for nothing is saved
+            except MovedOn as error:
+                moved = error.with_traceback(None)  # which holds the model
+            before = moved.departure
+            if before is not None:
+                signals.hold()  # for nothing is saved
             gc.collect()  # the model in the world before, and what its ranks shared
-            world = signals.next_world()
+            world = signals.next_world(moved)
 
     run_rank(world, train)
 

@@ -180,16 +180,14 @@ class TrainingJob:
 
             self.config.assemble()
 
-    def run(
-        self, world: World, signals: StopSignals, before: Departure | None = None
-    ) -> Departure | None:
+    def run(self, world: World, signals: StopSignals, before: Departure | None = None) -> None:
         """Train, as one rank; see :func:`~shardwise.app.recipes.core.training.train`."""
         inputs = self._checked()
         self.prepare()  # here, and not before
         from shardwise.app.recipes.core.training import train
 
         assemble = self.config.assemble()
-        return train(inputs, assemble, world, signals, self._options, before)
+        train(inputs, assemble, world, signals, self._options, before)
 
     def _checked(self) -> Inputs:
         assert self._inputs is not None, "check() comes first"

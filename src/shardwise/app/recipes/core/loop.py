@@ -41,8 +41,9 @@ from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.moving import Departure
-from shardwise.elastic.errors import Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Stopped, UserError, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
+from shardwise.elastic.world import STAYS
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
@@ -53,18 +54,6 @@ if TYPE_CHECKING:
 
 
 RECENT = 20  # steps over which speed is averaged
-
-
-class MovedOn(Stopped):
-    """The training goes on in another world, with what the ranks have in memory.
-
-    Attributes:
-        departure: what this rank has.
-    """
-
-    def __init__(self, departure: Departure, text: str) -> None:
-        super().__init__(signal.SIGTERM, text)
-        self.departure = departure
 
 
 class DivergedError(UserError):
@@ -155,8 +144,11 @@ class Loop:
                     if outcome.stop == MOVE_ON:
                         raise self._moved_on(position)
                     if outcome.stop:
+                        farewell = self._farewell(position, outcome.stop)
+                        if STAYS in os.environ and not self.signals.noted:
+                            raise MovedOn(outcome.stop, farewell)  # without those that were asked
                         self.signals.agree(outcome.stop)
-                        raise Stopped(outcome.stop, self._farewell(position, outcome.stop))
+                        raise Stopped(outcome.stop, farewell)
             # It came after the last exchange, when other ranks may have left the loop.
             if (noted := self.signals.noted) > MOVE_ON:
                 raise Stopped(noted, self._farewell(position, noted))
@@ -353,7 +345,8 @@ class Loop:
         extra = self.checkpoints.extra(position)
         departure = Departure(self.task.module, self.task.optimizer, extra)
         departure.let_go()
-        return MovedOn(departure, f"More hosts join after {self.span.shown(position)}.")
+        text = f"More hosts join after {self.span.shown(position)}."
+        return MovedOn(signal.SIGTERM, text, departure)
 
     def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if one is.

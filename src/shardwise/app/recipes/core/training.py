@@ -30,7 +30,7 @@ from shardwise.app.recipes.core.build import (
     transport_name,
 )
 from shardwise.app.recipes.core.checkpointing import Best, Checkpoints, on_rank_zero
-from shardwise.app.recipes.core.loop import Loop, MovedOn, TimelineOfRun, read_prediction
+from shardwise.app.recipes.core.loop import Loop, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.progress import make_display
 from shardwise.app.recipes.core.recipe import PLAN_FILE, Assemble, Inputs, Task, TrainContext
@@ -78,7 +78,7 @@ def train(
     signals: StopSignals,
     options: str = "",
     before: Departure | None = None,
-) -> Departure | None:
+) -> None:
     """Train on this rank, as one of ``world``.
 
     Args:
@@ -89,12 +89,10 @@ def train(
         options: the file that repeats the command, for the folder of the run; empty: none.
         before: what this rank has of the training from the world before.
 
-    Returns:
-        What this rank has of a training that goes on in another world; ``None`` at its end.
-
     Raises:
         UserError: what the user can put right.
         Stopped: a signal asked to stop, and the run is saved.
+        MovedOn: the training goes on in another world.
     """
     replica = find_replica()
     with contextlib.ExitStack() as held:
@@ -114,11 +112,7 @@ def train(
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             place = place_for(inputs.train, world, device, replica)
-            try:
-                train_connected(inputs, assemble, place, signals, options, before)
-            except MovedOn as moved:
-                return moved.departure
-    return None
+            train_connected(inputs, assemble, place, signals, options, before)
 
 
 def train_connected(
