@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,14 +17,17 @@ import pytest
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import (
     MAX_TEXT,
+    MOVE_ON,
+    MOVES_ON,
     STOP_SIGNALS,
+    WORLD_FILE,
     Ending,
     RankReport,
     Stage,
     StopSignals,
     importing,
 )
-from shardwise.elastic.world import REPORT
+from shardwise.elastic.world import REPORT, STAYS
 
 
 def test_what_is_imported_is_not_looked_through_for_garbage() -> None:
@@ -58,7 +63,7 @@ def test_a_collector_that_is_off_stays_off() -> None:
 @pytest.fixture
 def stages() -> Iterator[list[Stage]]:
     """What a rank reports to its launcher; the handlers of this process come back afterwards."""
-    before = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, MOVES_ON)}
     yield []
     for signum, handler in before.items():
         signal.signal(signum, handler)
@@ -96,6 +101,53 @@ def test_a_rank_that_stops_with_another_is_not_interrupted_again(stages: list[St
         signals.agree(signal.SIGINT)
     signal.raise_signal(signal.SIGTERM)
     assert signals.noted == signal.SIGINT
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, MOVES_ON])
+def test_a_request_to_stop_counts_more_than_one_to_move_on(
+    stages: list[Stage], monkeypatch: pytest.MonkeyPatch, first: signal.Signals
+) -> None:
+    monkeypatch.setenv(STAYS, "1")
+    signals = StopSignals(stages.append)
+    signals.install()
+    with signals.deferred():
+        for signum in (first, {signal.SIGTERM, MOVES_ON}.difference({first}).pop()):
+            os.kill(os.getpid(), signum)
+        assert signals.noted == signal.SIGTERM > MOVE_ON
+
+
+def test_the_signal_to_move_on_is_the_programs_where_ranks_do_not_stay(stages: list[Stage]) -> None:
+    before = signal.getsignal(MOVES_ON)
+    StopSignals(stages.append).install()
+    assert signal.getsignal(MOVES_ON) is before
+
+
+def test_a_rank_waits_for_its_next_world_whatever_asks_it_to_stop(
+    stages: list[Stage], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(REPORT, str(tmp_path / "report"))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    signals = StopSignals(stages.append)
+    signals.install()
+    signals.hold()
+
+    def launch() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        beside = tmp_path / "beside"
+        beside.write_text('{"RANK": "2", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}')
+        beside.replace(tmp_path / WORLD_FILE)
+
+    launcher = threading.Thread(target=launch)
+    launcher.start()
+    world = signals.next_world()
+    launcher.join()
+    assert (world.rank, world.size) == (2, 3)
+    assert stages == [Stage.WAITING, Stage.STARTING]
+    assert signals.noted == signal.SIGINT, "which counts after the next step"
+    assert not (tmp_path / WORLD_FILE).exists()
 
 
 def test_signals_that_a_launcher_blocked_are_delivered(stages: list[Stage]) -> None:

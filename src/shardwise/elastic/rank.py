@@ -36,7 +36,7 @@ from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting
 from shardwise.elastic.errors import MovedOn, Stopped, UserError, signal_name
-from shardwise.elastic.world import PARENT_PID, REPORT, World, find_world, launched_here
+from shardwise.elastic.world import PARENT_PID, REPORT, STAYS, World, find_world, launched_here
 
 # The disk is full or read-only: a traceback would not help.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -239,7 +239,8 @@ class StopSignals:
         """Handle the signals, and unblock them if a launcher blocked them."""
         for signum in STOP_SIGNALS:
             signal.signal(signum, self._handle)
-        signal.signal(MOVES_ON, self._handle)
+        if STAYS in os.environ:  # else the signal is the program's
+            signal.signal(MOVES_ON, self._handle)
         reset_in_children(self._handle)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
