@@ -191,6 +191,7 @@ def test_every_host_is_replaced_and_no_step_is_lost(
     assert ended.codes == [128 + signal.SIGTERM, 128 + signal.SIGTERM, 0, 0], ended.told
     assert [session["hosts"] for session in sessions_of(folder, "replaced")] == [2, 3, 2, 3, 2]
     assert "restart" not in "".join(ended.told)
+    assert "step=" in (folder / "replaced-1.out").read_text(), "rank 0 was there after host 0 left"
     assert_same_losses(folder, "replaced", undisturbed)
     assert ended.left == []
 

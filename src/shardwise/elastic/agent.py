@@ -198,7 +198,9 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._are_waiting:
-            return self._move_on(worker_group)
+            if worker_group.group_rank or self.ranks[0].is_shown:
+                return self._move_on(worker_group)
+            super()._stop_workers(worker_group)  # what rank 0 writes has to be seen
         for rank in self.ranks:
             rank.close()
         spec, generation = worker_group.spec, self.meeting.generation
@@ -603,6 +605,11 @@ class LocalRank:
     def stacks(self) -> str:
         """Return what this rank has written when it was asked where it is."""
         return stacks_of(self._folder)
+
+    @property
+    def is_shown(self) -> bool:
+        """Whether this rank writes to the user."""
+        return not (self._folder / "stdout").exists()
 
     @property
     def is_waiting(self) -> bool:
