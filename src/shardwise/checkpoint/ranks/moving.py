@@ -1,20 +1,22 @@
 """Moving a training state between ranks, from one layout into another, without a disk.
 
-what every rank holds -> some tensors at a time: who needs which rows -> rows go from where they
-are to where they belong -> the old shards of these tensors are dropped
+what every rank holds -> whether it fits the target -> some tensors at a time: who needs which
+rows -> rows go from where they are to where they belong -> these tensors' old shards are dropped
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.base.errors import CheckpointError
+from shardwise._torch import autograd
+from shardwise.base.errors import CheckpointError, MisuseError
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
@@ -28,7 +30,12 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.loading import install, own_part
-from shardwise.checkpoint.ranks.optimizer import destinations, inside_of, parameter_names
+from shardwise.checkpoint.ranks.optimizer import (
+    destinations,
+    inside_of,
+    parameter_names,
+    saved_groups,
+)
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
     SavedState,
@@ -39,7 +46,10 @@ from shardwise.checkpoint.ranks.state import (
 )
 from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.sharding import states
+from shardwise.sharding.allocate import allocate
 from shardwise.sharding.param import forms_of
+from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.base import Label
 
 #: Bytes that travel at once, between all ranks, and of tensors whose new shards are made at once.
@@ -82,12 +92,14 @@ def transfer(
         CheckpointError: the two are of different models or optimizers, or a rank failed; the
             message names it. Raised on every rank alike.
     """
-    return move(source, lambda: target, extra, doing="transfer", group=group)
+    with autograd.no_grad():
+        return move(source, target, lambda: None, extra, doing="transfer", group=group)
 
 
 def move(
     source: Training | None,
-    begin: Callable[[], Training | None],
+    target: Training | None,
+    begin: Callable[[], None],
     extra: Mapping[str, Any] | None = None,
     *,
     doing: str,
@@ -97,8 +109,9 @@ def move(
 
     Args:
         source: as there.
-        begin: returns the target; called once all ranks have agreed on what to move, and when the
-            sharded parameters of the source have given up their memory.
+        target: as there.
+        begin: called once all ranks have agreed on what to move, and when the sharded parameters of
+            the source have given up their memory.
         extra: as there.
         doing: what the ranks do, for error messages.
         group: as there.
@@ -106,32 +119,58 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
     state = _agree(ranks, doing, source, extra)
+    ranks.all(doing, lambda: target and _check_target(target, state, doing))
     held = {name: own_part(tensor) for name, tensor in state.mine.tensors.items()}
     state.mine.tensors.clear()
 
     def start() -> _Arrivals | None:
+        if target is not None:
+            allocate(target[0], [name for name, _ in target[0].named_buffers()])
         if source is not None:
             _let_go(*source)
-        target = begin()
-        return None if target is None else _Arrivals(target, state.entries, doing)
+        begin()
+        return _Arrivals(target, doing) if target is not None else None
 
     goes_on = False
     try:
-        with torch.no_grad():
-            arrivals = ranks.all(doing, start)
-            for entries in _some_at_a_time(state.entries):
-                _Exchange(ranks, doing, held, arrivals).run(entries)
-                for entry in entries:
-                    held.pop(entry.fqn, None)
-                trim_heap()  # else freed shards stay with the process, and new ones come on top
-        if arrivals is None:
-            return {}
-        found = arrivals.install(state.values)
-        goes_on = source is not None and arrivals.model is source[0]
+        arrivals = ranks.all(doing, start)
+        exchange = _Exchange(ranks, doing, held, arrivals)
+        for entries in _some_at_a_time(state.entries):
+            exchange.run(entries)
+            for entry in entries:
+                held.pop(entry.fqn, None)
+            trim_heap()  # else freed shards stay with the process, and new ones come on top
+        found = ranks.all(doing, lambda: exchange.end(state.values))
+        goes_on = source is not None and target is not None and source[0] is target[0]
         return found
     finally:
-        for form in [] if source is None or goes_on else forms_of(source[0].parameters()):
-            form.leave()
+        if source is not None and not goes_on:
+            _leave(*source)
+
+
+def check_between_steps(model: nn.Module, doing: str) -> None:
+    """Check that a model is between two steps, and free its full parameters.
+
+    Raises:
+        MisuseError: there are gradients, or a forward or backward is under way, or full parameters
+            are summoned.
+    """
+    for state in states_of(model):
+        for group in state.groups:
+            grads = [param.fqn for param in group.params if param.sharded.grad is not None]
+            found = f"gradients ({', '.join(grads[:3])})" if grads else ""
+            if group.has_waiting_grads:
+                found = "gradients that are not reduced"
+            elif group.state is states.SUMMONED:
+                found = "summoned parameters"
+            elif {group.phase, state.phase} != {states.IDLE}:
+                found = "a forward or backward under way"
+            if found:
+                raise MisuseError(
+                    f"{doing}: group {group.label.name!r} on rank {dist.get_rank()} has {found}, "
+                    "expected a model between two steps; step, and call optimizer.zero_grad()"
+                )
+            group.reshard()
 
 
 @dataclass
@@ -159,7 +198,7 @@ def _agree(
     """
     mine = SavedState()
     if source is not None:
-        mine = ranks.all(doing, lambda: state_of(*source, extra))
+        mine = ranks.all(doing, lambda: _state_of(source, extra, doing))
     else:
         ranks.all(doing, lambda: None)
     apart = ranks.together(doing, lambda: mine.origins, lambda parts: [mixed(parts)] * len(parts))
@@ -178,6 +217,11 @@ def _agree(
         return [(merged, list(values.values()))] * len(parts)
 
     return _State(mine, *ranks.together(doing, part, answer))
+
+
+def _state_of(source: Training, extra: Mapping[str, Any] | None, doing: str) -> SavedState:
+    check_between_steps(source[0], doing)
+    return state_of(*source, extra)
 
 
 def _entry(state: SavedState, name: str, rank: int) -> TensorEntry:
@@ -226,14 +270,60 @@ def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield some
 
 
+def _check_target(target: Training, state: _State, doing: str) -> None:
+    """Check that what moves is of the target's model and optimizer, before anything moves.
+
+    Raises:
+        CheckpointError: it is not.
+        ValueError: a tensor is on the meta device that gets neither memory nor values.
+    """
+    model, optimizer = target
+    saved = model_state(model, ignore_frozen_params=False)
+    names = parameter_names(model, saved)
+    sharded = {form.parameter for form in forms_of(names)}
+    lost = [name for param, name in names.items() if param.is_meta and param not in sharded]
+    lost += [name for name, each in model.named_buffers() if each.is_meta and name not in saved]
+    if lost:
+        raise ValueError(
+            f"{doing}: found {', '.join(lost[:3])} on the meta device, expected memory: only "
+            "parameters that fully_shard has sharded and persistent buffers get it here"
+        )
+    found = {str(entry.path[1]): entry for entry in state.entries if entry.section == "model"}
+    own = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
+    check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
+    for name, entry in found.items():
+        if tuple(own[name].shape) != entry.shape:
+            raise CheckpointError(
+                f"{doing}: {name}: found shape {list(entry.shape)}, expected "
+                f"{list(own[name].shape)}"
+            )
+    if optimizer is not None:
+        values = unflatten([(value.path, value.value) for value in state.values], doing)
+        list(saved_groups(optimizer, names, values.get("optimizer", {})))
+
+
 def _let_go(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     """Drop what a source holds, of which the caller has the tensors."""
+    for group in groups_of(model):
+        group.drop_fulls()
     for form in forms_of(model.parameters()):
         form.let_go()
-    inside = list(inside_of(optimizer))
-    if not any(isinstance(each, OffloadedOptimizer) for each in inside):  # which knows homes
-        for each in inside:
+    if not any(map(_keeps_states, inside_of(optimizer))):  # in a store, which knows their places
+        for each in inside_of(optimizer):
             each.state.clear()
+
+
+def _keeps_states(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, OffloadedOptimizer) and optimizer.nbytes_kept > 0
+
+
+def _leave(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    """Leave nothing of what has been moved."""
+    for form in forms_of(model.parameters()):
+        form.leave()
+    for each in inside_of(optimizer):
+        if isinstance(each, OffloadedOptimizer):
+            each.drop_states()
 
 
 class _Arrivals:
@@ -241,14 +331,10 @@ class _Arrivals:
 
     Args:
         target: the model and the optimizer.
-        entries: what arrives.
         doing: what the ranks do, for error messages.
-
-    Raises:
-        CheckpointError: the model has other tensors than arrive.
     """
 
-    def __init__(self, target: Training, entries: list[TensorEntry], doing: str) -> None:
+    def __init__(self, target: Training, doing: str) -> None:
         self.model, self._optimizer = target
         self._doing = doing
         self._saved = model_state(self.model, ignore_frozen_params=False)
@@ -263,15 +349,6 @@ class _Arrivals:
                 each.__setstate__({})  # forgets what it knows of the layout before
         self._state = destinations(self._optimizer, names) if self._optimizer else None
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
-        found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
-        own = {name: each for name, each in self._saved.items() if isinstance(each, Tensor)}
-        check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
-        for name, entry in found.items():
-            if tuple(own[name].shape) != entry.shape:
-                raise CheckpointError(
-                    f"{doing}: {name}: found shape {list(entry.shape)}, expected "
-                    f"{list(own[name].shape)}"
-                )
 
     def open(self, entry: TensorEntry) -> Tensor | None:
         """Return the tensor for an entry, with memory; ``None`` if this rank needs nothing."""
@@ -330,7 +407,11 @@ class _Rows:
 
 
 class _Exchange:
-    """Some tensors that travel together."""
+    """Tensors that travel, some at a time.
+
+    A rank that cannot read or write its rows goes on until the next time that all ranks agree: the
+    others wait for its messages.
+    """
 
     def __init__(
         self,
@@ -344,11 +425,16 @@ class _Exchange:
         self._held = held
         self._arrivals = arrivals
         self._opened: dict[str, tuple[Box, Tensor]] = {}
+        self._failed: Exception | None = None
+        # Memory is taken from the system page by page, when it is written to.
+        self._memory = torch.empty(2, 2 * _AT_ONCE, dtype=torch.uint8)
 
     def run(self, entries: list[TensorEntry]) -> None:
         """Bring the tensors to where they belong."""
 
         def needs() -> dict[str, Box]:
+            self._raise()
+            self._opened = {}
             for entry in entries:
                 tensor = None if self._arrivals is None else self._arrivals.open(entry)
                 if tensor is not None:
@@ -361,12 +447,21 @@ class _Exchange:
             if rows.source != rows.target:
                 travelling.append(rows)
             elif rows.source == self._ranks.rank:
-                self._at_target(rows).copy_(self._at_source(rows))
+                self._attempt(partial(self._keep, rows))
             if sum(each.nbytes for each in travelling) >= _AT_ONCE:
                 self._send(travelling)
                 travelling = []
         if travelling:
             self._send(travelling)
+
+    def end(self, values: Iterable[Value]) -> dict[str, Any]:
+        """Give the model and the optimizer what has arrived, and return ``extra``."""
+        self._raise()
+        return {} if self._arrivals is None else self._arrivals.install(values)
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _rows(self, entries: list[TensorEntry], wanted: list[dict[str, Box]]) -> Iterator[_Rows]:
         """What goes from rank to rank, in the same order on all of them.
@@ -391,20 +486,30 @@ class _Exchange:
         me, sizes = self._ranks.rank, range(self._ranks.size)
         leaving = sorted((each for each in rows if each.source == me), key=lambda r: r.target)
         landing = sorted((each for each in rows if each.target == me), key=lambda r: r.source)
-        sent, received = (
-            torch.empty(sum(each.nbytes for each in some), dtype=torch.uint8)
-            for some in (leaving, landing)
-        )
-        for each, packed in _packed(leaving, sent):
-            packed.copy_(self._at_source(each))
         counts = (
             [sum(each.nbytes for each in leaving if each.target == rank) for rank in sizes],
             [sum(each.nbytes for each in landing if each.source == rank) for rank in sizes],
         )
+        sent, received = (
+            memory[: sum(its)] for memory, its in zip(self._memory, counts, strict=True)
+        )
+        self._attempt(
+            lambda: [p.copy_(self._at_source(each)) for each, p in _packed(leaving, sent)]
+        )
         label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
         self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
-        for each, packed in _packed(landing, received):
-            self._at_target(each).copy_(packed)
+        self._attempt(
+            lambda: [self._at_target(each).copy_(p) for each, p in _packed(landing, received)]
+        )
+
+    def _attempt(self, copy: Callable[[], object]) -> None:
+        try:
+            copy()
+        except Exception as error:
+            self._failed = self._failed or error
+
+    def _keep(self, rows: _Rows) -> None:
+        self._at_target(rows).copy_(self._at_source(rows))
 
     def _at_source(self, rows: _Rows) -> Tensor:
         _, local = self._held[rows.entry.fqn]
