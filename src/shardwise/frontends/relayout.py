@@ -50,8 +50,9 @@ def relayout(
     - Ranks that leave hold no shards afterwards: their parameters are on the meta device, and the
       optimizer has no states. They may join again.
     - With tensor parallelism, pass the data parallel part of a mesh that has the same tensor
-      parallel ranks. Another degree changes the modules, too: build another model, and move the
-      state into it with :func:`shardwise.checkpoint.transfer`.
+      parallel ranks, or the whole mesh on ranks that leave. Another degree changes the modules,
+      too: build another model, and move the state into it with
+      :func:`shardwise.checkpoint.transfer`.
 
     If it raises before anything has moved, nothing has changed. If a rank fails or is lost later,
     load a checkpoint.
@@ -253,11 +254,13 @@ class _Claim:
 
     Attributes:
         ranks: those that hold the model, as far as it knows; none if it holds nothing.
-        wanted: what it was asked for: mesh, strategy, and whether there is an optimizer.
+        wanted: what it was asked for: ranks, strategy, and whether there is an optimizer.
+        mesh: the mesh that it was asked for, and those beside it; ``None`` on a rank that leaves.
     """
 
     ranks: frozenset[int]
     wanted: tuple[object, ...]
+    mesh: list[object] | None
 
 
 def _claim(
@@ -282,27 +285,37 @@ def _claim(
             "fully_shard was applied to"
         )
     check_between_steps(model, _DOING)
+    beside = None if mesh is None else dtensor.sibling_meshes(mesh)
+    leaves = mesh is not None and mesh.get_coordinate() is None
     held: set[int] = set()
     for group in groups:
         _check_movable(group)
         for form in (param.form for param in group.params):
             if not form.local.is_meta:
                 held.update(form.spec.mesh.mesh.flatten().tolist())
-            if form.local.is_meta or (mesh is not None and mesh.get_coordinate() is None):
+            if form.local.is_meta or leaves:
                 form.check_exchange(_DOING)
-    shape = None if mesh is None else dtensor.sibling_meshes(mesh).tolist()
-    return _Claim(frozenset(held), (shape, named and named.value, optimizer is not None))
+    wanted = (
+        None if beside is None else sorted(beside.flatten().tolist()),
+        named and named.value,
+        optimizer is not None,
+    )
+    return _Claim(frozenset(held), wanted, None if beside is None or leaves else beside.tolist())
 
 
 def _all_claims(claims: list[_Claim]) -> list[list[_Claim]]:
     """Check that all ranks were asked for the same."""
-    for rank, each in enumerate(claims):
-        if each.wanted != claims[0].wanted:
-            raise ValueError(
-                "found (ranks of the mesh, strategy, whether there is an optimizer) "
-                f"{claims[0].wanted} on the first rank and {each.wanted} on rank {rank} of the "
-                "group, expected the same"
-            )
+    for what, found in (
+        ("ranks, strategy, and whether there is an optimizer:", [each.wanted for each in claims]),
+        ("mesh", [each.mesh for each in claims]),
+    ):
+        given = [(rank, each) for rank, each in enumerate(found) if each is not None]
+        for rank, each in given:
+            if each != given[0][1]:
+                raise ValueError(
+                    f"found {what} {given[0][1]} on rank {given[0][0]} of the group and {each} on "
+                    f"rank {rank}, expected the same"
+                )
     _holders(claims)
     return [claims] * len(claims)
 
