@@ -22,7 +22,7 @@ from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.placement import Place
+from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.select import ChannelOptions
 
@@ -134,8 +134,10 @@ class _Layout:
                 made.meshes[each.mesh] = _like(each.mesh, mesh)
             its_mesh = made.meshes[each.mesh]
             for form in (param.form for param in each.params):
-                wanted = None if form.layout.dim is None else Shard(form.layout.dim)
-                made.places[form] = Place.of(_full(form, mesh), form.fqn, its_mesh, wanted)
+                full, dim = _full(form, mesh), form.layout.dim
+                can_stay = dim is not None and can_shard(full, its_mesh, dim)
+                wanted = Shard(dim) if dim is not None and can_stay else None
+                made.places[form] = Place.of(full, form.fqn, its_mesh, wanted)
             if each.post_forward is not None and named is None:
                 made.smaller[each] = _smaller(each, its_mesh)
         return made

@@ -155,22 +155,23 @@ def check_between_steps(model: nn.Module, doing: str) -> None:
         MisuseError: there are gradients, or a forward or backward is under way, or full parameters
             are summoned.
     """
-    for state in states_of(model):
-        for group in state.groups:
-            grads = [param.fqn for param in group.params if param.sharded.grad is not None]
-            found = f"gradients ({', '.join(grads[:3])})" if grads else ""
-            if group.has_waiting_grads:
-                found = "gradients that are not reduced"
-            elif group.state is states.SUMMONED:
-                found = "summoned parameters"
-            elif {group.phase, state.phase} != {states.IDLE}:
-                found = "a forward or backward under way"
-            if found:
-                raise MisuseError(
-                    f"{doing}: group {group.label.name!r} on rank {dist.get_rank()} has {found}, "
-                    "expected a model between two steps; step, and call optimizer.zero_grad()"
-                )
-            group.reshard()
+    if any(state.phase is not states.IDLE for state in states_of(model)):
+        raise MisuseError(
+            f"{doing}: the model on rank {dist.get_rank()} runs its forward or backward, expected "
+            "it between two steps"
+        )
+    for group in groups_of(model):
+        found = [f"the gradient of {p.fqn}" for p in group.params if p.sharded.grad is not None]
+        if group.has_waiting_grads or group.phase is not states.IDLE:
+            found.append("gradients that are not reduced")
+        if group.state is states.SUMMONED:
+            found.append("summoned parameters")
+        if found:
+            raise MisuseError(
+                f"{doing}: group {group.label.name!r} on rank {dist.get_rank()} has {found[0]}, "
+                "expected a model between two steps; step, and call optimizer.zero_grad()"
+            )
+        group.reshard()
 
 
 @dataclass
