@@ -233,7 +233,7 @@ def test_options_of_fully_shard_stay(rank: int, world_size: int, name: str, tmp_
         "on a disk": {"offload_policy": DiskOffloadPolicy(tmp_path), "hidden": 8192},
     }[name]
     meshes = [mesh_of(*shape) for shape in ((1,), (3,), (2, 2), (4, 1), (4,))]
-    model = joining(meshes[0], meshes[1], **options)
+    model = joining(meshes[0], meshes[-1], **options)
     optimizer = torch.optim.AdamW(model.parameters())
     before = [whole(model)] if rank == 0 else [{}]
     dist.broadcast_object_list(before)

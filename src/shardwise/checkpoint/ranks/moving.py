@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwise._torch import autograd
-from shardwise.base.errors import CheckpointError, MisuseError
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
@@ -119,7 +119,7 @@ def move(
     wait_for_save()
     ranks = Ranks(group_for(group))
     state = _agree(ranks, doing, source, extra)
-    ranks.all(doing, lambda: target and _check_target(target, state, doing))
+    ranks.all(doing, lambda: None if target is None else _check_target(*target, state, doing))
     held = {name: own_part(tensor) for name, tensor in state.mine.tensors.items()}
     state.mine.tensors.clear()
 
@@ -271,14 +271,15 @@ def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield some
 
 
-def _check_target(target: Training, state: _State, doing: str) -> None:
+def _check_target(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, state: _State, doing: str
+) -> None:
     """Check that what moves is of the target's model and optimizer, before anything moves.
 
     Raises:
         CheckpointError: it is not.
         ValueError: a tensor is on the meta device that gets neither memory nor values.
     """
-    model, optimizer = target
     saved = model_state(model, ignore_frozen_params=False)
     names = parameter_names(model, saved)
     sharded = {form.parameter for form in forms_of(names)}
@@ -498,14 +499,17 @@ class _Exchange:
             lambda: [p.copy_(self._at_source(each)) for each, p in _packed(leaving, sent)]
         )
         label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
-        self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
+        try:
+            self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
+        except PeerLostError as error:
+            raise CheckpointError(f"{self._doing}: {error}") from error
         self._attempt(
             lambda: [self._at_target(each).copy_(p) for each, p in _packed(landing, received)]
         )
 
-    def _attempt(self, copy: Callable[[], object]) -> None:
+    def _attempt(self, part: Callable[[], object]) -> None:
         try:
-            copy()
+            part()
         except Exception as error:
             self._failed = self._failed or error
 
