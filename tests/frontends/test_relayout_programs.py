@@ -66,12 +66,18 @@ def sharded(mesh: DeviceMesh, hidden: int = 7, shard: Any = fully_shard, **optio
     return shard(model, mesh=mesh, **options)
 
 
-def joining(before: DeviceMesh, after: DeviceMesh, **options: Any) -> Any:
+def joining(before: DeviceMesh, **options: Any) -> Any:
     """The model on the first mesh, and on ranks that are not in it on the meta device."""
     if before.get_coordinate() is not None:
         return sharded(before, **options)
     with torch.device("meta"):
-        return sharded(after, **options)
+        return sharded(alone(), **options)
+
+
+def alone() -> DeviceMesh:
+    """A mesh of this rank."""
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
@@ -233,7 +239,7 @@ def test_options_of_fully_shard_stay(rank: int, world_size: int, name: str, tmp_
         "on a disk": {"offload_policy": DiskOffloadPolicy(tmp_path), "hidden": 8192},
     }[name]
     meshes = [mesh_of(*shape) for shape in ((1,), (3,), (2, 2), (4, 1), (4,))]
-    model = joining(meshes[0], meshes[-1], **options)
+    model = joining(meshes[0], **options)
     optimizer = torch.optim.AdamW(model.parameters())
     before = [whole(model)] if rank == 0 else [{}]
     dist.broadcast_object_list(before)
@@ -254,11 +260,11 @@ def test_options_of_fully_shard_stay(rank: int, world_size: int, name: str, tmp_
 
 @on_threads(2)
 def test_parameters_keep_what_users_set_on_them(rank: int, world_size: int) -> None:
-    model, alone, both = sharded(mesh_of(2)), mesh_of(1), mesh_of(2)
+    model, meshes = sharded(mesh_of(2)), [mesh_of(1), mesh_of(2)]
     param = model[0][0].weight
     param.decays = False
     param.requires_grad_(False)
-    for mesh in (alone, both):
+    for mesh in meshes:
         relayout(model, mesh=mesh)
     assert model[0][0].weight is param
     assert not (param.decays or param.requires_grad)
@@ -282,7 +288,7 @@ def test_an_optimizer_and_its_scheduler_go_on(rank: int, world_size: int, name: 
     """Training goes on as on one rank: all have the same data."""
     meshes = [mesh_of(2), mesh_of(2, 2), mesh_of(4)]
     trainings = []
-    for model in (plain_model(), joining(meshes[0], meshes[1])):
+    for model in (plain_model(), joining(meshes[0])):
         optimizer = _torchs()[name](model.parameters())
         trainings.append((model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)))
     (alone, its, its_schedule), (model, optimizer, schedule) = trainings
@@ -388,10 +394,10 @@ class _WithBuffers(nn.Module):
 @on_threads(2)
 def test_buffers_and_ignored_parameters(rank: int, world_size: int) -> None:
     """What a checkpoint would bring arrives; what nothing brings has to be there."""
-    alone, both = mesh_of(1), mesh_of(2)
+    first, both = mesh_of(1), mesh_of(2)
     with torch.device("cpu" if rank == 0 else "meta"):
         model = _WithBuffers()
-        fully_shard(model, mesh=alone if rank == 0 else both, ignored_params={model.own})
+        fully_shard(model, mesh=first if rank == 0 else alone(), ignored_params={model.own})
     with pytest.raises(CheckpointError, match="found own, computed on the meta device"):
         relayout(model, mesh=both)
     if rank == 0:
@@ -449,10 +455,10 @@ MISTAKES: dict[str, Callable[[Any, DeviceMesh], object]] = {
 @pytest.mark.parametrize("message", MISTAKES)
 @on_threads(2)
 def test_a_mistake_on_one_rank_raises_on_all(rank: int, world_size: int, message: str) -> None:
-    model, alone = sharded(mesh_of(2)), mesh_of(1)
+    model, mesh = sharded(mesh_of(2)), mesh_of(1)
     before = whole(model)
     with pytest.raises(CheckpointError, match=message):
-        MISTAKES[message](model, alone) if rank == 1 else relayout(model, mesh=alone)
+        MISTAKES[message](model, mesh) if rank == 1 else relayout(model, mesh=mesh)
     assert_same(whole(model), before)
 
 
@@ -481,7 +487,7 @@ def test_between_two_steps_only(rank: int, world_size: int) -> None:
 
 @on_threads(2)
 def test_groups_of_parameters_have_to_be_the_same(rank: int, world_size: int) -> None:
-    model = joining(mesh_of(1), both := mesh_of(2))
+    model, both = joining(mesh_of(1)), mesh_of(2)
     first, *others = model.parameters()
     groups = [{"params": [first, *others]}] if rank == 0 else [{"params": [first]}]
     optimizer = torch.optim.AdamW(groups)
@@ -494,8 +500,7 @@ def test_groups_of_parameters_have_to_be_the_same(rank: int, world_size: int) ->
 
 @on_threads(2)
 def test_two_trainings_are_not_mixed_up(rank: int, world_size: int) -> None:
-    group = dist.new_group([rank], use_local_synchronization=True)
-    model = sharded(DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",)))
+    model = sharded(alone())
     with pytest.raises(CheckpointError, match=r"held by ranks \[\[0\], \[1\]\]"):
         relayout(model)
 
@@ -519,7 +524,8 @@ def test_into_another_model_on_fewer_ranks(rank: int, world_size: int) -> None:
     before, mesh = whole(source, optimizer), mesh_of(2)
     target = None
     if rank < 2:
-        model = joining(mesh_of(2), mesh)
+        with torch.device("meta"):
+            model = sharded(mesh)
         target = (model, torch.optim.AdamW(model.parameters()))
     extra = checkpoint.transfer((source, optimizer), target, {"rank": rank})
     assert not optimizer.state

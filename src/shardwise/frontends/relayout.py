@@ -45,8 +45,8 @@ def relayout(
     bit those that a checkpoint would bring into the new layout. Tensors move one after the other,
     and a rank's old rows are freed as they leave.
 
-    - Ranks that join have called ``fully_shard`` on the same model, on the meta device or with
-      memory, over ranks that include them; their values are replaced.
+    - Ranks that join have called ``fully_shard`` on the same model, on the meta device, over a mesh
+      of any of them. Buffers that no state dict has, and ignored parameters, need memory there.
     - Ranks that leave hold no shards afterwards: their parameters are on the meta device, and the
       optimizer has no states. They may join again.
     - With tensor parallelism, pass the data parallel part of a mesh that has the same tensor
@@ -337,7 +337,6 @@ def _holders(claims: list[_Claim]) -> frozenset[int]:
     if len(found) != 1:
         raise ValueError(
             f"found the model held by ranks {[sorted(each) for each in names]}, expected "
-            "one set that all of its ranks know; ranks that join shard the model over the new mesh "
-            "or on the meta device"
+            "one set that all of its ranks know; ranks that join shard it on the meta device"
         )
     return found[0]
