@@ -53,7 +53,7 @@ from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.base import Label
 
 #: Bytes that travel at once, between all ranks, and of tensors whose new shards are made at once.
-_AT_ONCE = 32 * 1024 * 1024
+_AT_ONCE = 16 * 1024 * 1024
 _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they are packed
 
 #: A model and an optimizer of its parameters, if it has one.
