@@ -55,7 +55,7 @@ def relayout(
       :func:`shardwise.checkpoint.transfer`.
 
     If it raises before anything has moved, nothing has changed. If a rank fails or is lost later,
-    load a checkpoint.
+    build the model again, and load a checkpoint.
 
     Args:
         model: the model that ``fully_shard`` was applied to, all of it over one mesh.
@@ -307,16 +307,14 @@ def _claim(
 
 def _all_claims(claims: list[_Claim]) -> list[list[_Claim]]:
     """Check that all ranks were asked for the same."""
-    for what, found in (
-        ("ranks, strategy, and whether there is an optimizer:", [each.wanted for each in claims]),
-        ("mesh", [each.mesh for each in claims]),
-    ):
-        given = [(rank, each) for rank, each in enumerate(found) if each is not None]
-        for rank, each in given:
-            if each != given[0][1]:
+    wanted = "ranks, strategy, and whether there is an optimizer:"
+    for what, found in (wanted, [c.wanted for c in claims]), ("mesh", [c.mesh for c in claims]):
+        given = {rank: each for rank, each in enumerate(found) if each is not None}
+        for rank, each in given.items():
+            if each != (first := next(iter(given.items())))[1]:
                 raise ValueError(
-                    f"found {what} {given[0][1]} on rank {given[0][0]} of the group and {each} on "
-                    f"rank {rank}, expected the same"
+                    f"found {what} {first[1]} on rank {first[0]} of the group and {each} on rank "
+                    f"{rank}, expected the same"
                 )
     _holders(claims)
     return [claims] * len(claims)
