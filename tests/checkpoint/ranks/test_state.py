@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import CheckpointError
-from shardwise.checkpoint.disk.entries import Manifest, TensorEntry, Value
+from shardwise.checkpoint.disk.entries import TensorEntry
 from shardwise.checkpoint.ranks.optimizer import (
     destinations,
     load_optimizer_tree,
@@ -162,19 +162,16 @@ def test_saved_state_is_read_into_the_optimizers_own_or_into_its_likeness() -> N
         entry("0.weight", "step", ()),
         entry("0.weight", "row", (2,), "F64"),
     )
-    manifest = Manifest(entries, (Value(("extra", "x"), 1),), {}, 16, 1)
-    found = destinations(manifest, optimizer, names)
-    held = optimizer.state[model[0].weight]
-    assert found["optimizer.state.0.weight.exp_avg"] is held["exp_avg"]
-    made = destinations(manifest, fresh, names)
-    assert {name: (tuple(t.shape), t.dtype) for name, t in made.items()} == {
-        "optimizer.state.0.weight.exp_avg": ((2, 3), torch.float32),
-        "optimizer.state.0.weight.step": ((), torch.float32),
-        "optimizer.state.0.weight.row": ((2,), torch.float64),
-    }
-    other = Manifest((entry("gone", "exp_avg", (2,)),), (), {}, 16, 1)
+    own = destinations(optimizer, names)(entries[0])
+    assert own is optimizer.state[model[0].weight]["exp_avg"]
+    made = [destinations(fresh, names)(each) for each in entries]
+    assert [(tuple(each.shape), each.dtype) for each in made if each is not None] == [
+        ((2, 3), torch.float32),
+        ((), torch.float32),
+        ((2,), torch.float64),
+    ]
     with pytest.raises(CheckpointError, match=r"gone.*the optimizer has no parameter of this name"):
-        destinations(other, fresh, names)
+        destinations(fresh, names)(entry("gone", "exp_avg", (2,)))
 
 
 def test_copies_are_of_their_own_and_shared_where_tensors_are() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -202,7 +203,11 @@ def _agree(
         mine = ranks.all(doing, lambda: _state_of(source, extra, doing))
     else:
         ranks.all(doing, lambda: None)
-    apart = ranks.together(doing, lambda: mine.origins, lambda parts: [mixed(parts)] * len(parts))
+    apart = ranks.together(
+        doing,
+        lambda: mine.origins,
+        lambda parts: [mixed(parts, chain.from_iterable(parts))] * len(parts),
+    )
 
     def part() -> tuple[list[TensorEntry], list[Value]]:
         mine.take_apart(apart)

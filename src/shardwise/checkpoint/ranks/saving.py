@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -228,17 +228,18 @@ class _Apart:
     names: frozenset[str]
 
 
-def mixed(origins: Sequence[Mapping[str, Origin]]) -> frozenset[str]:
+def mixed(origins: Sequence[Mapping[str, Origin]], names: Iterable[str]) -> frozenset[str]:
     """The states whose shards are taken apart on some ranks and whole on others.
 
     Args:
         origins: for each rank, where its tensors are in the state, by name.
+        names: of the tensors that are saved now, by any rank.
     """
     apart: set[str] = set()
     for each in origins:
         paths = (whole_path(origin.path) for origin in each.values())
         apart.update(dotted(path) for path in paths if path is not None)
-    return frozenset(apart.intersection(name for each in origins for name in each))
+    return frozenset(apart.intersection(names))
 
 
 class Saving:
@@ -332,7 +333,8 @@ class Saving:
 
         def plan_all(plans: list[SavePlan]) -> list[SavePlan | _Apart]:
             nonlocal metadata
-            apart = mixed([plan.storage_data[0] for plan in plans])
+            names = (item.index.fqn for plan in plans for item in plan.items)
+            apart = mixed([plan.storage_data[0] for plan in plans], names)
             if apart:
                 return [_Apart(apart)] * len(plans)
             plans, metadata = planner.create_global_plan(plans)
