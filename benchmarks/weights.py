@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise
 from shardwise.checkpoint.ranks.loading import own_part
@@ -26,6 +28,7 @@ from shardwise.checkpoint.ranks.loading import own_part
 RANKS, WIDTH = 2, 4096
 SHARES = (0.01, 0.02, 0.03)
 RATIO = "(publish + map) / copy"
+COPIES, PEAK = "relayout / one copy", "relayout, largest peak"
 
 
 def _model(nbytes: int) -> nn.Sequential:
@@ -92,6 +95,65 @@ def _changes(nbytes: int, folder: str) -> dict[str, float]:
     return found
 
 
+def _layouts(rounds: int) -> dict[str, list[float]]:
+    """The seconds and the largest peak of each round, from two ranks to four."""
+    dist.init_process_group()
+    rank = dist.get_rank()
+    two, others, four = (
+        DeviceMesh("cpu", list(ranks), mesh_dim_names=("shard",))
+        for ranks in (range(2), range(2, 4), range(4))
+    )
+    idle = _anonymous()
+    with torch.device("meta"):
+        layers = (nn.Linear(1024, 12288, bias=False) for _ in range(13))
+        model = nn.Sequential(nn.Embedding(50257, 1024), *layers)
+        for layer in model:
+            shardwise.fully_shard(layer, mesh=two if rank < 2 else others)
+        shardwise.fully_shard(model, mesh=two if rank < 2 else others)
+    if rank < 2:
+        shardwise.materialize(model)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for param in model.parameters() if rank < 2 else ():
+        moments = {name: torch.ones_like(param) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[param] = {"step": torch.tensor(1.0), **moments}
+    nbytes = 12 * sum(param.numel() for param in model.parameters())
+    found: dict[str, list[float]] = {"relayout": [], COPIES: [], PEAK: []}
+    for _ in range(rounds):
+        dist.barrier()
+        seen, ends = [0], threading.Event()
+        watch = threading.Thread(target=_watch, args=(seen, ends))
+        watch.start()
+        begin = time.perf_counter()
+        shardwise.relayout(model, optimizer, mesh=four)
+        dist.barrier()
+        seconds = time.perf_counter() - begin
+        ends.set()
+        watch.join()
+        peaks = [0.0] * 4
+        dist.all_gather_object(peaks, (max(seen) - idle) / (nbytes / (2 if rank < 2 else 4)))
+        shardwise.relayout(model, optimizer, mesh=two)
+        if rank == 0:
+            source = torch.ones(nbytes // 4)
+            begin = time.perf_counter()
+            source.clone()
+            found[COPIES].append(seconds / (time.perf_counter() - begin))
+            del source
+        found["relayout"].append(seconds)
+        found[PEAK].append(max(peaks))
+    return found
+
+
+def _anonymous() -> int:
+    """The bytes of anonymous memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def _watch(seen: list[int], ends: threading.Event) -> None:
+    while not ends.wait(0.003):
+        seen.append(_anonymous())
+
+
 def main() -> None:
     """Measure, and print medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,8 +162,9 @@ def main() -> None:
     arguments = parser.parse_args()
     nbytes = arguments.megabytes * 10**6
     found = shardwise.launch(_in_memory, (nbytes, arguments.rounds), nproc=RANKS)[0]
+    found |= shardwise.launch(_layouts, (5,), nproc=4)[0]
     for what, values in found.items():
-        unit = "" if what == RATIO else " s"
+        unit = "" if what in (RATIO, COPIES, PEAK) else " s"
         print(f"{what:24} {statistics.median(values):8.3f}{unit}")
     with tempfile.TemporaryDirectory() as folder:
         shares = shardwise.launch(_changes, (nbytes // 8, folder), nproc=RANKS)[0]

@@ -65,7 +65,7 @@ INNER_LAYERS = {
         ["optim_state"],
         ["unit"],
         ["fsdp"],
-        ["xla"],
+        ["xla", "relayout"],
         ["compat", "pretrained"],
         ["__init__"],
     ],

@@ -71,6 +71,7 @@ PUBLIC = {
         "plan",
         "publish",
         "register_fsdp_forward_method",
+        "relayout",
         "save_pretrained",
         "schedules",
         "share_comm_ctx",
@@ -97,6 +98,7 @@ PUBLIC = {
         "save_rank_checkpoint",
         "step_folder",
         "steps",
+        "transfer",
     ],
     "shardwise.diloco": [
         "DiLoCo",

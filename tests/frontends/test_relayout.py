@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import random
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise import checkpoint, fully_shard, optim, relayout
 from shardwise._torch import dtensor
+from shardwise.base.errors import CheckpointError, PeerLostError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.pieces import narrow
+from shardwise.checkpoint.ranks import moving
 from shardwise.checkpoint.ranks.state import state_of
+from shardwise.sharding.param import forms_of
 from tests.checkpoint.meshes import NAMES, expected, fill, give_state, named
 from tests.corpus.models import MODELS, make_model
+from tests.harness import run_ranks
 from tests.worlds import Ranks
 
 Shape = tuple[int, ...]
@@ -42,23 +50,24 @@ def _build(
     return model, torch.optim.AdamW(model.parameters(), fused=True)
 
 
-def _move_along(rank: int, world_size: int, name: str, shapes: list[Shape]) -> list[str]:
+def _move_along(
+    rank: int, world_size: int, name: str, meshes: list[DeviceMesh], options: dict[str, Any]
+) -> list[str]:
     """Go from layout to layout, and say what is wrong in any of them."""
-    meshes = [_mesh(shape) for shape in shapes]
     member = meshes[0].get_coordinate() is not None
-    model, optimizer = _build(name, meshes[0] if member else _alone(), seed=rank)
-    if not member:
-        model.to("meta")
+    model, optimizer = _build(name, meshes[0] if member else _alone(), seed=rank, **options)
+    for form in [] if member else forms_of(model.parameters()):
+        form.leave()  # buffers that nothing saves stay
     params = list(model.parameters())
     if member:
         give_state(optimizer)
         fill(model, optimizer)
     found = []
-    for shape, mesh in zip(shapes[1:], meshes[1:], strict=True):
+    for mesh in meshes[1:]:
         relayout(model, optimizer, mesh=mesh)
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
         if mesh.get_coordinate() is not None:
-            found += [f"{name} on {shape}: {each}" for each in _wrong(model, optimizer)]
+            found += [f"{name} on {mesh}: {each}" for each in _wrong(model, optimizer)]
             for param in params:
                 assert isinstance(param, DTensor)
                 assert param.device_mesh == mesh
@@ -87,10 +96,38 @@ def _alone() -> DeviceMesh:
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 
+def _through_all(rank: int, world_size: int, name: str) -> list[str]:
+    shapes: list[Shape] = [(2,), (4,), (3,), (2, 2), (4, 1), (1, 2), (4,)]
+    return _move_along(rank, world_size, name, [_mesh(shape) for shape in shapes], {})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_any_layout_becomes_any_other(ranks: Ranks, name: str) -> None:
-    shapes: list[Shape] = [(2,), (4,), (3,), (2, 2), (4, 1), (1, 2), (4,)]
-    for found in ranks(_move_along, 4, name, shapes):
+    for found in ranks(_through_all, 4, name):
+        assert not found, "\n".join(found)
+
+
+def _random_chain(rank: int, world_size: int, seed: int) -> list[str]:
+    """Go along a random chain of layouts over any of the ranks."""
+    draw = random.Random(seed)
+    name = draw.choice(NAMES)
+    meshes = []
+    for _ in range(4):
+        shape = draw.choice([(1,), (2,), (3,), (4,), (1, 2), (2, 1), (2, 2), (1, 4), (3, 1)])
+        ranks = sorted(draw.sample(range(world_size), torch.Size(shape).numel()))
+        names = ("replicate", "shard")[-len(shape) :]
+        meshes.append(DeviceMesh("cpu", torch.tensor(ranks).view(shape), mesh_dim_names=names))
+    options: dict[str, Any] = {"reshard_after_forward": draw.random() < 0.5}
+    if draw.random() < 0.3:
+        options["shard_placement_fn"] = lambda p: Shard(p.ndim - 1) if p.ndim > 1 else None
+    return _move_along(rank, world_size, name, meshes, options)
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=pytest.mark.long if n > 5 else ()) for n in range(60)]
+)
+def test_random_chains_of_layouts(threads: Ranks, seed: int) -> None:
+    for found in threads(_random_chain, 4, seed):
         assert not found, "\n".join(found)
 
 
@@ -167,3 +204,83 @@ def _assert_alike(
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_goes_on_as_from_a_checkpoint(ranks: Ranks, name: str, tmp_path: Path) -> None:
     ranks(_goes_on_alike, 4, name, tmp_path)
+
+
+def _live_bytes() -> int:
+    """The bytes of all tensors that Python knows on this rank; what shares memory counts once."""
+    tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+    storages = {each.untyped_storage().data_ptr(): each.untyped_storage() for each in tensors}
+    return sum(each.nbytes() for pointer, each in storages.items() if pointer)
+
+
+def _peak_beside(
+    rank: int, world_size: int, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> float:
+    """The largest size of what this rank holds, over that of the larger of its layouts."""
+    first, second = _mesh((before,)), _mesh((after,))
+    monkeypatch.setattr(moving, "_AT_ONCE", 1 << 14)
+    gc.collect()
+    idle = _live_bytes()
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(16)))
+    mine = first if first.get_coordinate() is not None else _alone()
+    for layer in model:
+        fully_shard(layer, mesh=mine)
+    fully_shard(model, mesh=mine)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if mine is first:
+        model(torch.ones(1, 64)).sum().backward()  # full parameters may share memory with shards
+        optimizer.step()
+        optimizer.zero_grad()
+    else:
+        model.to("meta")
+    gc.collect()
+    whole = 3 * 16 * 64 * 64 * 4
+    layouts = [whole // ranks if rank < ranks else 0 for ranks in (before, after)]
+    seen: list[int] = []
+    opened = moving._Arrivals.open
+
+    def look(self: Any, entry: Any) -> Any:
+        found = opened(self, entry)
+        seen.append(_live_bytes() - 4 * moving._AT_ONCE)  # apart from the buffers of messages
+        return found
+
+    monkeypatch.setattr(moving._Arrivals, "open", look)
+    relayout(model, optimizer, mesh=second)
+    return (max(seen) - idle) / max(layouts) if seen else 0.0
+
+
+def _peaks(rank: int, world_size: int) -> list[float]:
+    found = []
+    for before, after in ((1, 2), (4, 2), (3, 4)):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            found.append(_peak_beside(rank, world_size, before, after, monkeypatch))
+    return found
+
+
+@pytest.mark.usefixtures("new_ranks")
+def test_a_rank_holds_little_beside_the_larger_of_its_layouts(ranks: Ranks) -> None:
+    for found in ranks(_peaks, 4):
+        assert max(found) < 1.1, found
+
+
+def _loses_a_rank(rank: int, world_size: int, moment: str) -> str:
+    model, mesh = _sharded(_mesh((3,)), seed=0), _mesh((2,))
+
+    def die(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        setattr(moving._Exchange, moment, die)
+    with pytest.raises(CheckpointError) as error:
+        relayout(model, mesh=mesh)
+    assert isinstance(error.value.__cause__, PeerLostError)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("moment", ["run", "_send", "_at_target", "end"])
+def test_a_rank_that_is_killed_in_the_middle_is_named(moment: str) -> None:
+    found = run_ranks(_loses_a_rank, 3, moment, pg_timeout=600, expect_failures=True)
+    assert found[1].exitcode == -signal.SIGKILL
+    for each in (found[0], found[2]):
+        assert each.ok, each.error
+    assert "rank 1" in found[0].result

@@ -134,6 +134,11 @@ def has_post_accumulate_hooks(parameter: Any) -> bool:
     return bool(parameter._post_accumulate_grad_hooks)
 
 
+def is_in_graph(parameter: torch.Tensor) -> bool:
+    """Whether a graph of autograd that is alive leads to ``parameter``."""
+    return int(parameter._use_count()) > 1  # type: ignore[attr-defined]
+
+
 def run_post_accumulate_hooks(parameter: Any) -> None:
     """Run the hooks registered with ``register_post_accumulate_grad_hook``."""
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():

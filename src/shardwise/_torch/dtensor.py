@@ -126,6 +126,13 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
+def on_mesh(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
+    """Return ``spec`` on another mesh of the same ranks."""
+    meta = spec.tensor_meta
+    assert meta is not None
+    return make_spec(mesh, spec.placements, meta.shape, meta.stride, meta.dtype)
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for the collective that produces ``tensor``, if one does, and return the result."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor

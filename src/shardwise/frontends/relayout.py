@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,24 +11,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import Shard
 
-from shardwise._torch import autograd
-from shardwise.base.errors import MisuseError
+from shardwise._torch import autograd, dtensor
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.moving import Training, move
+from shardwise.checkpoint.ranks.moving import Training, check_between_steps, move
 from shardwise.frontends import device_mesh
 from shardwise.frontends.fsdp import FullyShardedDataParallel
 from shardwise.frontends.settings import find_mesh
 from shardwise.frontends.strategies import Strategy
-from shardwise.sharding import states
 from shardwise.sharding.full_params import PostForwardShards
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.mesh import DataMesh
 from shardwise.sharding.param import ShardedParam
-from shardwise.sharding.placement import Place
+from shardwise.sharding.placement import Place, can_shard
 from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.select import ChannelOptions
 
 _DOING = "relayout"
+_FREE_AFTER_FORWARD = (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
 
 
 def relayout(
@@ -47,21 +45,23 @@ def relayout(
     bit those that a checkpoint would bring into the new layout. Tensors move one after the other,
     and a rank's old rows are freed as they leave.
 
-    - Ranks that join have called ``fully_shard`` on the same model, on the meta device or with
-      memory, over ranks that include them; their values are replaced.
-    - Ranks that leave hold nothing afterwards: the model is on the meta device. They may join
-      again.
-    - Another degree of tensor parallelism changes the modules, too. Build another model, and move
-      the state into it with :func:`shardwise.checkpoint.transfer`.
+    - Ranks that join have called ``fully_shard`` on the same model, on the meta device, over a mesh
+      of any of them. Buffers that no state dict has, and ignored parameters, need memory there.
+    - Ranks that leave hold no shards afterwards: their parameters are on the meta device, and the
+      optimizer has no states. They may join again.
+    - With tensor parallelism, pass the data parallel part of a mesh that has the same tensor
+      parallel ranks, or the whole mesh on ranks that leave. Another degree changes the modules,
+      too: build another model, and move the state into it with
+      :func:`shardwise.checkpoint.transfer`.
 
     If it raises before anything has moved, nothing has changed. If a rank fails or is lost later,
-    load a checkpoint.
+    build the model again, and load a checkpoint.
 
     Args:
         model: the model that ``fully_shard`` was applied to, all of it over one mesh.
         optimizer: an optimizer of its parameters: torch's, one of :mod:`shardwise.optim`, or one
             around those (``offload``, ``in_backward``).
-        mesh: as for ``fully_shard``. The default is all ranks.
+        mesh: as for ``fully_shard``. The default is all ranks of ``group``.
         strategy: ``"full"``, ``"grad-op"``, ``"no-shard"``, ``"hybrid"`` or ``"hybrid-zero2"``, or
             torch's ``ShardingStrategy``. By default, parameters are freed after forward, or not, as
             before.
@@ -71,16 +71,18 @@ def relayout(
         CheckpointError: a rank cannot do its part; the message names it and says why. Raised on
             every rank alike.
     """
-    layout = _Layout.of(model, mesh, strategy)
     ranks = Ranks(group_for(group))
-    claims = ranks.together(_DOING, lambda: _claim(model, layout.mesh), _all_claims)
     own: Training = (model, optimizer)
-    move(
-        own if dist.get_rank() in _holders(claims) else None,
-        lambda: layout.apply(own),
-        doing=_DOING,
-        group=group,
-    )
+    with autograd.no_grad():
+        claims = ranks.together(_DOING, lambda: _claim(own, mesh, strategy), _all_claims)
+        layout = ranks.all(_DOING, lambda: _Layout.of(model, mesh, strategy, group))
+        move(
+            own if dist.get_rank() in _holders(claims) else None,
+            own if layout.places else None,
+            layout.apply,
+            doing=_DOING,
+            group=group,
+        )
 
 
 @dataclass
@@ -88,6 +90,7 @@ class _Layout:
     """The layout that a model will have.
 
     Attributes:
+        model: the model.
         mesh: the mesh.
         strategy: the strategy; ``None`` to keep when parameters are freed.
         meshes: for each mesh that groups are sharded over, the one that takes its place; none on a
@@ -96,6 +99,7 @@ class _Layout:
         smaller: the meshes of groups that keep parameters sharded between forward and backward.
     """
 
+    model: nn.Module
     mesh: DeviceMesh
     strategy: Strategy | None
     meshes: dict[DataMesh, DataMesh] = field(default_factory=dict)
@@ -108,47 +112,41 @@ class _Layout:
         model: nn.Module,
         mesh: DeviceMesh | None,
         strategy: str | Strategy | ShardingStrategy | None,
+        group: dist.ProcessGroup | None,
     ) -> _Layout:
-        """Check what the user asks for, and make what it needs, without changing the model.
+        """Make what is needed, with the other ranks of the mesh, without changing the model.
 
         Raises:
-            ValueError: there are no such ranks, or no such strategy.
-            NotImplementedError: the model is sharded in a way that can only be built anew.
+            ValueError: the mesh does not fit the strategy or the model.
         """
         groups = list(groups_of(model))
-        if not groups:
-            raise ValueError(
-                f"{_DOING}: found a {type(model).__name__} without groups, expected a module that "
-                "fully_shard was applied to"
-            )
         named = None if strategy is None else _named(strategy)
         if mesh is None or (named is not None and mesh.get_coordinate() is not None):
-            device = groups[0].mesh.device
-            mesh = find_mesh(named or Strategy.FULL_SHARD, None, mesh, torch.device(device.type))
-        made = cls(mesh, named)
+            given = None if mesh is not None else group
+            device = torch.device(groups[0].mesh.device.type)
+            mesh = find_mesh(named or Strategy.FULL_SHARD, given, mesh, device)
+        made = cls(model, mesh, named)
         if mesh.get_coordinate() is None:
             return made
         device_mesh.check(mesh, None, _DOING)
-        for group in groups:
-            _check_movable(group)
-            if group.mesh not in made.meshes:
-                made.meshes[group.mesh] = _like(group.mesh, mesh)
-            its_mesh = made.meshes[group.mesh]
-            for form in (param.form for param in group.params):
-                meta = form.empty_full(torch.device("meta"))
-                wanted = None if form.layout.dim is None else Shard(form.layout.dim)
-                made.places[form] = Place.of(meta, form.fqn, its_mesh, wanted)
-            if group.post_forward is not None and named is None:
-                made.smaller[group] = _smaller(group, its_mesh)
+        for each in groups:
+            if each.mesh not in made.meshes:
+                made.meshes[each.mesh] = _like(each.mesh, mesh)
+            its_mesh = made.meshes[each.mesh]
+            for form in (param.form for param in each.params):
+                full, dim = _full(form, mesh), form.layout.dim
+                can_stay = dim is not None and can_shard(full, its_mesh, dim)
+                wanted = Shard(dim) if dim is not None and can_stay else None
+                made.places[form] = Place.of(full, form.fqn, its_mesh, wanted)
+            if each.post_forward is not None and named is None:
+                made.smaller[each] = _smaller(each, its_mesh)
         return made
 
-    def apply(self, training: Training) -> Training | None:
-        """Give all parameters their new places, without memory; ``None`` on a rank that leaves."""
-        model, _ = training
+    def apply(self) -> None:
+        """Give all parameters their new places, without memory."""
         for form, place in self.places.items():
             form.take_place(place)
-        outermost = next(states_of(model))
-        for state in states_of(model):
+        for state in states_of(self.model):
             for group in state.groups:
                 group.change_mesh(self.meshes.get(group.mesh, group.mesh))
                 if self.places:
@@ -156,15 +154,24 @@ class _Layout:
                 if group in self.smaller:
                     group.post_forward = PostForwardShards(group.params, self.smaller[group])
             if self.strategy is not None:
-                frees = self.strategy in (Strategy.FULL_SHARD, Strategy.HYBRID_SHARD)
-                state.set_reshard_after_forward(frees and state is not outermost)
-        for unit in model.modules():
+                frees = self.strategy in _FREE_AFTER_FORWARD
+                state.set_reshard_after_forward(frees and not state.is_root)
+                state.keeps_if_root = frees
+        for unit in self.model.modules():
             if isinstance(unit, FullyShardedDataParallel):
-                unit.settings = replace(unit.settings, mesh=self.mesh)
-                if self.strategy is not None:
-                    strategy = ShardingStrategy[self.strategy.name]
-                    unit.settings = replace(unit.settings, strategy=strategy)
-        return training if self.places else None
+                now = self.strategy or _like_before(unit.settings.strategy, self.mesh)
+                strategy = next(each for each in ShardingStrategy if Strategy.of(each) is now)
+                unit.settings = replace(unit.settings, mesh=self.mesh, strategy=strategy)
+
+
+def _like_before(before: ShardingStrategy, mesh: DeviceMesh) -> Strategy:
+    """The strategy that frees parameters when another one does, over a mesh."""
+    frees = Strategy.of(before) in _FREE_AFTER_FORWARD
+    if mesh.ndim == 1:
+        return Strategy.FULL_SHARD if frees else Strategy.SHARD_GRAD_OP
+    if mesh.size(1) == 1:
+        return Strategy.NO_SHARD
+    return Strategy.HYBRID_SHARD if frees else Strategy.HYBRID_SHARD_ZERO2
 
 
 def _named(strategy: str | Strategy | ShardingStrategy) -> Strategy:
@@ -219,56 +226,97 @@ def _smaller(group: ParamGroup, mesh: DataMesh) -> DataMesh:
     return mesh.of_groups_of(size)
 
 
+def _full(form: ShardedParam, mesh: DeviceMesh) -> torch.Tensor:
+    """A parameter as it was before ``fully_shard``, on the meta device.
+
+    Tensor parallelism is that of the mesh which ``mesh`` was sliced from: its modules keep theirs.
+
+    Raises:
+        ValueError: that mesh has other ranks in it.
+    """
+    full = form.empty_full(torch.device("meta"))
+    if form.origin is None or dtensor.root_mesh(form.origin.mesh) is dtensor.root_mesh(mesh):
+        return full
+    root, before = dtensor.root_mesh(mesh), form.origin.mesh
+    names = before.mesh_dim_names or ()
+    beside = root[names] if set(names) <= set(root.mesh_dim_names or ()) else None
+    if beside is None or not torch.equal(beside.mesh, before.mesh):
+        raise ValueError(
+            f"{_DOING}: {form.fqn} on rank {dist.get_rank()}: tensor parallelism has cut it over "
+            f"{before}, found {beside} beside the mesh to shard over; pass the data parallel part "
+            "of a mesh with the same tensor parallel ranks, or move the state into another model "
+            "with shardwise.checkpoint.transfer"
+        )
+    return dtensor.wrap_local(dtensor.plain(full), dtensor.on_mesh(form.origin, beside))
+
+
 @dataclass(frozen=True)
 class _Claim:
     """What a rank says before anything moves.
 
     Attributes:
         ranks: those that hold the model, as far as it knows; none if it holds nothing.
-        wanted: the mesh that it was asked for.
+        wanted: what it was asked for: ranks, strategy, and whether there is an optimizer.
+        mesh: the mesh that it was asked for, and those beside it; ``None`` on a rank that leaves.
     """
 
     ranks: frozenset[int]
-    wanted: list[Any]
+    wanted: tuple[object, ...]
+    mesh: list[object] | None
 
 
-def _claim(model: nn.Module, mesh: DeviceMesh) -> _Claim:
-    """Check that the model is between two steps, and say who holds it.
+def _claim(
+    training: Training,
+    mesh: DeviceMesh | None,
+    strategy: str | Strategy | ShardingStrategy | None,
+) -> _Claim:
+    """Check that the model can move, and say who holds it.
 
     Raises:
-        MisuseError: there are gradients, or a forward or backward is under way.
+        ValueError: nothing is sharded, or there is no such strategy.
+        NotImplementedError: the model is sharded in a way that can only be built anew.
+        MisuseError: there are gradients, or a forward or backward is under way, or a parameter
+            cannot move from or to the meta device.
     """
+    model, optimizer = training
+    named = None if strategy is None else _named(strategy)
+    groups = list(groups_of(model))
+    if not groups:
+        raise ValueError(
+            f"{_DOING}: found a {type(model).__name__} without groups, expected a module that "
+            "fully_shard was applied to"
+        )
+    check_between_steps(model, _DOING)
+    beside = None if mesh is None else dtensor.sibling_meshes(mesh)
+    leaves = mesh is not None and mesh.get_coordinate() is None
     held: set[int] = set()
-    for group in groups_of(model):
-        grads = [param.fqn for param in group.params if param.sharded.grad is not None]
-        if grads or group.has_waiting_grads or group.phase is not states.IDLE:
-            raise MisuseError(
-                f"{_DOING}: group {group.label.name!r} has gradients, or runs its forward or "
-                f"backward ({', '.join(grads[:3]) or group.phase.value}), expected a model between "
-                "two steps; step, and call optimizer.zero_grad()"
-            )
-        group.reshard()
+    for group in groups:
+        _check_movable(group)
         for form in (param.form for param in group.params):
-            param = form.parameter
             if not form.local.is_meta:
                 held.update(form.spec.mesh.mesh.flatten().tolist())
-            moves = form.local.is_meta or mesh.get_coordinate() is None
-            if moves and (autograd.has_post_accumulate_hooks(param) or autograd.grad_hooks(param)):
-                raise MisuseError(
-                    f"{_DOING}: {form.fqn} has hooks, which it loses when it moves from or to the "
-                    "meta device; expected none on a rank that joins or leaves"
-                )
-    return _Claim(frozenset(held), mesh.mesh.tolist())
+            if form.local.is_meta or leaves:
+                form.check_exchange(_DOING)
+    wanted = (
+        None if beside is None else sorted(beside.flatten().tolist()),
+        named and named.value,
+        optimizer is not None,
+    )
+    return _Claim(frozenset(held), wanted, None if beside is None or leaves else beside.tolist())
 
 
 def _all_claims(claims: list[_Claim]) -> list[list[_Claim]]:
-    """Check that all ranks were asked for the same mesh."""
-    for rank, each in enumerate(claims):
-        if each.wanted != claims[0].wanted:
-            raise ValueError(
-                f"found mesh {claims[0].wanted} on the first rank and {each.wanted} on rank {rank} "
-                "of the group, expected the same"
-            )
+    """Check that all ranks were asked for the same."""
+    wanted = "ranks, strategy, and whether there is an optimizer:"
+    for what, found in (wanted, [c.wanted for c in claims]), ("mesh", [c.mesh for c in claims]):
+        given = {rank: each for rank, each in enumerate(found) if each is not None}
+        for rank, each in given.items():
+            if each != (first := next(iter(given.items())))[1]:
+                raise ValueError(
+                    f"found {what} {first[1]} on rank {first[0]} of the group and {each} on rank "
+                    f"{rank}, expected the same"
+                )
+    _holders(claims)
     return [claims] * len(claims)
 
 
@@ -286,8 +334,7 @@ def _holders(claims: list[_Claim]) -> frozenset[int]:
     found = [ranks for ranks, number in names.items() if ranks and number == len(ranks)]
     if len(found) != 1:
         raise ValueError(
-            f"{_DOING}: found the model held by ranks {[sorted(each) for each in names]}, expected "
-            "one set that all of its ranks know; ranks that join shard the model over the new mesh "
-            "or on the meta device"
+            f"found the model held by ranks {[sorted(each) for each in names]}, expected "
+            "one set that all of its ranks know; ranks that join shard it on the meta device"
         )
     return found[0]

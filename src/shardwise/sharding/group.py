@@ -582,6 +582,13 @@ class ParamGroup:
         self.mesh = mesh
         self.fulls = None
 
+    def drop_fulls(self) -> None:
+        """Drop the full parameters, which may share memory with the shards."""
+        self.reshard()
+        self.fulls = None
+        for param in self.params:
+            param.full = param.memory = None
+
     def rename(self, fqn: str) -> None:
         """Take another name."""
         self.fqn = fqn

@@ -96,6 +96,8 @@ class DataMesh:
     def _over(
         cls, mesh: DeviceMesh, transport: str | None, shard_dim: int | None, wires: Wires
     ) -> DataMesh:
+        if shard_dim is not None:
+            _check_order(mesh)
         device = devices.current(mesh.device_type)
         replicates = mesh.ndim == 2 or shard_dim is None
         names = _names_of(mesh)
@@ -249,6 +251,22 @@ class DataMesh:
         self._check_plain("a reduce-scatter", "a custom one", "reduce")
         options = dataclasses.replace(self.options, reduce_scatter=comm)
         return self._with_scatter(options, self.scatter_group)
+
+
+def _check_order(mesh: DeviceMesh) -> None:
+    """Check that ranks shard in ascending order, as those of a process group are numbered.
+
+    Raises:
+        ValueError: the mesh would say that a rank has other rows than it has.
+    """
+    with dtensor.real_tensors():
+        rows = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
+    for row in rows:
+        if row != sorted(row):
+            raise ValueError(
+                f"rank {dist.get_rank()}: found ranks {row} along the last dimension of {mesh}, "
+                f"expected {sorted(row)}; process groups number their ranks in ascending order"
+            )
 
 
 def _names_of(mesh: DeviceMesh) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from shardwise._torch import autograd, dtensor
 from shardwise._torch.fsdp import ParamOwner
 from shardwise.base import observe
+from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Activity, Memory
 from shardwise.base.offload import Offload
 from shardwise.sharding.placement import Place
@@ -77,6 +78,11 @@ class _Steps:
                 for key, value in state.items():
                     check_origin(f"optimizer state {key!r} of {form.fqn}", value, param)
         self._are_checked[optimizer] = True
+
+    def expect_others(self) -> None:
+        """Note that states are to be checked, as parameters have moved."""
+        for optimizer in self._are_checked:
+            self._expect_others(optimizer)
 
     def _expect_others(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that the states of an optimizer are to be checked before its next step."""
@@ -301,6 +307,7 @@ class ShardedParam:
     def take_place(self, place: Place) -> None:
         """Take another place, still without memory. The parameter stays the same object."""
         self.mesh, self.layout, self.spec = place.mesh, place.layout, place.spec
+        _steps.expect_others()
         shape = self.layout.shard_shape(self.mesh.shard.rank)
         dtensor.move_local(self.parameter, dtensor.without_memory(self.local, shape), place.spec)
 
@@ -317,7 +324,23 @@ class ShardedParam:
         """Exchange the shard for one on another device, which a ``DTensor`` cannot change."""
         requires_grad = self.parameter.requires_grad
         made = dtensor.make_parameter(shard, self.spec, requires_grad=requires_grad)
+        made.__dict__.update(self.parameter.__dict__)
         torch.utils.swap_tensors(self.parameter, made)  # type: ignore[no-untyped-call]
+
+    def check_exchange(self, doing: str) -> None:
+        """Check that nothing would lose the parameter if it went from or to the meta device.
+
+        Raises:
+            MisuseError: it has hooks, weak references, or a place in a graph of autograd.
+        """
+        param = self.parameter
+        hooks = autograd.has_post_accumulate_hooks(param) or autograd.grad_hooks(param)
+        if hooks or autograd.is_in_graph(param) or weakref.getweakrefs(param):
+            raise MisuseError(
+                f"{doing}: {self.fqn} on rank {dist.get_rank()} has hooks, or weak references or a "
+                "graph of autograd lead to it, and it is to move from or to the meta device; "
+                "remove them first, and drop what was computed from it"
+            )
 
     def add_grad(self, shard: torch.Tensor) -> None:
         """Add a reduced gradient to the gradient of the parameter.

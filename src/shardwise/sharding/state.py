@@ -433,6 +433,7 @@ class FSDPState:
         precision: the dtypes in which they compute.
         phase: where they are in a training step.
         is_root: whether this is the outermost state; ``None`` before the first forward.
+        keeps_if_root: whether full parameters stay after forward if this becomes the root.
         root: what they share with the other states of the model.
         modules_to_run: the modules whose forward has yet to run in this pass, if there are several.
         forward_prefetch: the states to unshard when the forward of this one begins.
@@ -467,7 +468,7 @@ class FSDPState:
         self.after_forward: Callable[..., Any]
         self.precision = Precision(mp_policy)
         # Nothing was asked for: then the root keeps its parameters, which backward needs first.
-        self._keep_if_root = reshard_after_forward is None
+        self.keeps_if_root = reshard_after_forward is None
         self.is_root: bool | None = None
         self.order = order
         for module in modules:
@@ -494,7 +495,7 @@ class FSDPState:
 
     def set_reshard_after_forward(self, reshard_after_forward: bool) -> None:
         """Set ``reshard_after_forward`` for all groups, also if this is or becomes the root."""
-        self._keep_if_root = False
+        self.keeps_if_root = False
         for group in self.groups:
             group.options.reshard_after_forward = reshard_after_forward
 
@@ -554,7 +555,7 @@ class FSDPState:
         paged = [group.pages for group in self.root.groups if group.pages is not None]
         for pages in paged:
             pages.order = paged[0].order
-        if self._keep_if_root:
+        if self.keeps_if_root:
             for group in self.groups:
                 group.options.reshard_after_forward = False
 

@@ -1,20 +1,22 @@
 """Moving a training state between ranks, from one layout into another, without a disk.
 
-what every rank holds -> some tensors at a time: who needs which rows -> rows go from where they
-are to where they belong -> the old shards of these tensors are dropped
+what every rank holds -> whether it fits the target -> some tensors at a time: who needs which
+rows -> rows go from where they are to where they belong -> these tensors' old shards are dropped
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.base.errors import CheckpointError
+from shardwise._torch import autograd
+from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
@@ -30,7 +32,12 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.loading import install, own_part
-from shardwise.checkpoint.ranks.optimizer import destinations, inside_of, parameter_names
+from shardwise.checkpoint.ranks.optimizer import (
+    destinations,
+    inside_of,
+    parameter_names,
+    saved_groups,
+)
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
     check_same_names,
@@ -40,11 +47,14 @@ from shardwise.checkpoint.ranks.state import (
 )
 from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.sharding import states
+from shardwise.sharding.allocate import allocate
 from shardwise.sharding.param import forms_of
+from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.base import Label
 
 #: Bytes that travel at once, between all ranks, and of tensors whose new shards are made at once.
-_AT_ONCE = 32 * 1024 * 1024
+_AT_ONCE = 16 * 1024 * 1024
 _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they are packed
 
 #: A model and an optimizer of its parameters, if it has one.
@@ -58,22 +68,31 @@ class Departure:
     process group in which they were sharded may end.
 
     Args:
-        model: what the rank trained, between two steps.
-        optimizer: an optimizer of its parameters.
+        source: what the rank trained, between two steps.
         extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
+        doing: what the ranks do, for error messages.
+
+    Raises:
+        MisuseError: the model is not between two steps.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
-        extra: Mapping[str, Any] | None = None,
+        self, source: Training, extra: Mapping[str, Any] | None = None, doing: str = "transfer"
     ) -> None:
-        self.model = model
-        self._optimizer = optimizer
-        self._state = state_of(model, optimizer, extra)
-        # Now, for where this rank is in a mesh may not be known later.
-        self._parts = {name: own_part(each) for name, each in self._state.tensors.items()}
+        check_between_steps(source[0], doing)
+        self.model, self._optimizer = source
+        self._state = state_of(*source, extra)
+        # Found now, for where this rank is in a mesh may not be known later.
+        self._parts: dict[str, dict[Box, Tensor]] = {}
+        self._entries: dict[str, TensorEntry] = {}
+        self._add_tensors()
+
+    def _add_tensors(self) -> None:
+        for name, tensor in self._state.tensors.items():
+            if name not in self._entries:
+                box, local = own_part(tensor)
+                self._entries[name] = _entry(tensor, self._state.origins[name])
+                self._parts[name] = {box: local}
 
     @property
     def origins(self) -> dict[str, Origin]:
@@ -88,49 +107,49 @@ class Departure:
     def take_apart(self, names: Iterable[str]) -> None:
         """Take tensors apart whose shards are of a tensor subclass on other ranks."""
         self._state.take_apart(names)
-        tensors = self._state.tensors
-        self._parts = {name: self._parts.get(name) or own_part(tensors[name]) for name in tensors}
+        for name in self._entries.keys() & names:
+            del self._entries[name], self._parts[name]
+        self._add_tensors()
 
     def entries(self, rank: int) -> list[TensorEntry]:
-        """Its tensors, each with the part that is here; the file of a part is ``rank``."""
+        """Its tensors, each with the parts that are here; the file of a part is ``rank``."""
         return [
-            TensorEntry(
-                origin.path,
-                tuple(tensor.shape),
-                dtype_name(tensor.dtype),
-                origin.placements,
-                origin.mesh,
-                (StoredPiece(str(rank), 0, box, ()),) if box.numel else (),
+            replace(
+                entry,
+                pieces=tuple(
+                    StoredPiece(str(rank), 0, box, ()) for box in self._parts[name] if box.numel
+                ),
             )
-            for (name, tensor), (box, _) in zip(
-                self._state.tensors.items(), self._parts.values(), strict=True
-            )
-            for origin in (self._state.origins[name],)
+            for name, entry in self._entries.items()
         ]
 
-    def part(self, name: str) -> tuple[Box, Tensor]:
-        """Where this rank's part of a tensor is, and its elements."""
-        return self._parts[name]
+    def part(self, name: str, box: Box) -> Tensor:
+        """The elements of a part."""
+        return self._parts[name][box]
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop tensors that have left."""
         for name in names:
-            self._parts.pop(name, None)
-            self._state.tensors.pop(name, None)
+            for each in (self._entries, self._parts, self._state.tensors):
+                each.pop(name, None)
 
     def let_go(self) -> None:
         """Have the model and the optimizer drop their memory, which stays here."""
+        for group in groups_of(self.model):
+            group.drop_fulls()
         for form in forms_of(self.model.parameters()):
             form.let_go()
-        inside = list(inside_of(self._optimizer))
-        if not any(isinstance(each, OffloadedOptimizer) for each in inside):  # which knows homes
-            for each in inside:
+        if not any(map(_keeps_states, inside_of(self._optimizer))):  # in a store, with places there
+            for each in inside_of(self._optimizer):
                 each.state.clear()
 
     def leave(self) -> None:
-        """Leave the model on the meta device."""
+        """Leave nothing in the model and the optimizer."""
         for form in forms_of(self.model.parameters()):
             form.leave()
+        for each in inside_of(self._optimizer):
+            if isinstance(each, OffloadedOptimizer):
+                each.drop_states()
 
 
 def transfer(
@@ -165,12 +184,14 @@ def transfer(
         CheckpointError: the two are of different models or optimizers, or a rank failed; the
             message names it. Raised on every rank alike.
     """
-    return move(source, lambda: target, extra, doing="transfer", group=group)
+    with autograd.no_grad():
+        return move(source, target, lambda: None, extra, doing="transfer", group=group)
 
 
 def move(
     source: Training | Departure | None,
-    begin: Callable[[], Training | None],
+    target: Training | None,
+    begin: Callable[[], None],
     extra: Mapping[str, Any] | None = None,
     *,
     doing: str,
@@ -180,8 +201,9 @@ def move(
 
     Args:
         source: as there.
-        begin: returns the target; called once all ranks have agreed on what to move, and when the
-            sharded parameters of the source have given up their memory.
+        target: as there.
+        begin: called once all ranks have agreed on what to move, and when the sharded parameters of
+            the source have given up their memory.
         extra: as there.
         doing: what the ranks do, for error messages.
         group: as there.
@@ -190,34 +212,63 @@ def move(
     ranks = Ranks(group_for(group))
 
     def depart() -> Departure | None:
-        return Departure(*source, extra) if isinstance(source, tuple) else source
+        return Departure(source, extra, doing) if isinstance(source, tuple) else source
 
     leaving = ranks.all(doing, depart)
     entries, values = _agree(ranks, doing, leaving)
+    ranks.all(
+        doing, lambda: None if target is None else _check_target(*target, entries, values, doing)
+    )
 
     def start() -> _Arrivals | None:
+        if target is not None:
+            allocate(target[0], [name for name, _ in target[0].named_buffers()])
         if leaving is not None:
             leaving.let_go()
-        target = begin()
-        return None if target is None else _Arrivals(target, entries, doing)
+        begin()
+        return _Arrivals(target, doing) if target is not None else None
 
     goes_on = False
     try:
-        with torch.no_grad():
-            arrivals = ranks.all(doing, start)
-            for some in _some_at_a_time(entries):
-                _Exchange(ranks, doing, leaving, arrivals).run(some)
-                if leaving is not None:
-                    leaving.drop([entry.fqn for entry in some])
-                trim_heap()  # else freed shards stay with the process, and new ones come on top
-        if arrivals is None:
-            return {}
-        found = arrivals.install(values)
-        goes_on = leaving is not None and arrivals.model is leaving.model
+        arrivals = ranks.all(doing, start)
+        exchange = _Exchange(ranks, doing, leaving, arrivals)
+        for some in _some_at_a_time(entries):
+            exchange.run(some)
+            if leaving is not None:
+                leaving.drop([entry.fqn for entry in some])
+            trim_heap()  # else freed shards stay with the process, and new ones come on top
+        found = ranks.all(doing, lambda: exchange.end(values))
+        goes_on = leaving is not None and target is not None and leaving.model is target[0]
         return found
     finally:
         if leaving is not None and not goes_on:
             leaving.leave()
+
+
+def check_between_steps(model: nn.Module, doing: str) -> None:
+    """Check that a model is between two steps, and free its full parameters.
+
+    Raises:
+        MisuseError: there are gradients, or a forward or backward is under way, or full parameters
+            are summoned.
+    """
+    if any(state.phase is not states.IDLE for state in states_of(model)):
+        raise MisuseError(
+            f"{doing}: the model on rank {dist.get_rank()} runs its forward or backward, expected "
+            "it between two steps"
+        )
+    for group in groups_of(model):
+        found = [f"the gradient of {p.fqn}" for p in group.params if p.sharded.grad is not None]
+        if group.has_waiting_grads or group.phase is not states.IDLE:
+            found.append("gradients that are not reduced")
+        if group.state is states.SUMMONED:
+            found.append("summoned parameters")
+        if found:
+            raise MisuseError(
+                f"{doing}: group {group.label.name!r} on rank {dist.get_rank()} has {found[0]}, "
+                "expected a model between two steps; step, and call optimizer.zero_grad()"
+            )
+        group.reshard()
 
 
 def _agree(
@@ -235,8 +286,9 @@ def _agree(
     origins = {} if mine is None else mine.origins
 
     def find_mixed(parts: list[dict[str, Origin]]) -> list[frozenset[str]]:
-        names = [name for each in parts for name in each]
-        return [mixed(names, (origin for each in parts for origin in each.values()))] * len(parts)
+        every = [item for each in parts for item in each.items()]
+        found = mixed((name for name, _ in every), (origin for _, origin in every))
+        return [found] * len(parts)
 
     apart = ranks.together(doing, lambda: origins, find_mixed)
 
@@ -256,6 +308,11 @@ def _agree(
         return [(merged, list(values.values()))] * len(parts)
 
     return ranks.together(doing, part, answer)
+
+
+def _entry(tensor: Tensor, origin: Origin) -> TensorEntry:
+    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
+    return TensorEntry(origin.path, shape, dtype, origin.placements, origin.mesh, ())
 
 
 def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -296,19 +353,56 @@ def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
         yield some
 
 
+def _check_target(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    entries: Iterable[TensorEntry],
+    values: Iterable[Value],
+    doing: str,
+) -> None:
+    """Check that what moves is of the target's model and optimizer, before anything moves.
+
+    Raises:
+        CheckpointError: it is not.
+        ValueError: a tensor is on the meta device that gets neither memory nor values.
+    """
+    saved = model_state(model, ignore_frozen_params=False)
+    names = parameter_names(model, saved)
+    sharded = {form.parameter for form in forms_of(names)}
+    lost = [name for param, name in names.items() if param.is_meta and param not in sharded]
+    lost += [name for name, each in model.named_buffers() if each.is_meta and name not in saved]
+    if lost:
+        raise ValueError(
+            f"{doing}: found {', '.join(lost[:3])} on the meta device, expected memory: only "
+            "parameters that fully_shard has sharded and persistent buffers get it here"
+        )
+    found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
+    own = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
+    check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
+    for name, entry in found.items():
+        if tuple(own[name].shape) != entry.shape:
+            raise CheckpointError(
+                f"{doing}: {name}: found shape {list(entry.shape)}, expected "
+                f"{list(own[name].shape)}"
+            )
+    if optimizer is not None:
+        tree = unflatten([(value.path, value.value) for value in values], doing)
+        list(saved_groups(optimizer, names, tree.get("optimizer", {})))
+
+
+def _keeps_states(optimizer: torch.optim.Optimizer) -> bool:
+    return isinstance(optimizer, OffloadedOptimizer) and optimizer.nbytes_kept > 0
+
+
 class _Arrivals:
     """Where the state arrives on this rank.
 
     Args:
         target: the model and the optimizer.
-        entries: what arrives.
         doing: what the ranks do, for error messages.
-
-    Raises:
-        CheckpointError: the model has other tensors than arrive.
     """
 
-    def __init__(self, target: Training, entries: list[TensorEntry], doing: str) -> None:
+    def __init__(self, target: Training, doing: str) -> None:
         self.model, self._optimizer = target
         self._doing = doing
         self._saved = model_state(self.model, ignore_frozen_params=False)
@@ -323,15 +417,6 @@ class _Arrivals:
                 each.__setstate__({})  # forgets what it knows of the layout before
         self._state = destinations(self._optimizer, names) if self._optimizer else None
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
-        found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
-        own = {name: each for name, each in self._saved.items() if isinstance(each, Tensor)}
-        check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
-        for name, entry in found.items():
-            if tuple(own[name].shape) != entry.shape:
-                raise CheckpointError(
-                    f"{doing}: {name}: found shape {list(entry.shape)}, expected "
-                    f"{list(own[name].shape)}"
-                )
 
     def open(self, entry: TensorEntry) -> Tensor | None:
         """Return the tensor for an entry, with memory; ``None`` if this rank needs nothing."""
@@ -390,7 +475,11 @@ class _Rows:
 
 
 class _Exchange:
-    """Some tensors that travel together."""
+    """Tensors that travel, some at a time.
+
+    A rank that cannot read or write its rows goes on until the next time that all ranks agree: the
+    others wait for its messages.
+    """
 
     def __init__(
         self,
@@ -404,11 +493,16 @@ class _Exchange:
         self._leaving = leaving
         self._arrivals = arrivals
         self._opened: dict[str, tuple[Box, Tensor]] = {}
+        self._failed: Exception | None = None
+        # Memory is taken from the system page by page, when it is written to.
+        self._memory = torch.empty(2, 2 * _AT_ONCE, dtype=torch.uint8)
 
     def run(self, entries: list[TensorEntry]) -> None:
         """Bring the tensors to where they belong."""
 
         def needs() -> dict[str, Box]:
+            self._raise()
+            self._opened = {}
             for entry in entries:
                 tensor = None if self._arrivals is None else self._arrivals.open(entry)
                 if tensor is not None:
@@ -421,12 +515,21 @@ class _Exchange:
             if rows.source != rows.target:
                 travelling.append(rows)
             elif rows.source == self._ranks.rank:
-                self._at_target(rows).copy_(self._at_source(rows))
+                self._attempt(partial(self._keep, rows))
             if sum(each.nbytes for each in travelling) >= _AT_ONCE:
                 self._send(travelling)
                 travelling = []
         if travelling:
             self._send(travelling)
+
+    def end(self, values: Iterable[Value]) -> dict[str, Any]:
+        """Give the model and the optimizer what has arrived, and return ``extra``."""
+        self._raise()
+        return {} if self._arrivals is None else self._arrivals.install(values)
+
+    def _raise(self) -> None:
+        if self._failed is not None:
+            raise self._failed
 
     def _rows(self, entries: list[TensorEntry], wanted: list[dict[str, Box]]) -> Iterator[_Rows]:
         """What goes from rank to rank, in the same order on all of them.
@@ -451,24 +554,37 @@ class _Exchange:
         me, sizes = self._ranks.rank, range(self._ranks.size)
         leaving = sorted((each for each in rows if each.source == me), key=lambda r: r.target)
         landing = sorted((each for each in rows if each.target == me), key=lambda r: r.source)
-        sent, received = (
-            torch.empty(sum(each.nbytes for each in some), dtype=torch.uint8)
-            for some in (leaving, landing)
-        )
-        for each, packed in _packed(leaving, sent):
-            packed.copy_(self._at_source(each))
         counts = (
             [sum(each.nbytes for each in leaving if each.target == rank) for rank in sizes],
             [sum(each.nbytes for each in landing if each.source == rank) for rank in sizes],
         )
+        sent, received = (
+            memory[: sum(its)] for memory, its in zip(self._memory, counts, strict=True)
+        )
+        self._attempt(
+            lambda: [p.copy_(self._at_source(each)) for each, p in _packed(leaving, sent)]
+        )
         label = Label(f"{self._doing}, {rows[0].entry.fqn} to {rows[-1].entry.fqn}", str(len(rows)))
-        self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
-        for each, packed in _packed(landing, received):
-            self._at_target(each).copy_(packed)
+        try:
+            self._ranks.all_to_all().start(sent, received, label, sizes=counts).wait()
+        except PeerLostError as error:
+            raise CheckpointError(f"{self._doing}: {error}") from error
+        self._attempt(
+            lambda: [self._at_target(each).copy_(p) for each, p in _packed(landing, received)]
+        )
+
+    def _attempt(self, part: Callable[[], object]) -> None:
+        try:
+            part()
+        except Exception as error:
+            self._failed = self._failed or error
+
+    def _keep(self, rows: _Rows) -> None:
+        self._at_target(rows).copy_(self._at_source(rows))
 
     def _at_source(self, rows: _Rows) -> Tensor:
         assert self._leaving is not None
-        _, local = self._leaving.part(rows.entry.fqn)
+        local = self._leaving.part(rows.entry.fqn, rows.held)
         return narrow(local, rows.box.relative_to(rows.held.offsets))
 
     def _at_target(self, rows: _Rows) -> Tensor:

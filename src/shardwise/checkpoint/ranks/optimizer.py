@@ -90,20 +90,12 @@ def load_optimizer_tree(
         ValueError: the optimizer has a parameter that is not one of the model's.
     """
     packed = optimizer.state_dict()
-    by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
-    numbers = {name: number for number, name in by_number.items()}
-    saved = _groups_by_names(tree)
-    groups = []
-    for packed_group in packed[GROUPS]:
-        group = [by_number[number] for number in packed_group[PARAMS]]
-        found = saved.get(frozenset(group))
-        if found is None:
-            raise CheckpointError(
-                f"optimizer: found no group among the {len(saved)} saved ones with the same "
-                f"{len(group)} parameters as the one that begins with "
-                f"{group[0] if group else 'nothing'}"
-            )
-        groups.append({**found, PARAMS: [numbers[name] for name in group]})
+    order = names_in_order(optimizer, names)
+    numbers = dict(zip(order, keys_in_order(packed), strict=True))
+    groups = [
+        {**found, PARAMS: [numbers[name] for name in group]}
+        for group, found in saved_groups(optimizer, names, tree)
+    ]
     params = {name: param for param, name in names.items()}
     state = {
         numbers.get(name, name): _together(value, params[name], f"optimizer.{STATE}.{name}")
@@ -112,6 +104,29 @@ def load_optimizer_tree(
         for name, value in tree.get(STATE, {}).items()
     }
     optimizer.load_state_dict({**tree, STATE: state, GROUPS: groups})
+
+
+def saved_groups(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], tree: Mapping[str, Any]
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """The names in each parameter group of an optimizer, and the saved group for it.
+
+    Raises:
+        CheckpointError: there is none.
+        ValueError: the optimizer has a parameter that is not one of the model's.
+    """
+    saved = _groups_by_names(tree)
+    order = iter(names_in_order(optimizer, names))
+    for own in optimizer.param_groups:
+        group = [next(order) for _ in own[PARAMS]]
+        found = saved.get(frozenset(group))
+        if found is None:
+            raise CheckpointError(
+                f"optimizer: found no group among the {len(saved)} saved ones with the same "
+                f"{len(group)} parameters as the one that begins with "
+                f"{group[0] if group else 'nothing'}"
+            )
+        yield group, found
 
 
 def _together(state: Any, param: Tensor, where: str) -> Any:

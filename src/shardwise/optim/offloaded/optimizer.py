@@ -275,6 +275,12 @@ class OffloadedOptimizer(AroundOptimizer):
         with self._failing():
             return self._kept.lend_home(form)
 
+    def drop_states(self) -> None:
+        """Drop all states, and free where they are kept."""
+        if self._kept is not None:
+            self._kept.replace({})
+        self.inner.state.clear()
+
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: a copy would need a store of its own.
 

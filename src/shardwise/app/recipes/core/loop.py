@@ -343,7 +343,7 @@ class Loop:
         """Collect what this rank takes into the next world."""
         self._wait_for_checkpoint()
         extra = self.checkpoints.extra(position)
-        departure = Departure(self.task.module, self.task.optimizer, extra)
+        departure = Departure((self.task.module, self.task.optimizer), extra)
         departure.let_go()
         text = f"More hosts join after {self.span.shown(position)}."
         return MovedOn(signal.SIGTERM, text, departure)
