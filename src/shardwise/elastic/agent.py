@@ -135,7 +135,7 @@ class Agent(LocalElasticAgent):
         signals: Signals,
         on_join: OnJoin = OnJoin.RESTART,
     ) -> None:
-        spec = WorkerSpec(
+        self._spec = WorkerSpec(
             role="default",
             local_world_size=nproc,
             rdzv_handler=rendezvous,
@@ -145,7 +145,7 @@ class Agent(LocalElasticAgent):
         )
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self.logs = _RankLogs(Path(self._folder.name), rendezvous)
-        super().__init__(spec, self.logs, exit_barrier_timeout=5.0)
+        super().__init__(self._spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
         self._on_join = on_join
         self.meeting = rendezvous
@@ -228,7 +228,7 @@ class Agent(LocalElasticAgent):
         This host says that it waits when its ranks do. One that fails before ends its command.
         """
         nodes = self.meeting.nodes
-        group: Any = WorkerGroup(self._worker_group.spec)
+        group: Any = WorkerGroup(self._spec)
         group.store, group.master_addr, group.master_port = HashStore(), "", 0
         for worker in group.workers:
             worker.global_rank = max(nodes.rank, 0) * self.meeting.nproc + worker.local_rank
