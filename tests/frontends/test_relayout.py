@@ -277,7 +277,7 @@ def _loses_a_rank(rank: int, world_size: int, moment: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("moment", ["run", "_send", "_at_target", "end"])
+@pytest.mark.parametrize("moment", ["run", "_send", "_at_target", "check"])
 def test_a_rank_that_is_killed_in_the_middle_is_named(moment: str) -> None:
     found = run_ranks(_loses_a_rank, 3, moment, pg_timeout=600, expect_failures=True)
     assert found[1].exitcode == -signal.SIGKILL

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-from shardwise.elastic.errors import MovedOn, UserError
+from shardwise.elastic.errors import MovedOn, Parted, UserError
 from shardwise.elastic.world import World
 
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch's: "True" if its agent serves the store
@@ -63,7 +63,7 @@ def connected(world: World, backend: str, timeout: float | None = None) -> Itera
         moved = error
     # Only after success: if a peer is gone, shutting down may wait for it. The barrier keeps the
     # store of rank 0 alive until no rank needs it.
-    if moved is None or moved.departure is not None:  # else some ranks have left
+    if not isinstance(moved, Parted):  # else some ranks have left
         with Peers().collective("the barrier at the end"):
             dist.barrier()
     if not exists:

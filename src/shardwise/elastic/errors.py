@@ -55,12 +55,16 @@ class MovedOn(Stopped):
     """The job goes on over other hosts, and this rank with it: it waits for its next world.
 
     Attributes:
-        departure: what the rank takes there, which is saved nowhere; ``None``: all is saved.
+        departure: what the rank takes there; ``None``: nothing, for all is saved.
     """
 
-    def __init__(self, signum: int, message: str, departure: Any = None) -> None:
+    def __init__(self, signum: int, message: str, departure: Any) -> None:
         super().__init__(signum, message)
         self.departure = departure
+
+
+class Parted(MovedOn):
+    """Other ranks have left. What this one takes into its next world is saved, too."""
 
 
 def _restored(kind: type[E], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> E:

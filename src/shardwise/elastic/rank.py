@@ -35,7 +35,7 @@ from typing import NoReturn
 from shardwise.base import plain
 from shardwise.base.errors import OffloadError, lost_peer_behind
 from shardwise.elastic import starting
-from shardwise.elastic.errors import MovedOn, Stopped, UserError, signal_name
+from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
 from shardwise.elastic.world import PARENT_PID, REPORT, STAYS, World, find_world, launched_here
 
 # The disk is full or read-only: a traceback would not help.
@@ -274,7 +274,7 @@ class StopSignals:
             moved: why the rank has left the world before, if there was one.
         """
         self._noted = 0 if self._noted == MOVE_ON else self._noted
-        if moved is not None and moved.departure is None:
+        if isinstance(moved, Parted):
             rank = int(os.environ["RANK"])
             _send(RankReport(rank, Ending.STOPPED, moved.exit_code, moved.message).to_json())
         self._enter(Stage.WAITING)

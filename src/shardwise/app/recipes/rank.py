@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwise.app.recipes.core.job import TrainingJob
-from shardwise.elastic.errors import MovedOn
+from shardwise.elastic.errors import MovedOn, Parted
 from shardwise.elastic.rank import StopSignals, run_rank
 from shardwise.elastic.world import EARLY, World, find_replica, find_world
 
@@ -67,7 +67,7 @@ def main() -> NoReturn:
             except MovedOn as error:
                 moved = error.with_traceback(None)  # which holds the model
             before = moved.departure
-            if before is not None:
+            if not isinstance(moved, Parted):
                 signals.hold()  # for nothing is saved
             gc.collect()  # the model in the world before, and what its ranks shared
             world = signals.next_world(moved)

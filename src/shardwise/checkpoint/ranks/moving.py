@@ -6,7 +6,7 @@ rows -> rows go from where they are to where they belong -> these tensors' old s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -72,6 +72,10 @@ class Departure:
         extra: anything else to move; see :func:`~shardwise.checkpoint.save`.
         doing: what the ranks do, for error messages.
 
+    Attributes:
+        model: the model.
+        values: everything but tensors.
+
     Raises:
         MisuseError: the model is not between two steps.
     """
@@ -82,6 +86,7 @@ class Departure:
         check_between_steps(source[0], doing)
         self.model, self._optimizer = source
         self._state = state_of(*source, extra)
+        self.values = self._state.values
         # Found now, for where this rank is in a mesh may not be known later.
         self._parts: dict[str, dict[Box, Tensor]] = {}
         self._entries: dict[str, TensorEntry] = {}
@@ -99,14 +104,9 @@ class Departure:
         """Where its tensors are in the state, by name."""
         return self._state.origins
 
-    @property
-    def values(self) -> list[Value]:
-        """Everything but tensors."""
-        return self._state.values
-
     def take_apart(self, names: Iterable[str]) -> None:
         """Take tensors apart whose shards are of a tensor subclass on other ranks."""
-        self._state.take_apart(names)
+        self._state.take_apart(names)  # which may add to the values, too
         for name in self._entries.keys() & names:
             del self._entries[name], self._parts[name]
         self._add_tensors()
@@ -126,6 +126,16 @@ class Departure:
     def part(self, name: str, box: Box) -> Tensor:
         """The elements of a part."""
         return self._parts[name][box]
+
+    def add(self, entry: TensorEntry, box: Box) -> Tensor:
+        """Make room for a part that another rank has, and return it."""
+        name = entry.fqn
+        self._entries.setdefault(name, entry)
+        self.origins.setdefault(name, Origin(entry.path, entry.placements, entry.mesh))
+        self._parts.setdefault(name, {})[box] = made = torch.empty(
+            box.sizes, dtype=torch_dtype(entry.dtype)
+        )
+        return made
 
     def drop(self, names: Iterable[str]) -> None:
         """Drop tensors that have left."""
@@ -237,12 +247,66 @@ def move(
             if leaving is not None:
                 leaving.drop([entry.fqn for entry in some])
             trim_heap()  # else freed shards stay with the process, and new ones come on top
-        found = ranks.all(doing, lambda: exchange.end(values))
+
+        def end() -> dict[str, Any]:
+            exchange.check()
+            return {} if arrivals is None else arrivals.install(values)
+
+        found = ranks.all(doing, end)
         goes_on = leaving is not None and target is not None and leaving.model is target[0]
         return found
     finally:
         if leaving is not None and not goes_on:
             leaving.leave()
+
+
+def hand_over(mine: Departure, leaving: Collection[int]) -> None:
+    """Have the ranks that stay take over what only those that leave hold. Every rank calls this.
+
+    Rows stay cut as they are: it is the next :func:`transfer` that deals them out.
+
+    Args:
+        mine: what this rank holds.
+        leaving: the numbers of the ranks that leave, fewer than all.
+
+    Raises:
+        CheckpointError: a rank failed, or is lost.
+    """
+    doing = "hand over"
+    ranks = Ranks(group_for(None))
+    entries, mine.values = _agree(ranks, doing, mine)
+    stay = [rank for rank in range(ranks.size) if rank not in leaving]
+    givers = sorted(leaving)
+    for first in range(0, len(givers), len(stay)):
+        giver_of = dict(zip(stay, givers[first:], strict=False))
+        taking = _Adoption(mine, giver_of.get(ranks.rank), leaving)
+        exchange = _Exchange(ranks, doing, mine, taking)
+        for some in _some_at_a_time(entries):
+            exchange.run(some)
+        ranks.all(doing, exchange.check)
+
+
+class _Adoption:
+    """Where the parts of a rank that leaves arrive, one of each tensor.
+
+    Args:
+        mine: what this rank holds.
+        giver: the rank that leaves; ``None``: none gives to this one.
+        leaving: all that leave.
+    """
+
+    def __init__(self, mine: Departure, giver: int | None, leaving: Collection[int]) -> None:
+        self._mine, self._giver, self._leaving = mine, giver, leaving
+
+    def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
+        """Make room for the part that no rank which stays has, and no other giver gives."""
+        holders: dict[Box, list[int]] = {}
+        for piece in entry.pieces:
+            holders.setdefault(piece.box, []).append(int(piece.file))
+        for box, ranks in holders.items():
+            if self._giver == min(ranks) and all(rank in self._leaving for rank in ranks):
+                return box, self._mine.add(entry, box)
+        return None
 
 
 def check_between_steps(model: nn.Module, doing: str) -> None:
@@ -418,17 +482,18 @@ class _Arrivals:
         self._state = destinations(self._optimizer, names) if self._optimizer else None
         self._arrived: list[tuple[TensorEntry, Tensor]] = []
 
-    def open(self, entry: TensorEntry) -> Tensor | None:
-        """Return the tensor for an entry, with memory; ``None`` if this rank needs nothing."""
+    def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
+        """Return this rank's part of a tensor, with memory; ``None`` if it needs nothing."""
         if entry.section == "model":
             found: Tensor | None = self._with_memory(str(entry.path[1]))
         elif entry.section == "optimizer":
             found = None if self._state is None else self._state(entry)
         else:
             found = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-        if found is not None:
-            self._arrived.append((entry, found))
-        return found
+        if found is None:
+            return None
+        self._arrived.append((entry, found))
+        return own_part(found)
 
     def _with_memory(self, name: str) -> Tensor:
         param = self._params.get(name)
@@ -486,7 +551,7 @@ class _Exchange:
         ranks: Ranks,
         doing: str,
         leaving: Departure | None,
-        arrivals: _Arrivals | None,
+        arrivals: _Arrivals | _Adoption | None,
     ) -> None:
         self._ranks = ranks
         self._doing = doing
@@ -501,12 +566,12 @@ class _Exchange:
         """Bring the tensors to where they belong."""
 
         def needs() -> dict[str, Box]:
-            self._raise()
+            self.check()
             self._opened = {}
             for entry in entries:
-                tensor = None if self._arrivals is None else self._arrivals.open(entry)
-                if tensor is not None:
-                    self._opened[entry.fqn] = own_part(tensor)
+                part = None if self._arrivals is None else self._arrivals.open(entry)
+                if part is not None:
+                    self._opened[entry.fqn] = part
             return {name: box for name, (box, _) in self._opened.items()}
 
         wanted = self._ranks.together(self._doing, needs, lambda parts: [parts] * len(parts))
@@ -522,12 +587,8 @@ class _Exchange:
         if travelling:
             self._send(travelling)
 
-    def end(self, values: Iterable[Value]) -> dict[str, Any]:
-        """Give the model and the optimizer what has arrived, and return ``extra``."""
-        self._raise()
-        return {} if self._arrivals is None else self._arrivals.install(values)
-
-    def _raise(self) -> None:
+    def check(self) -> None:
+        """Raise what has failed on this rank."""
         if self._failed is not None:
             raise self._failed
 

@@ -40,8 +40,8 @@ from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Ta
 from shardwise.app.runs.metrics import RankStep
 from shardwise.base import devices, observe
 from shardwise.base.errors import CheckpointError
-from shardwise.checkpoint.ranks.moving import Departure
-from shardwise.elastic.errors import MovedOn, Stopped, UserError, signal_name
+from shardwise.checkpoint.ranks.moving import Departure, hand_over
+from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
 from shardwise.elastic.world import STAYS
 from shardwise.insight.schema.sharding import Stepping
@@ -72,6 +72,7 @@ class _Outcome:
     lr: float
     memory_mib: float
     stop: int  # the signal that asked any rank to stop, or MOVE_ON, or 0
+    asked: frozenset[int]  # the ranks that a signal asked to stop
     saved: bool  # all ranks have finished writing the checkpoint under way, or failed to
     ranks: Sequence[RankStep]  # what each rank says of the step; empty where replicas train apart
 
@@ -144,11 +145,7 @@ class Loop:
                     if outcome.stop == MOVE_ON:
                         raise self._moved_on(position)
                     if outcome.stop:
-                        farewell = self._farewell(position, outcome.stop)
-                        if STAYS in os.environ and not self.signals.noted:
-                            raise MovedOn(outcome.stop, farewell)  # without those that were asked
-                        self.signals.agree(outcome.stop)
-                        raise Stopped(outcome.stop, farewell)
+                        raise self._stopped(position, outcome)
             # It came after the last exchange, when other ranks may have left the loop.
             if (noted := self.signals.noted) > MOVE_ON:
                 raise Stopped(noted, self._farewell(position, noted))
@@ -184,7 +181,7 @@ class Loop:
         norm = (total.full_tensor() if isinstance(total, DTensor) else total).item()
         seconds = self._updating + time.perf_counter() - began
         own = (seconds, observe.waited() - waited, self._loading)
-        mean, memory_mib, stop, saved, ranks = self._exchange(loss, position.step, own)
+        mean, memory_mib, noted, saved, ranks = self._exchange(loss, position.step, own)
         exchanged = time.perf_counter()
         if not (math.isfinite(mean) and math.isfinite(norm)):
             raise DivergedError(self._divergence(position.step, mean, norm))
@@ -194,7 +191,9 @@ class Loop:
         task.optimizer.zero_grad()
         task.after_step()
         self._updating = time.perf_counter() - exchanged
-        return _Outcome(position, mean, norm, lr, memory_mib, stop, saved, ranks)
+        asked = frozenset(rank for rank, signum in enumerate(noted) if signum > MOVE_ON)
+        stop = max(noted, default=0)  # MOVE_ON is less than any signal
+        return _Outcome(position, mean, norm, lr, memory_mib, stop, asked, saved, ranks)
 
     def _reached(self, position: Position) -> Position:
         """Return how far this rank is after a step; the replicas may be further than it was."""
@@ -263,8 +262,10 @@ class Loop:
 
     def _exchange(
         self, loss: torch.Tensor, step: int, own: tuple[float, float, float]
-    ) -> tuple[float, float, int, bool, Sequence[RankStep]]:
-        """Return mean loss, largest memory, stop, saved and ranks; see :class:`_Outcome`.
+    ) -> tuple[float, float, Sequence[int], bool, Sequence[RankStep]]:
+        """Return mean loss, largest memory, what each rank has noted, and whether all have saved.
+
+        And what each says of the step; see :class:`_Outcome`.
 
         Where replicas train apart, most exchanges are within a replica, which does not stop alone.
         """
@@ -281,9 +282,9 @@ class Loop:
         everyone = Peers(group).gather_numbers(mine, "the exchange of losses and signals")
         losses, memory, asked, ended, *times = everyone.T.tolist()
         # Summed in the order of ranks: the same bits on every rank, every time.
-        stop = int(max(asked)) if group is None else 0  # MOVE_ON is less than any signal
+        noted = tuple(map(int, asked)) if group is None else ()
         ranks = tuple(map(RankStep, *times, memory)) if replicas is None else ()
-        return sum(losses) / len(losses), max(memory), stop, all(ended), ranks
+        return sum(losses) / len(losses), max(memory), noted, all(ended), ranks
 
     def _write(self, outcome: _Outcome) -> None:
         seconds = sum(self._durations) / len(self._durations)
@@ -339,14 +340,33 @@ class Loop:
             self.checkpoints.save(position, model, optimizer)
             self._say_saved(position.step)
 
-    def _moved_on(self, position: Position) -> MovedOn:
-        """Collect what this rank takes into the next world."""
-        self._wait_for_checkpoint()
+    def _stopped(self, position: Position, outcome: _Outcome) -> Stopped:
+        """Part with the ranks that were asked to stop, if the others can go on without them."""
+        farewell = self._farewell(position, outcome.stop)
+        rank, leaving = self.place.world.rank, outcome.asked
+        departure: Departure | None = None
+        if STAYS in os.environ and len(leaving) < self.place.world.size:
+            try:
+                departure = self._departure(position)
+                hand_over(departure, leaving)
+            except CheckpointError:
+                departure = None  # all is saved
+            if rank not in leaving:
+                return Parted(outcome.stop, farewell, departure)
+        self.signals.agree(outcome.stop)
+        return Stopped(outcome.stop, farewell)
+
+    def _departure(self, position: Position) -> Departure:
         extra = self.checkpoints.extra(position)
         departure = Departure((self.task.module, self.task.optimizer), extra)
         departure.let_go()
+        return departure
+
+    def _moved_on(self, position: Position) -> MovedOn:
+        """Collect what this rank takes into the next world."""
+        self._wait_for_checkpoint()
         text = f"More hosts join after {self.span.shown(position)}."
-        return MovedOn(signal.SIGTERM, text, departure)
+        return MovedOn(signal.SIGTERM, text, self._departure(position))
 
     def _wait_for_checkpoint(self) -> None:
         """Wait for the checkpoint that is being written, if one is.
