@@ -35,22 +35,21 @@ def has_shared_store(group: dist.ProcessGroup) -> bool:
     return isinstance(store, dist.TCPStore | dist.FileStore)  # type: ignore[attr-defined]
 
 
-def groups_known() -> int:
-    """How many process groups this process is in. Torch names a group made by its members so."""
-    return len(dist.distributed_c10d._world.pg_names)
-
-
 @contextmanager
-def knowing_groups(number: int) -> Iterator[None]:
-    """Have torch name groups as on a rank that is in ``number`` of them, this one's or more."""
-    names: dict[Any, Any] = dist.distributed_c10d._world.pg_names
-    added = [object() for _ in range(number - len(names))]
-    names.update(dict.fromkeys(added, ""))
+def naming_group(name: str) -> Iterator[None]:
+    """Have torch give a group this name, which it else derives from what a rank has made before.
+
+    For groups that their members make alone (``use_local_synchronization``). Ranks may have made
+    different groups: then they would wait for each other under different names.
+    """
+    c10d: Any = dist.distributed_c10d
+    derive, count = c10d._hash_ranks_to_str, c10d._world.group_count
+    c10d._hash_ranks_to_str = lambda ranks: name
     try:
         yield
     finally:
-        for each in added:
-            del names[each]
+        c10d._hash_ranks_to_str = derive
+        c10d._world.group_count = count  # from which all ranks derive the names of other groups
 
 
 def timeout_of(group: dist.ProcessGroup) -> float:

@@ -614,14 +614,27 @@ def new_group(
     Raises:
         PeerLostError: a member is gone, or did not come in time.
     """
+    world, members = Peers(), tuple(ranks)
+    numbers = world.once(_group_numbers)
+    numbers[members] += 1
+    name = f"shardwise {zlib.crc32(repr(members).encode()):08x} {numbers[members]}"
+    # Simulated ranks are threads, which share what names groups.
+    is_shared = c10d.has_shared_store(world.group)
+    naming = c10d.naming_group(name) if is_shared else contextlib.nullcontext()
 
     def make() -> dist.ProcessGroup:
-        made: dist.ProcessGroup = dist.new_group(
-            list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
-        )
+        with naming:
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
+            )
         return made
 
     return make_together(make, f"a process group of ranks {list(ranks)}", ranks)
+
+
+def _group_numbers(world: Peers) -> Counter[tuple[int, ...]]:
+    """Count the groups that each set of ranks has made: the same number on all of them."""
+    return Counter()
 
 
 def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None = None) -> T:
@@ -642,13 +655,11 @@ def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None 
         return make()
     doing = f"the creation of {what}"
     with world.collective(doing):  # the store may go with the rank that keeps it
-        known = _arrive(world, members, what, doing)
-    # Ranks may be in different numbers of groups, after a change of the mesh say.
-    with c10d.knowing_groups(known):
-        if devices.accelerator() is not None:
-            # The current device belongs to a thread, and making a mesh may choose it.
-            return make()
-        return world.call(make, doing, [rank for rank in members if rank != world.rank])
+        _arrive(world, members, what, doing)
+    if devices.accelerator() is not None:
+        # The current device belongs to a thread, and making a mesh may choose it.
+        return make()
+    return world.call(make, doing, [rank for rank in members if rank != world.rank])
 
 
 def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
@@ -656,10 +667,8 @@ def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
     return Counter()
 
 
-def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> int:
+def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> None:
     """Report in the store that this rank has come, and wait until all have.
-
-    Returns the largest number of process groups that one of them is in.
 
     Where ranks meet for the first time they wait in the store, which does not know who is alive.
     But the default process group exists already, so its connections tell.
@@ -668,12 +677,9 @@ def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> in
     number = arrivals[members]
     arrivals[members] += 1
     name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
-    known = [c10d.groups_known()]
-    world.store.set(f"{name}/{world.rank}", f"{known[0]} {what}")
+    world.store.set(f"{name}/{world.rank}", what)
 
-    def check(rank: int, text: str) -> None:
-        number, _, theirs = text.partition(" ")
-        known.append(int(number))
+    def check(rank: int, theirs: str) -> None:
         if theirs != what:
             raise RanksDivergedError(
                 f"ranks have diverged: rank {world.rank} makes {what}, and rank {rank} makes "
@@ -681,4 +687,3 @@ def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> in
             )
 
     world.read({rank: f"{name}/{rank}" for rank in members if rank != world.rank}, doing, check)
-    return max(known)
