@@ -34,12 +34,8 @@ def seconds(value: float) -> str:
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(value) * factor >= 1 or unit == "us":
             break
-    return f"{value * factor:.{_digits(value * factor)}f} {unit}"
-
-
-def _digits(value: float) -> int:
-    """Return how many decimals make three digits."""
-    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    size = abs(value) * factor
+    return f"{value * factor:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
 
 
 def counted(things: Sized | int, noun: str, plural: str | None = None) -> str:

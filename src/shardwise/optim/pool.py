@@ -90,7 +90,9 @@ class RankPool:
             )
         if failed or len(set(found)) == 1:
             return
-        everybody = Peers(self._group).gather_objects(list(names), f"{doing}: a difference")
+        everybody = Peers(self.all_to_all.group).gather_objects(
+            list(names), f"{doing}: a difference"
+        )
         other = next(rank for rank, theirs in enumerate(everybody) if theirs != list(names))
         theirs = everybody[other]
         only = [name for name in names if name not in theirs]
@@ -102,10 +104,6 @@ class RankPool:
             "as backward leaves them: set and clear gradients alike. Nothing was changed on any "
             "rank"
         )
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self.all_to_all.group
 
 
 class Pools:

@@ -21,6 +21,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -353,8 +354,7 @@ class ScratchFile:
         free = ""
         if error.errno in _FULL:
             with contextlib.suppress(OSError):
-                found = os.statvfs(self._folder)
-                free = f", where {binary_size(found.f_bavail * found.f_frsize)} are free"
+                free = f", where {binary_size(shutil.disk_usage(self._folder).free)} are free"
         return OffloadError(
             f"offload: {doing} after {binary_size(self._nbytes)} in {self._folder}{free}: "
             f"{error.strerror}"

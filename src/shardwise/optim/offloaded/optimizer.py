@@ -16,7 +16,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
-from shardwise.base.places import Medium, OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -392,7 +392,6 @@ class OffloadedOptimizer(AroundOptimizer):
 def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:
     if place.folder is not None:
         return DiskStore(place.folder, param.device)
-    assert place.medium is Medium.HOST
     return None if param.device.type == devices.CPU.type else HostStore(param.device)
 
 
