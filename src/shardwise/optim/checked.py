@@ -83,10 +83,7 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             PeerLostError: a peer is lost, or failed during the step. Other ranks may have made the
                 step, and with ``Muon`` this one, too, in part: go on from the last checkpoint.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
             self._step()
         return loss

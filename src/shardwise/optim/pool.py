@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import RanksDivergedError
+from shardwise.base.units import listed
 from shardwise.optim.part import Part, placed
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
@@ -168,8 +169,7 @@ def _key(param: torch.Tensor) -> _Key | None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    return listed(names) or "none"
 
 
 def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -8,7 +8,7 @@ PlannedStore  nothing: a plan rehearses steps on tensors without memory
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -265,9 +265,10 @@ def aligned_memory(nbytes: int, device: torch.device) -> torch.Tensor:
     return memory[begin : begin + nbytes]
 
 
-def _wait_for(transfers: Sequence[futures.Future[None]]) -> None:
+def _wait_for(transfers: Sequence[Future[None]]) -> None:
     """Wait for all, and then raise the first error."""
-    futures.wait(transfers)
+    for each in transfers:
+        each.exception()
     for each in transfers:
         each.result()
 
