@@ -51,21 +51,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KeptPart = tuple[int, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class _FileRun:
-    """Bytes that lie together in memory and in the file.
-
-    Attributes:
-        at: where they begin in memory.
-        offset: where they begin in the file.
-        nbytes: how many there are.
-    """
-
-    at: int
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True, eq=False)
 class _Extent:
     """A part of the file that is mapped.
@@ -237,25 +222,26 @@ class ScratchFile:
                 self._move,
                 move,
                 doing,
-                view[run.at + begin : run.at + min(begin + _BLOCK, run.nbytes)],
-                run.offset + begin,
+                view[at + begin : at + min(begin + _BLOCK, nbytes)],
+                offset + begin,
             )
-            for run in self._runs(parts)
-            for begin in range(0, run.nbytes, _BLOCK)
+            for at, offset, nbytes in self._runs(parts)
+            for begin in range(0, nbytes, _BLOCK)
         ]
 
-    def _runs(self, parts: Sequence[KeptPart]) -> list[_FileRun]:
-        """What is next to each other both in memory and in the file."""
-        runs: list[_FileRun] = []
+    def _runs(self, parts: Sequence[KeptPart]) -> list[tuple[int, int, int]]:
+        """What lies together both in memory and in the file: where there, and how many bytes."""
+        runs: list[tuple[int, int, int]] = []
         for at, tensor in parts:
             extent, nbytes = self._extent_of(tensor), tensor.nbytes
             assert extent is not None
             offset = extent.offset + tensor.data_ptr() - extent.address
-            last = runs[-1] if runs else None
-            if last and (last.at + last.nbytes, last.offset + last.nbytes) == (at, offset):
-                runs[-1] = _FileRun(last.at, last.offset, last.nbytes + nbytes)
-            else:
-                runs.append(_FileRun(at, offset, nbytes))
+            if runs:
+                begin, start, length = runs[-1]
+                if (begin + length, start + length) == (at, offset):
+                    at, offset, nbytes = begin, start, length + nbytes
+                    del runs[-1]
+            runs.append((at, offset, nbytes))
         return runs
 
     def _move(
