@@ -40,7 +40,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["devices", "lazy", "mixing", "optim_names", "places"],
+        ["devices", "lazy", "mixing", "optim_names", "places", "portions"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
         ["offload"],

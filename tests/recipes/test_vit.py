@@ -23,12 +23,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel, ViTConfig, ViTForImageClassification
 
 from shardwise import fully_shard
-from shardwise.app.recipes.core.build import make_optimizer, shard_bytes
+from shardwise.app.recipes.core.build import make_optimizer, shard, shard_bytes
 from shardwise.app.recipes.core.model import build_classifier, decoder_layers, initialize
 from shardwise.app.recipes.core.plan import describe, plan_training
 from shardwise.app.recipes.core.recipe import Example, TrainContext
 from shardwise.app.recipes.core.training import place_for
-from shardwise.app.recipes.images import shard_vit
 from shardwise.app.recipes.vision import config as vision_config
 from shardwise.app.recipes.vision.config import VitConfig
 from shardwise.app.recipes.vision.task import classification_loss
@@ -102,7 +101,8 @@ def _planned(model: PreTrainedModel, ranks: int, nested: bool = True) -> Report:
 
 
 def _built(model: PreTrainedModel, config: ShardingConfig, place: TrainContext) -> None:
-    shard_vit(model, decoder_layers(model), config, place)
+    layers = decoder_layers(model)
+    shard(model, layers, config, place, vit_placement, layers)
     initialize(model, 0)
 
 
@@ -131,8 +131,8 @@ def _build_on_meshes(rank: int, world_size: int, planned: Mapping[int, list[int]
         config = ShardingConfig(strategy=strategy, replicas=replicas)
         plan = resolve_sharding(config, world_size)
         model = build_classifier(UNEVEN, CLASSES)
-        units = decoder_layers(model) if nested else []
-        shard_vit(model, units, config, _place(config, rank, world_size))
+        layers, place = decoder_layers(model), _place(config, rank, world_size)
+        shard(model, layers if nested else [], config, place, vit_placement, layers)
         initialize(model, 3)
         for name, parameter in model.named_parameters():
             assert torch.equal(parameter.full_tensor(), expected[name]), f"{name} over {plan}"

@@ -315,7 +315,7 @@ def _set_allocator(settings: dict[int, int]) -> bool:
 
 def name(device: torch.device) -> str:
     """Return what the maker calls a device, or its type."""
-    get = None if device.type == CPU.type else _function(device, "get_device_name")
+    get = _function(device, "get_device_name")
     return device.type if get is None else str(get(device))
 
 
@@ -324,7 +324,7 @@ def peak_memory(device: torch.device) -> int:
 
     Allocated memory on an accelerator that counts it; else resident memory of the process.
     """
-    get = None if device.type == CPU.type else _function(device, "max_memory_allocated")
+    get = _function(device, "max_memory_allocated")
     if get is not None:
         return int(get(device))
     # Bytes on macOS, KiB on Linux.
@@ -337,7 +337,7 @@ def free_memory(device: torch.device) -> int:
 
     On CPUs, what the kernel says is available.
     """
-    get = None if device.type == CPU.type else _function(device, "mem_get_info")
+    get = _function(device, "mem_get_info")
     if get is not None:
         return int(get(device)[0])
     if device.type != CPU.type:
@@ -349,8 +349,6 @@ def free_memory(device: torch.device) -> int:
 
 def random_state(device: torch.device) -> torch.Tensor | None:
     """Return the state of the random generator of a device; ``None`` if it does not give one."""
-    if device.type == CPU.type:
-        return torch.get_rng_state()
     generator = _generator(device)
     if generator is not None:
         return generator.get_state()
@@ -364,9 +362,6 @@ def set_random_state(device: torch.device, state: torch.Tensor) -> None:
     Raises:
         RuntimeError: it is no such state.
     """
-    if device.type == CPU.type:
-        torch.set_rng_state(state)
-        return
     generator = _generator(device)
     if generator is not None:
         generator.set_state(state)
@@ -381,19 +376,20 @@ def _generator(device: torch.device) -> torch.Generator | None:
 
     That is what the functions for random states use. TorchTPU keeps those to torch itself.
     """
+    if device.type == CPU.type:
+        return torch.default_generator
     generators: Sequence[torch.Generator] = _function(device, "default_generators") or ()
     index = current(device.type).index if device.index is None else device.index
     return generators[index] if index < len(generators) else None
 
 
-def module_of(device: torch.device) -> Any:
-    """Return torch's module for a type of device, such as ``torch.cuda``."""
-    return torch.get_device_module(device)
-
-
 def _function(device: torch.device, name: str) -> Any:
-    """Look up a function of that module; ``None`` if it has none by that name."""
-    return getattr(module_of(device), name, None)
+    """Look up a function of torch's module for an accelerator, such as ``torch.cuda``.
+
+    ``None`` if it has none by that name, and on the CPU.
+    """
+    is_host = device.type == CPU.type
+    return None if is_host else getattr(torch.get_device_module(device), name, None)
 
 
 # -- what a host has ------------------------------------------------------------------------------
@@ -420,12 +416,8 @@ class Model:
 
 def models() -> list[Model]:
     """Return all accelerators that this process sees, by index."""
-    found = accelerator()
-    return [] if found is None else [_model(torch.device(found.type, at)) for at in range(count())]
-
-
-def _model(device: torch.device) -> Model:
-    return Model(name(device), int(getattr(_properties(device), "total_memory", 0)))
+    every = [torch.device(default_type(), at) for at in range(count())]
+    return [Model(name(at), int(getattr(_properties(at), "total_memory", 0))) for at in every]
 
 
 def _properties(device: torch.device) -> Any:

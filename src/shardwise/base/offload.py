@@ -105,18 +105,14 @@ class Offload:
         Raises:
             OffloadError: the disk is full, or fails.
         """
-        if self.is_in_place(shard):
+        if shard.is_meta or not (self.enabled or self.disk):
+            return shard
+        if self.is_on_disk(shard) and shard.is_contiguous():
             return shard
         if self._goes_to_disk(shard):
             return self.copy(shard, fqn)
         shard = shard.to(self.home)
         return devices.pinned(shard) if self.pin_memory else shard
-
-    def is_in_place(self, shard: torch.Tensor) -> bool:
-        """Whether ``shard`` is where it is stored, or on the meta device."""
-        if shard.is_meta or not (self.enabled or self.disk):
-            return True
-        return self.is_on_disk(shard) and shard.is_contiguous()
 
     def is_on_disk(self, shard: torch.Tensor) -> bool:
         """Whether the memory of ``shard`` is a part of the file."""

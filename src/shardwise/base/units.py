@@ -1,8 +1,8 @@
-"""Text for people: sizes in units, and characters that a terminal can show safely."""
+"""Text for people: sizes in units, names, and characters that a terminal can show safely."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Sequence, Sized
 
 
 def brief_size(nbytes: int) -> str:
@@ -34,18 +34,30 @@ def seconds(value: float) -> str:
     for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
         if abs(value) * factor >= 1 or unit == "us":
             break
-    return f"{value * factor:.{_digits(value * factor)}f} {unit}"
-
-
-def _digits(value: float) -> int:
-    """Return how many decimals make three digits."""
-    return 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
+    size = abs(value) * factor
+    return f"{value * factor:.{2 if size < 10 else 1 if size < 100 else 0}f} {unit}"
 
 
 def counted(things: Sized | int, noun: str, plural: str | None = None) -> str:
     """``1 parameter``, ``2 parameters``; or another plural."""
     count = things if isinstance(things, int) else len(things)
     return f"{count:,} {noun if count == 1 else plural or f'{noun}s'}"
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """``a, b, c and 4 more``: some names of several, and how many there are beyond them."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of a package; None if it is not installed, as where its source runs."""
+    from importlib import metadata  # takes long, and few ask
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def one_line(reason: object, most: int = 300) -> str:

@@ -214,7 +214,11 @@ class Writer(StorageWriter):
         self._world_size = len(plans)
         values: dict[StatePath, Value] = {}
         for plan in reversed(plans):
-            self._origins |= _origins_of_mappings(plan)
+            # Where torch's planner found tensors in a nested state.
+            mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+            self._origins |= {
+                fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1
+            }
             self._origins |= plan.storage_data[0]
         for plan in plans:
             for value in plan.storage_data[1]:
@@ -323,12 +327,6 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this can be the path of a checkpoint."""
         return bool(str(checkpoint_id))
-
-
-def _origins_of_mappings(plan: SavePlan) -> dict[str, Origin]:
-    """Where tensors were in a nested state, according to torch's planner."""
-    mappings = plan.planner_data if isinstance(plan.planner_data, dict) else {}
-    return {fqn: Origin(tuple(path)) for fqn, path in mappings.items() if len(path) > 1}
 
 
 def _chunk(item: WriteItem) -> ChunkStorageMetadata:

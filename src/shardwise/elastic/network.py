@@ -24,18 +24,13 @@ def parse_endpoint(where: str) -> tuple[str, int] | None:
         return None
     if not port.isdecimal() or len(port) > 5 or not 0 < int(port) < 65536:
         return None
-    if not _HOST.fullmatch(host) or not _is_looked_up(host):
+    if not _HOST.fullmatch(host):
         return None
-    return canonical(host), int(port)
-
-
-def _is_looked_up(host: str) -> bool:
-    """Whether a name can be looked up: none of its parts is empty or too long."""
     try:
         host.encode("idna")
-    except UnicodeError:
-        return False
-    return True
+    except UnicodeError:  # a part of the name is empty or too long
+        return None
+    return str(_number(host) or host), int(port)  # an address in its usual spelling
 
 
 def format_endpoint(host: str, port: int) -> str:
@@ -49,11 +44,6 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
-
-
-def canonical(host: str) -> str:
-    """Return an address in its usual spelling, and a name as it is."""
-    return str(_number(host) or host)
 
 
 def is_ipv6(host: str) -> bool:

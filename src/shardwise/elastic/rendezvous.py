@@ -30,7 +30,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -49,7 +48,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from shardwise.base import plain
-from shardwise.base.units import counted
+from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.hosts import JobBackend, Nodes, Terms
@@ -211,7 +210,10 @@ class Rendezvous(RendezvousHandler):
         self.generation, self.hosts, self._began = seen.generation, len(members), self._clock.now()
         self.verdict = None
         if self.nodes.is_elastic:
-            self._describe(index)
+            last = (index + 1) * self.nproc - 1
+            ranks = f"rank {last}" if self.nproc == 1 else f"ranks {index * self.nproc} to {last}"
+            size = self.hosts * self.nproc
+            say(f"hosts      {counted(self.hosts, 'host')}; {ranks} of {size} here")
         assert self._store is not None
         store = PrefixStore(f"{self.nodes.job}/{self.generation}", self._store)
         where = RendezvousStoreInfo(first.address, first.store_port)
@@ -468,7 +470,7 @@ class Rendezvous(RendezvousHandler):
     def _agreed(self) -> dict[str, Any]:
         """Return what all hosts have to agree on."""
         facts: dict[str, Any] = {"--nnodes": self.nodes.nnodes, "--nproc": self.nproc}
-        facts |= {name: _version(name) for name in ("shardwise", "torch")}
+        facts |= {name: version_of(name) or "not installed" for name in ("shardwise", "torch")}
         if self.nodes.is_elastic:
             facts |= self._terms.options
         agreed: dict[str, Any] = json.loads(json.dumps(facts))
@@ -504,13 +506,6 @@ class Rendezvous(RendezvousHandler):
         for text in seen.notices[max(0, len(seen.notices) - unread) :]:
             say(f"hosts      {text}")
         self._noticed = seen.noticed
-
-    def _describe(self, index: int) -> None:
-        first = index * self.nproc
-        last = first + self.nproc - 1
-        ranks = f"rank {last}" if self.nproc == 1 else f"ranks {first} to {last}"
-        size = self.hosts * self.nproc
-        say(f"hosts      {counted(self.hosts, 'host')}; {ranks} of {size} here")
 
     # -- staying in touch --------------------------------------------------------------------------
 
@@ -815,13 +810,6 @@ class Rendezvous(RendezvousHandler):
 
     def _votes_here(self, store: Store, id_: str) -> bool:
         return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:  # it runs from its source, and is not installed
-        return "not installed"
 
 
 def _named(place: bytes) -> tuple[str, tuple[str, int] | None]:

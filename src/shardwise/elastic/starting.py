@@ -25,6 +25,7 @@ _GROWTH = 4  # how much longer it is each time until they are asked again
 _WRITING = 0.5  # seconds within which a rank writes its stacks
 _DEPTH = 8  # frames of a stack that are shown
 _ASK = signal.SIGQUIT
+_STACKS = "stacks"  # the file, beside the report
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -35,7 +36,7 @@ def answer_to(report: Path) -> None:
     Raises:
         OSError: there is no such file. A request now would end the process.
     """
-    stacks = _stacks_beside(report).open("a")
+    stacks = report.with_name(_STACKS).open("a")
     faulthandler.register(_ASK, file=stacks, all_threads=False, chain=False)
     _open.append(stacks)
 
@@ -46,12 +47,8 @@ _open: list[IO[str]] = []
 
 def stacks_of(folder: Path) -> str:
     """Return all stacks that the rank with this folder has written; none: it could not yet."""
-    file = _stacks_beside(folder / "report")
+    file = folder / _STACKS
     return file.read_text(errors="replace") if file.exists() else ""
-
-
-def _stacks_beside(report: Path) -> Path:
-    return report.with_name("stacks")
 
 
 def where(stacks: str) -> str:

@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise._torch import dtensor, fsdp
 from shardwise.base import devices
+from shardwise.base.units import listed
 from shardwise.frontends.summon import full_value
 from shardwise.sharding.allocate import (
     MetaTensors,
@@ -318,9 +319,8 @@ class InitializationCheck:
         left = [name for name in self._names if name in tensors and is_marked(tensors[name])]
         left = _on_any_rank(self._names, left, tensors)
         if left:
-            more = f" and {len(left) - 5} more" if len(left) > 5 else ""
             raise RuntimeError(
-                f"{type(model).__name__}: {', '.join(left[:5])}{more}: memory that was neither "
+                f"{type(model).__name__}: {listed(left, 5)}: memory that was neither "
                 "initialized nor loaded, found before forward; expected init= of materialize() to "
                 "initialize every parameter and buffer, or load_weights() to load them. Call "
                 "materialize(model) without init= to initialize as the model itself does"

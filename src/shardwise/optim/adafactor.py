@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from shardwise._torch import dtensor
-from shardwise.base.optim_names import named_in_group, parameters_in_order
-from shardwise.optim.checked import AT_ONCE, gradient
+from shardwise.base.optim_names import parameters_in_order
+from shardwise.optim.checked import AT_ONCE, gradient, with_gradients
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.pool import Pools
 from shardwise.optim.reductions import Reductions, abandon, groups_cutting
@@ -100,12 +100,10 @@ class Adafactor(OwnStates):
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
         eps, floor = options["eps"]
-        yield "lr", options["lr"] >= 0, "0 or more"
         yield "beta2_decay", options["beta2_decay"] <= 0, "0 or less"
         eps_is_right = (eps is None or eps >= 0) and floor >= 0
         yield "eps", eps_is_right, "None or 0 or more, and 0 or more"
         yield "d", options["d"] >= 1, "1 or more"
-        yield "weight_decay", options["weight_decay"] >= 0, "0 or more"
 
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the averages of a parameter look like."""
@@ -115,17 +113,13 @@ class Adafactor(OwnStates):
 
     def _step(self) -> None:
         updates: list[FactoredUpdate] = []
-        steps: list[Tensor] = []
         names: list[tuple[str, Tensor]] = []
         error: Exception | None = None
         try:
-            for number, group in enumerate(self.param_groups):
+            for group, named in with_gradients(self):
                 settings = {**group, "lr": float(group["lr"])}  # a tensor is waited for once
-                for name, param in named_in_group(group, number):
-                    if param.grad is not None:
-                        updates.append(self._update_of(name, param, settings))
-                        steps.append(self.state[param][STEP])
-                        names.append((name, param))
+                updates += [self._update_of(name, param, settings) for name, param in named]
+                names += named
         except Exception as raised:
             error = raised
         self._pools.agree(parameters_in_order(self), names, _DOING, error)
@@ -140,9 +134,8 @@ class Adafactor(OwnStates):
                 own = (update.groups for update in updates if update.device == device)
                 abandon(set().union(*own), device)
             raise
-        for update, step in zip(updates, steps, strict=True):
+        for update in updates:
             update.apply()
-            step += 1
 
     def _update_of(self, name: str, param: Tensor, settings: Mapping[str, Any]) -> FactoredUpdate:
         grad, state, forms = gradient(name, param), self.state[param], self._forms(param)
@@ -191,11 +184,12 @@ class FactoredUpdate:
         self._param, self._grad = dtensor.plain(param), dtensor.plain(grad)
         self._numel, self.device = param.numel(), self._param.device
         self.groups = groups_cutting(param)
+        self._step = state[STEP]
         self._state = {name: dtensor.plain(state[name]) for name in state if name != STEP}
         own = {name: as_stack(each) for name, each in self._state.items()}
         self._dtype = next(iter(own.values())).dtype
         # Tensors, since a rehearsal has no values.
-        count = state[STEP].double() + 1
+        count = self._step.double() + 1
         #: The largest relative step, and the share of this step's squares in their averages.
         self._size = count.rsqrt().clamp(max=settings["lr"]).to(self.device, self._dtype)
         new = (count ** settings["beta2_decay"]).to(self.device, self._dtype)
@@ -235,6 +229,7 @@ class FactoredUpdate:
 
     def apply(self) -> None:
         """Update the parameter and its state."""
+        self._step += 1
         if not self._numel:
             return
         settings, root = self._settings, math.sqrt(self._numel)

@@ -25,9 +25,8 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor, fake
 from shardwise.base import devices
-from shardwise.base.optim_names import named_in_group
 from shardwise.optim.blocks import MomentBlocks, Tile
-from shardwise.optim.checked import gradient
+from shardwise.optim.checked import gradient, with_gradients
 from shardwise.optim.codes import NEAREST, CodeBook, Range, share_of
 from shardwise.optim.forms import STEP, Form, OwnStates
 from shardwise.optim.reductions import Reductions
@@ -97,32 +96,16 @@ class AdamW8bit(OwnStates):
         super().__setstate__(state)
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-        yield "lr", options["lr"] >= 0.0, "0 or more"
         beta1, beta2 = options["betas"]
         yield "betas", 0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0, "two from 0 to 1"
         yield "eps", options["eps"] >= 0.0, "0 or more"
-        yield "weight_decay", options["weight_decay"] >= 0.0, "0 or more"
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters, with options of its own.
-
-        Args:
-            param_group: ``params``, and options.
-
-        Raises:
-            TypeError: a parameter has an unsupported dtype.
-            ValueError: an option is out of range.
-        """
-        super().add_param_group(param_group)
-        for i, param in enumerate(self.param_groups[-1]["params"]):
-            if param.dtype not in _DTYPES:
-                at = len(self.param_groups) - 1
-                self.param_groups.pop()
-                raise TypeError(
-                    f"AdamW8bit: parameter {i} of group {at}, of shape {list(param.shape)}: found "
-                    f"dtype {param.dtype}, expected float32, bfloat16 or float16; give it to "
-                    "torch.optim.AdamW"
-                )
+    def _check(self, where: str, param: Tensor, options: Mapping[str, Any]) -> None:
+        if param.dtype not in _DTYPES:
+            raise TypeError(
+                f"{where}, of shape {list(param.shape)}: found dtype {param.dtype}, expected "
+                "float32, bfloat16 or float16; give it to torch.optim.AdamW"
+            )
 
     def _forms(self, param: Tensor) -> Mapping[str, Form]:
         """What the moments of a parameter look like; see :class:`OwnStates`."""
@@ -148,9 +131,8 @@ class AdamW8bit(OwnStates):
     def _step(self) -> None:
         todo = [
             (group, param, gradient(f"AdamW8bit, {name}", param))
-            for number, group in enumerate(self.param_groups)
-            for name, param in named_in_group(group, number)
-            if param.grad is not None
+            for group, named in with_gradients(self)
+            for name, param in named
         ]
         scratch: dict[torch.device, MomentScratch] = {}
         together: list[Update] = []
@@ -162,7 +144,9 @@ class AdamW8bit(OwnStates):
             device = dtensor.plain(param).device
             if device not in scratch:
                 scratch[device] = MomentScratch(device)
-            books = self._books_of(state[STEP], device)
+            share = share_of(state[STEP].item()) if fake.has_values(state[STEP]) else NEAREST
+            first = self._book(Range.SIGNED, device, NEAREST)
+            books = first, self._book(Range.UNSIGNED, device, share)
             update = Update(param, grad, state, blocks, group, books, scratch[device])
             if blocks is not None and blocks.shared_over:
                 together.append(update)
@@ -171,10 +155,6 @@ class AdamW8bit(OwnStates):
         agree_on_scales(together)
         for update in together:
             update.apply()
-
-    def _books_of(self, step: Tensor, device: torch.device) -> tuple[CodeBook, CodeBook]:
-        share = share_of(step.item()) if fake.has_values(step) else NEAREST
-        return self._book(Range.SIGNED, device, NEAREST), self._book(Range.UNSIGNED, device, share)
 
     def _book(self, numbers: Range, device: torch.device, share: float) -> CodeBook:
         key = (numbers, device, share)

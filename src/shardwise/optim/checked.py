@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, overload
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
+from shardwise.base.optim_names import named_in_group
 
 #: The most elements that are computed with at a time, unless a single row has more. On CPUs, fewer
 #: are hardly faster, and each piece costs a rehearsal and an accelerator as much as a whole tensor.
@@ -21,7 +22,13 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
 
     @abc.abstractmethod
     def _rules(self, options: Mapping[str, Any]) -> Iterable[tuple[str, bool, str]]:
-        """Yield options by name, whether each is in range, and the range. NaN is in none."""
+        """Yield options by name, whether each is in range, and the range. NaN is in none.
+
+        ``lr`` and ``weight_decay``, which all have, are left out.
+        """
+
+    def _check(self, where: str, param: torch.Tensor, options: Mapping[str, Any]) -> None:
+        """Raise an error if a parameter of a group with these options cannot be updated."""
 
     @abc.abstractmethod
     def _step(self) -> None:
@@ -34,16 +41,25 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             param_group: ``params``, and options.
 
         Raises:
-            ValueError: an option is out of range.
+            TypeError: a parameter has an unsupported dtype.
+            ValueError: an option is out of range, or goes with other parameters.
         """
         options = {**self.defaults, **param_group}
         where, lr = f"{type(self).__name__}, group {len(self.param_groups)}", options["lr"]
         if isinstance(lr, torch.Tensor) and lr.numel() != 1:
             raise ValueError(f"{where}: lr: found a tensor of {lr.numel()} elements, expected 1")
-        for name, is_right, expected in self._rules(options):
+        of_all = [(name, options[name] >= 0, "0 or more") for name in ("lr", "weight_decay")]
+        for name, is_right, expected in (*of_all, *self._rules(options)):
             if not is_right:
                 raise ValueError(f"{where}: {name}: found {options[name]!r}, expected {expected}")
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            for name, param in named_in_group(group, len(self.param_groups) - 1):
+                self._check(f"{where}: {name}", param, group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -67,13 +83,19 @@ class CheckedOptimizer(torch.optim.Optimizer, abc.ABC):
             PeerLostError: a peer is lost, or failed during the step. Other ranks may have made the
                 step, and with ``Muon`` this one, too, in part: go on from the last checkpoint.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         with torch.no_grad():
             self._step()
         return loss
+
+
+def with_gradients(
+    optimizer: torch.optim.Optimizer,
+) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
+    """Yield every group, and those of its parameters that have a gradient, with their names."""
+    for number, group in enumerate(optimizer.param_groups):
+        named = named_in_group(group, number)
+        yield group, [(name, param) for name, param in named if param.grad is not None]
 
 
 def gradient(name: str, param: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import enum
 import functools
-import struct
+from array import array
 
 import torch
 
@@ -60,7 +60,7 @@ def values(numbers: Range) -> tuple[float, ...]:
             value = (0.1 + 0.9 * (part + 0.5) / parts) * 10.0 ** (decade + 1 - _DECADES)
             found |= {value, -value} if numbers is Range.SIGNED else {value}
     assert len(found) == CODES
-    return tuple(_float32(value) for value in sorted(found))
+    return tuple(array("f", sorted(found)))
 
 
 def share_of(step: float) -> float:
@@ -161,19 +161,10 @@ def _first_keys(numbers: Range, share: float) -> torch.Tensor:
         wanted[0] = 0.0
         wanted[-1] = 1.0  # else a cell near it might have three codes
     nearest = wanted.float()
-    keys = _keys(nearest)
+    # The bits of negative numbers, without the sign, grow with their absolute value.
+    bits = nearest.view(torch.int32).long()
+    keys = torch.where(bits >= 0, bits, bits ^ (_SIGN - 1))
     keys[nearest.double() < wanted] += 1
     if numbers is Range.UNSIGNED:
         keys[0] += 1
     return keys
-
-
-def _keys(numbers: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 numbers as integers that grow with them; int64."""
-    bits = numbers.view(torch.int32).long()
-    return torch.where(bits >= 0, bits, bits ^ (_SIGN - 1))
-
-
-def _float32(value: float) -> float:
-    found: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return found

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwise.base.portions import portions
 from shardwise.optim.part import Part, Span
 
 #: What moving one element to its owner and back costs, in floating-point operations.
@@ -162,23 +163,8 @@ def rounds(dealt: Dealt, nbytes: Callable[[Matrix], int], limit: int = ROUND_BYT
     Returns:
         The matrices of each rank in each round; ranks that are done have none.
     """
-    by_rank = [list(_batches(own, nbytes, limit)) for own in dealt]
+    by_rank = [map(tuple, portions(own, nbytes, limit)) for own in dealt]
     return [tuple(each) for each in itertools.zip_longest(*by_rank, fillvalue=())]
-
-
-def _batches(
-    own: Sequence[Matrix], nbytes: Callable[[Matrix], int], limit: int
-) -> Iterator[tuple[Matrix, ...]]:
-    batch: list[Matrix] = []
-    total = 0
-    for matrix in own:
-        if batch and total + nbytes(matrix) > limit:
-            yield tuple(batch)
-            batch, total = [], 0
-        batch.append(matrix)
-        total += nbytes(matrix)
-    if batch:
-        yield tuple(batch)
 
 
 def _length(spans: Sequence[Span]) -> int:

@@ -84,7 +84,7 @@ class Form:
         """Return a tensor of this form whose values are in ``memory``, from its beginning.
 
         Args:
-            memory: bytes, of shape ``(nbytes,)``.
+            memory: bytes, ``nbytes`` of them or more.
         """
         used = memory[: math.prod(self.shape) * self.dtype.itemsize].view(self.dtype)
         return self._around(used.as_strided(self.shape, self.stride))
@@ -185,7 +185,13 @@ class OwnStates(CheckedOptimizer):
 
         def fit(number: int, param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
             self.check_state(number, param, state)
-            return self._placed(param, state)
+            device = dtensor.plain(param).device
+            return {
+                name: torch.as_tensor(value, dtype=torch.float32, device="cpu")
+                if name == STEP
+                else value.to(device)
+                for name, value in state.items()
+            }
 
         with taking_states(self, fit) as found:
             hook = self.register_load_state_dict_post_hook(
@@ -220,13 +226,3 @@ class OwnStates(CheckedOptimizer):
             )
         for name, form in forms.items():
             form.check(state[name], f"{where}: {name}")
-
-    def _placed(self, param: Tensor, state: Mapping[str, Any]) -> dict[str, Tensor]:
-        """A state that was loaded, on the device of its parameter, and its step on the host."""
-        device = dtensor.plain(param).device
-        return {
-            name: torch.as_tensor(value, dtype=torch.float32, device="cpu")
-            if name == STEP
-            else value.to(device)
-            for name, value in state.items()
-        }

@@ -10,8 +10,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import autograd, dtensor
-from shardwise.base.optim_names import named_in_group
-from shardwise.optim.checked import AT_ONCE, CheckedOptimizer, gradient, shard_of_state
+from shardwise.optim.checked import (
+    AT_ONCE,
+    CheckedOptimizer,
+    gradient,
+    shard_of_state,
+    with_gradients,
+)
 
 _AVERAGE = "exp_avg"
 
@@ -49,21 +54,17 @@ class Lion(CheckedOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-        yield "lr", options["lr"] >= 0, "0 or more"
         yield "betas", all(0 <= beta <= 1 for beta in options["betas"]), "two from 0 to 1"
-        yield "weight_decay", options["weight_decay"] >= 0, "0 or more"
 
     def _step(self) -> None:
-        todo = [(g, self._parts(number, g)) for number, g in enumerate(self.param_groups)]
+        todo = [(group, self._parts(named)) for group, named in with_gradients(self)]
         for group, parts in todo:
             for batch in _batches(parts):
                 _update(batch, group)
 
-    def _parts(self, number: int, group: Mapping[str, Any]) -> list[_Part]:
+    def _parts(self, named: Sequence[tuple[str, Tensor]]) -> list[_Part]:
         found = []
-        for name, param in named_in_group(group, number):
-            if param.grad is None:
-                continue
+        for name, param in named:
             grad, shard = gradient(name, param), dtensor.plain(param)
             average = shard_of_state(name, param, _AVERAGE, self.state[param])
             found.append((shard, dtensor.plain(grad).to(shard.dtype), average))

@@ -13,8 +13,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import dtensor
-from shardwise.base.optim_names import named_in_group
-from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state
+from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state, with_gradients
 from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
 
@@ -119,18 +118,9 @@ class Muon(CheckedOptimizer):
             param_group.setdefault("eps", 1e-8)
             param_group.setdefault("fused", True)
         super().add_param_group(param_group)
-        number, group = len(self.param_groups) - 1, self.param_groups[-1]
-        if group["algorithm"] == Algorithm.MUON.value:
-            try:
-                for name, param in named_in_group(group, number):
-                    _check_matrix(param, f"Muon, group {number}: {name}")
-            except ValueError:
-                self.param_groups.pop()
-                raise
 
     def _rules(self, options: Mapping[str, Any]) -> Iterator[tuple[str, bool, str]]:
-        for name in ("lr", "weight_decay", "momentum"):
-            yield name, options[name] >= 0, "0 or more"
+        yield "momentum", options["momentum"] >= 0, "0 or more"
         choices = {
             "adjust_lr_fn": (None, "original", "match_rms_adamw"),
             "algorithm": tuple(each.value for each in Algorithm),
@@ -140,12 +130,26 @@ class Muon(CheckedOptimizer):
         yield "ns_steps", 0 <= options["ns_steps"] < 100, "0 to 99"
         yield "ns_coefficients", len(options["ns_coefficients"]) == 3, "three numbers"
 
+    def _check(self, where: str, param: torch.Tensor, options: Mapping[str, Any]) -> None:
+        if options["algorithm"] != Algorithm.MUON.value:
+            return
+        if param.ndim < 2:
+            raise ValueError(
+                f"{where}: found shape {tuple(param.shape)}, expected a matrix, or a stack of "
+                'matrices; put it into a group with algorithm="adamw", as muon_groups(model) does'
+            )
+        if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+            raise ValueError(
+                f"{where}: found placements {param.placements}, expected Shard or Replicate; "
+                "redistribute it first"
+            )
+
     def _step(self) -> None:
         matrices: list[MatrixParam] = []
         rest: list[Callable[[], None]] = []
         error: Exception | None = None
         try:
-            for group, named in self._with_gradients():
+            for group, named in with_gradients(self):
                 if Algorithm(group["algorithm"]) is Algorithm.ADAMW:
                     rest.append(_adamw_step(named, self.state, group))
                     continue
@@ -158,12 +162,6 @@ class Muon(CheckedOptimizer):
             Orthogonalization(self._plan(own, pool), own).run()
         for step in rest:
             step()
-
-    def _with_gradients(self) -> Iterator[tuple[dict[str, Any], list[tuple[str, torch.Tensor]]]]:
-        """Yield every group, and those of its parameters that have a gradient, with their names."""
-        for number, group in enumerate(self.param_groups):
-            named = named_in_group(group, number)
-            yield group, [(name, param) for name, param in named if param.grad is not None]
 
     # -- plans ------------------------------------------------------------------------------------
 
@@ -197,24 +195,6 @@ class Muon(CheckedOptimizer):
                 del self._plans[next(iter(self._plans))]
         self._plans[key] = plan  # the last one used is the last to be forgotten
         return plan
-
-
-def _check_matrix(param: torch.Tensor, where: str) -> None:
-    """Check that Muon can update a parameter.
-
-    Raises:
-        ValueError: it has less than two dimensions, or its values are pending a reduction.
-    """
-    if param.ndim < 2:
-        raise ValueError(
-            f"{where}: found shape {tuple(param.shape)}, expected a matrix, or a stack of "
-            'matrices; put it into a group with algorithm="adamw", as muon_groups(model) does'
-        )
-    if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
-        raise ValueError(
-            f"{where}: found placements {param.placements}, expected Shard or Replicate; "
-            "redistribute it first"
-        )
 
 
 def _adamw_step(

@@ -145,7 +145,11 @@ def _spread(
     spread: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
     device, dtype = torch.device("cpu"), None
     for param in parameters:
-        _check_complete(param)
+        if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
+                "values are pending a reduction. Redistribute it to Shard or Replicate first"
+            )
         grads = spread.setdefault(groups_cutting(param), [])
         if param.grad is not None:
             local = dtensor.plain(param.grad)
@@ -158,15 +162,6 @@ def _spread(
         if param.grad is not None or param.requires_grad:  # other ranks may have its gradient
             dtype = local.dtype if dtype is None else torch.promote_types(dtype, local.dtype)
     return spread, device, torch.float32 if dtype is None else dtype.to_real()
-
-
-def _check_complete(param: torch.Tensor) -> None:
-    """Check that the values of a parameter are not pending a reduction."""
-    if isinstance(param, DTensor) and any(each.is_partial() for each in param.placements):
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has placements {param.placements}: its "
-            "values are pending a reduction. Redistribute it to Shard or Replicate first"
-        )
 
 
 def _local_norm(

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import RanksDivergedError
+from shardwise.base.units import listed
 from shardwise.optim.part import Part, placed
 from shardwise.transport.all_to_all import AllToAll
 from shardwise.transport.base import Label
@@ -90,7 +91,9 @@ class RankPool:
             )
         if failed or len(set(found)) == 1:
             return
-        everybody = Peers(self._group).gather_objects(list(names), f"{doing}: a difference")
+        everybody = Peers(self.all_to_all.group).gather_objects(
+            list(names), f"{doing}: a difference"
+        )
         other = next(rank for rank, theirs in enumerate(everybody) if theirs != list(names))
         theirs = everybody[other]
         only = [name for name in names if name not in theirs]
@@ -102,10 +105,6 @@ class RankPool:
             "as backward leaves them: set and clear gradients alike. Nothing was changed on any "
             "rank"
         )
-
-    @property
-    def _group(self) -> dist.ProcessGroup:
-        return self.all_to_all.group
 
 
 class Pools:
@@ -170,8 +169,7 @@ def _key(param: torch.Tensor) -> _Key | None:
 
 
 def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3]) or "none"
-    return f"{shown} and {len(names) - 3} more" if len(names) > 3 else shown
+    return listed(names) or "none"
 
 
 def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:

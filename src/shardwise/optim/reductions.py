@@ -93,20 +93,17 @@ class Reductions:
             flat = torch.cat([term.view(-1) for term in terms])
             if not flat.numel():  # the same on all of these ranks
                 continue
-            self._all_reduce(flat, Peers(group))
+            peers, number = Peers(group), 0
+            if observe.is_observed():
+                wire = peers.wire(carrier().backend(peers, flat.device).name)
+                number = observe.collective(Activity.ALL_REDUCE, self._name, wire, flat.nbytes, 1)
+            with (
+                peers.collective(f"the all-reduce of {self._name}"),
+                observe.during(Activity.WAIT, self._name, peers.dimension),
+            ):
+                dist.all_reduce(flat, op=self._op, group=group)
+            observe.end(number)
             parts = torch.split(flat, [term.numel() for term in terms])
             for term, part in zip(terms, parts, strict=True):
                 term.view(-1).copy_(part)
         self._terms = {}
-
-    def _all_reduce(self, flat: Tensor, peers: Peers) -> None:
-        number = 0
-        if observe.is_observed():
-            wire = peers.wire(carrier().backend(peers, flat.device).name)
-            number = observe.collective(Activity.ALL_REDUCE, self._name, wire, flat.nbytes, 1)
-        with (
-            peers.collective(f"the all-reduce of {self._name}"),
-            observe.during(Activity.WAIT, self._name, peers.dimension),
-        ):
-            dist.all_reduce(flat, op=self._op, group=peers.group)
-        observe.end(number)

@@ -136,10 +136,7 @@ class OptimizerInBackward(AroundOptimizer):
             PeerLostError: a peer died or stalled.
         """
         self._steps.check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self._steps.step_rest()
         return loss
 

@@ -64,10 +64,10 @@ class AllToAll:
         self._waiter = Waiter(self._peers, self._log.compare) if backend.sends_messages else None
 
     def log(self, received: torch.Tensor, label: Label) -> LoggedCall:
-        """Log a call that starts later. Ranks log their calls in the same order.
+        """Log a call of :meth:`share` that starts later. Ranks log their calls in the same order.
 
         Args:
-            received: as in :meth:`start`.
+            received: as there.
             label: as in :meth:`start`.
 
         Returns:
@@ -80,7 +80,6 @@ class AllToAll:
         rows: torch.Tensor,
         received: torch.Tensor,
         label: Label,
-        call: LoggedCall | None = None,
         sizes: tuple[Sequence[int], Sequence[int]] | None = None,
     ) -> Exchange:
         """Start to send row ``r`` of ``rows`` to rank ``r``, for every rank.
@@ -91,7 +90,6 @@ class AllToAll:
                 ``r`` sent here.
             label: the caller's name for it; equal on all ranks. Calls with different labels may
                 start in any order where rows are messages.
-            call: what :meth:`log` returned, if it was logged before.
             sizes: of rows that are not equally long, the number of elements for each rank, and of
                 those from each rank, which may be 0. The label's detail has to tell calls with
                 other sizes apart.
@@ -100,7 +98,7 @@ class AllToAll:
             The work to wait for; leave both tensors alone until then.
         """
         if sizes is None:
-            call = self.log(received, label) if call is None else call
+            call = self.log(received, label)
             leaving, landing, cuts = rows.unbind(), received.unbind(), []
         else:
             call = self._log.add("all-to-all", [], label)
@@ -111,26 +109,18 @@ class AllToAll:
         exchange = Collective.of(dist.all_to_all_single, received, rows, *cuts, group=self.group)
         return self._collect(call, rows, rows.nbytes - leaving[self.rank].nbytes, exchange)
 
-    def share(
-        self,
-        row: torch.Tensor,
-        received: torch.Tensor,
-        label: Label,
-        call: LoggedCall | None = None,
-    ) -> Exchange:
+    def share(self, row: torch.Tensor, received: torch.Tensor, call: LoggedCall) -> Exchange:
         """Start to send the same row to every rank.
 
         Args:
             row: uint8, 1-D, contiguous.
             received: uint8, ``(world_size, bytes)``, contiguous, in other memory: row ``r`` becomes
                 what rank ``r`` sent.
-            label: as in :meth:`start`.
-            call: as in :meth:`start`.
+            call: what :meth:`log` returned.
 
         Returns:
             The work to wait for; leave both tensors alone until then.
         """
-        call = self.log(received, label) if call is None else call
         if self._waiter is not None:
             return self._send(call, self._waiter, [row] * self.world_size, received.unbind())
         to_others = row.nbytes * (self.world_size - 1)

@@ -342,18 +342,18 @@ def codec_of(format_: WireFormat) -> Codec:
     return _CODECS[format_]
 
 
-def split_blocks(numel: int, block: int = BLOCK) -> Iterator[slice]:
+def split_blocks(numel: int) -> Iterator[slice]:
     """Divide a tile into all of its whole blocks, and the rest."""
-    whole = numel // block * block
+    whole = numel // BLOCK * BLOCK
     if whole:
         yield slice(0, whole)
     if whole < numel:
         yield slice(whole, numel)
 
 
-def rows_of(values: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+def rows_of(values: torch.Tensor) -> torch.Tensor:
     """View whole blocks, or less than one, as rows."""
-    return values.view(-1, min(block, values.numel()))
+    return values.view(-1, min(BLOCK, values.numel()))
 
 
 def scales_of(piece: Piece, start: int, place: slice) -> torch.Tensor:
@@ -412,34 +412,27 @@ def encode(
             kept = room.take(1, count)
             codec.read(piece, at, kept)
             part.sub_(kept)
-            if _may_not_be_finite(part):
+            # On the host the sum tells in a third of the time whether it has to. A device would
+            # have to be waited for.
+            is_host = part.device.type == CPU.type and fake.has_values(part)
+            if not is_host or not math.isfinite(part.sum().item()):
                 torch.nan_to_num(part, 0.0, 0.0, 0.0, out=part)
 
 
-def _may_not_be_finite(values: torch.Tensor) -> bool:
-    """Whether some values may not be finite: on the host their sum tells, in a third of the time.
-
-    A device would have to be waited for.
-    """
-    is_host = values.device.type == CPU.type and fake.has_values(values)
-    return not is_host or not math.isfinite(values.sum().item())
-
-
-def decode(codec: Codec, piece: Piece, out: torch.Tensor, room: Room, *, start: int = 0) -> None:
-    """Decode as many elements as ``out`` has, into any floating dtype, from ``start`` on.
+def decode(codec: Codec, piece: Piece, out: torch.Tensor, room: Room) -> None:
+    """Decode as many elements as ``out`` has, into any floating dtype.
 
     Args:
         codec: how they were encoded.
         piece: where they are.
         out: 1-D, contiguous.
         room: memory to work in.
-        start: the element of the piece at which they begin, a multiple of a block.
     """
     for tile in room.tiles(out.numel()):
         part = out[tile]
         if part.dtype == torch.float32:
-            codec.read(piece, start + tile.start, part)
+            codec.read(piece, tile.start, part)
         else:
             work = room.take(0, part.numel())
-            codec.read(piece, start + tile.start, work)
+            codec.read(piece, tile.start, work)
             part.copy_(work)

@@ -140,7 +140,7 @@ class CollectivesTransport(Transport):
         """Reduce with one collective per bucket."""
         self._under_way.settle()
         fulls, shards, op = call.inputs, call.outputs, call.op
-        scatter = reduce_scatter_function()
+        scatter = _function("reduce_scatter_single", "reduce_scatter_tensor")
         calls: list[Collective] = []
         sums: list[tuple[Bucket, torch.Tensor]] = []
         for bucket in self._buckets(shards):
@@ -232,11 +232,6 @@ class CollectivesTransport(Transport):
 def all_gather_function() -> Callable[..., dist.Work]:
     """Look up the all-gather into one tensor on ``torch.distributed``."""
     return _function("all_gather_single", "all_gather_into_tensor")
-
-
-def reduce_scatter_function() -> Callable[..., dist.Work]:
-    """Look up the reduce-scatter from one tensor on ``torch.distributed``."""
-    return _function("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 def _function(name: str, older: str) -> Callable[..., dist.Work]:

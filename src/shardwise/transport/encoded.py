@@ -400,7 +400,7 @@ class EncodedSums:
         yield first
         for i in range(len(self.chunks)):
             self._encode_sum(received, i, sums)
-        yield self._all_to_all.share(sums, all_sums, label, logged)
+        yield self._all_to_all.share(sums, all_sums, logged)
         for i, (tensor, chunk) in enumerate(zip(self._call.outputs, self.chunks, strict=True)):
             for rank, part in enumerate(torch.split(tensor, max(chunk, 1))):
                 if part.numel():

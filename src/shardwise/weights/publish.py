@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.checkpoint.disk.files import Closing
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
 from shardwise.checkpoint.ranks.hf import saved_model
 from shardwise.checkpoint.ranks.saving import wait_for_save
@@ -88,7 +88,7 @@ def publish(
     return publication
 
 
-class Publication:
+class Publication(Closing):
     """What publishes the weights of a model, one version after the other.
 
     :func:`publish` makes it.
@@ -139,9 +139,3 @@ class Publication:
         if not self._is_closed:
             self._is_closed = True
             self._versions.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()

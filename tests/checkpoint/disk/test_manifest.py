@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.base.units import version_of
 from shardwise.checkpoint import CheckpointError
 from shardwise.checkpoint.disk import manifest as module
 from shardwise.checkpoint.disk.boxes import full_box
@@ -167,8 +168,6 @@ def test_it_is_written_once_and_only_with_plain_values(
     with pytest.raises(TypeError, match=r"extra\.x: found builtins\.object"):
         write_manifest(tmp_path / "elsewhere", other)
 
-    def missing(name: str) -> str:
-        raise module.PackageNotFoundError(name)
-
-    monkeypatch.setattr(module, "version", missing)
+    assert version_of("no-package-of-this-name") is None
+    monkeypatch.setattr(module, "version_of", lambda name: None)
     assert writer_versions() == {"shardwise": "unknown", "torch": "unknown"}

@@ -47,7 +47,6 @@ from shardwise.checkpoint import load_weights
 from shardwise.frontends.wrap import repeated_blocks
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.planning.models import vit_placement
-from shardwise.insight.schema.sharding import ShardingConfig
 from shardwise.insight.schema.training import OptimizerConfig, SgdConfig
 
 
@@ -56,14 +55,10 @@ def assemble(inputs: VisionInputs[ImageFolderConfig], place: TrainContext) -> Ta
     config, train, data = inputs.config, inputs.train, ImageData.of(inputs)
     build = functools.partial(build_classifier, inputs.settings, len(inputs.classes))
     model = build()
-    units, blocks = units_of(model, config)
-    if isinstance(config, VitConfig):
-        sharded = shard_vit(model, units, train.sharding, place)
-    else:
-        sharded = shard(model, units, train.sharding, place)
+    sharded = _shard(model, inputs, place)
     initialize(model, train.seed)
     if train.sharding.compile:
-        compile_blocks(blocks)
+        compile_blocks(units_of(model, config)[1])
     own: dict[str, Any]
     if isinstance(config, ImagenetConfig):
         assert isinstance(train.optimizer, SgdConfig)
@@ -90,7 +85,7 @@ def _load_sharded(
 ) -> PreTrainedModel:
     """Load a Vision Transformer from a safetensors file into new shards."""
     model = build_classifier(inputs.settings, len(inputs.classes))
-    shard_vit(model, units_of(model, inputs.config)[0], inputs.train.sharding, place)
+    _shard(model, inputs, place)
     materialize(model, init=lambda module: None)  # memory only: the values come from the file
     load_weights(file, model)
     return model
@@ -118,18 +113,10 @@ def units_of(
     return layers if config.nested else [], layers
 
 
-def shard_vit(
-    model: PreTrainedModel, units: Sequence[nn.Module], config: ShardingConfig, place: TrainContext
+def _shard(
+    model: PreTrainedModel, inputs: VisionInputs[ImageFolderConfig], place: TrainContext
 ) -> FSDPModule:
-    """Shard a Vision Transformer that is on the meta device; it gets no memory yet.
-
-    Args:
-        model: as :func:`.build_classifier` made it.
-        units: the modules that become groups of their own.
-        config: dtypes, activation checkpointing, transport.
-        place: over which ranks, by which strategy.
-
-    Returns:
-        ``model``.
-    """
-    return shard(model, units, config, place, vit_placement, decoder_layers(model))
+    """Shard a model that is on the meta device; it gets no memory yet."""
+    units, blocks = units_of(model, inputs.config)
+    placement = vit_placement if isinstance(inputs.config, VitConfig) else None
+    return shard(model, units, inputs.train.sharding, place, placement, blocks)

@@ -30,14 +30,14 @@ from shardwise.app.recipes.core.model import (
     initialize,
     next_token_loss,
 )
-from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext, no_more
+from shardwise.app.recipes.core.recipe import Example, Gathers, Task, TrainContext
 from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
 from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import printable
+from shardwise.base.units import listed, printable
 from shardwise.elastic.errors import UserError
 from shardwise.frontends import pretrained
 from shardwise.insight.blueprint import Blueprint
@@ -124,7 +124,7 @@ def _build(settings: dict[str, Any], config: LmConfig, vocabulary: Vocabulary) -
     """
     if config.pretrained is None:
         return build(settings, vocabulary.size, vocabulary.separator)
-    with _naming("--from", config.pretrained):
+    with _naming(config.pretrained):
         model = pretrained.build(
             config.pretrained,
             model_class=AutoModelForCausalLM,
@@ -145,22 +145,20 @@ def _adapters(model: PreTrainedModel, config: LmConfig) -> Adapters:
 def _fill(model: PreTrainedModel, adapters: Adapters | None, name: str, seed: int) -> str:
     """Load published weights into the shards; return what came of it."""
     torch.manual_seed(seed)
-    with _naming("--from", name):
+    with _naming(name):
         report = pretrained.fill(model, name) if adapters is None else adapters.fill(seed)
     if not report.missing:
         return f"all from {name}"
-    some = ", ".join(report.missing[:3])
-    more = f" and {len(report.missing) - 3} more" if len(report.missing) > 3 else ""
-    return f"from {name}, which lacks {some}{more}: initialized by --seed"
+    return f"from {name}, which lacks {listed(report.missing)}: initialized by --seed"
 
 
 @contextlib.contextmanager
-def _naming(option: str, name: str) -> Iterator[None]:
+def _naming(name: str) -> Iterator[None]:
     """Report an error of a published model as one of the option that names it."""
     try:
         yield
     except (CheckpointError, ValueError, TypeError) as error:
-        raise UserError(f"{option} {name}: {error}") from error
+        raise UserError(f"--from {name}: {error}") from error
 
 
 def _notes(
@@ -226,7 +224,7 @@ def _finish(
         adapters.write(place, vocabulary.as_transformers())
     config = inputs.config
     if not config.sample_tokens:
-        return no_more(checkpoint, results)
+        return results
     with torch.compiler.set_stance("force_eager"):  # every token would have a graph of its own
         drawn = generate_tokens(
             cast("nn.Module", model),

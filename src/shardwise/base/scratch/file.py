@@ -21,6 +21,7 @@ import contextlib
 import errno
 import mmap
 import os
+import shutil
 import tempfile
 import threading
 import weakref
@@ -48,21 +49,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 #: Where a part of a file is to be in memory, and the tensor that it is as memory of the file.
 KeptPart = tuple[int, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class _FileRun:
-    """Bytes that lie together in memory and in the file.
-
-    Attributes:
-        at: where they begin in memory.
-        offset: where they begin in the file.
-        nbytes: how many there are.
-    """
-
-    at: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -236,25 +222,26 @@ class ScratchFile:
                 self._move,
                 move,
                 doing,
-                view[run.at + begin : run.at + min(begin + _BLOCK, run.nbytes)],
-                run.offset + begin,
+                view[at + begin : at + min(begin + _BLOCK, nbytes)],
+                offset + begin,
             )
-            for run in self._runs(parts)
-            for begin in range(0, run.nbytes, _BLOCK)
+            for at, offset, nbytes in self._runs(parts)
+            for begin in range(0, nbytes, _BLOCK)
         ]
 
-    def _runs(self, parts: Sequence[KeptPart]) -> list[_FileRun]:
-        """What is next to each other both in memory and in the file."""
-        runs: list[_FileRun] = []
+    def _runs(self, parts: Sequence[KeptPart]) -> list[tuple[int, int, int]]:
+        """What lies together both in memory and in the file: where there, and how many bytes."""
+        runs: list[tuple[int, int, int]] = []
         for at, tensor in parts:
             extent, nbytes = self._extent_of(tensor), tensor.nbytes
             assert extent is not None
             offset = extent.offset + tensor.data_ptr() - extent.address
-            last = runs[-1] if runs else None
-            if last and (last.at + last.nbytes, last.offset + last.nbytes) == (at, offset):
-                runs[-1] = _FileRun(last.at, last.offset, last.nbytes + nbytes)
-            else:
-                runs.append(_FileRun(at, offset, nbytes))
+            if runs:
+                begin, start, length = runs[-1]
+                if (begin + length, start + length) == (at, offset):
+                    at, offset, nbytes = begin, start, length + nbytes
+                    del runs[-1]
+            runs.append((at, offset, nbytes))
         return runs
 
     def _move(
@@ -353,8 +340,7 @@ class ScratchFile:
         free = ""
         if error.errno in _FULL:
             with contextlib.suppress(OSError):
-                found = os.statvfs(self._folder)
-                free = f", where {binary_size(found.f_bavail * found.f_frsize)} are free"
+                free = f", where {binary_size(shutil.disk_usage(self._folder).free)} are free"
         return OffloadError(
             f"offload: {doing} after {binary_size(self._nbytes)} in {self._folder}{free}: "
             f"{error.strerror}"

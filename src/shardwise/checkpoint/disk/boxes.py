@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -129,30 +130,13 @@ def is_tiling(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
     """
     if sum(box.numel for box in boxes) != math.prod(shape):
         return False
-    total, whole_weight = 0, 1
-    weights = [_Weights() for _ in shape]
-    for weight, size in zip(weights, shape, strict=True):
-        whole_weight = whole_weight * weight.of(0, size) % _PRIME
-    for box in boxes:
+    # By dimension, the sums of the weights of all indices before the bounds of boxes.
+    sums = [defaultdict[int, int](lambda: secrets.randbits(_BITS)) for _ in shape]
+
+    def weight(box: Box) -> int:
         product = 1
-        for weight, offset, size in zip(weights, box.offsets, box.sizes, strict=True):
-            product = product * weight.of(offset, size) % _PRIME
-        total += product
-    return total % _PRIME == whole_weight
+        for before, offset, size in zip(sums, box.offsets, box.sizes, strict=True):
+            product = product * (before[offset + size] - before[offset]) % _PRIME
+        return product
 
-
-class _Weights:
-    """Random weights of the indices of one dimension, as prefix sums at the bounds of boxes."""
-
-    def __init__(self) -> None:
-        self._up_to: dict[int, int] = {}
-
-    def of(self, offset: int, size: int) -> int:
-        """The sum of the weights of ``size`` indices."""
-        return self._sum(offset + size) - self._sum(offset)
-
-    def _sum(self, index: int) -> int:
-        found = self._up_to.get(index)
-        if found is None:
-            found = self._up_to[index] = secrets.randbits(_BITS)
-        return found
+    return sum(map(weight, boxes)) % _PRIME == weight(full_box(shape))

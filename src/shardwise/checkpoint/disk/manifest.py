@@ -21,13 +21,13 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import version_of
 from shardwise.checkpoint.disk.boxes import Box, is_tiling
 from shardwise.checkpoint.disk.entries import (
     DTYPE_NAMES,
@@ -98,14 +98,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 def writer_versions() -> dict[str, str]:
     """The versions of Shardwise and torch, as a manifest records them."""
-    return {name: _version(name) for name in ("shardwise", "torch")}
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "unknown"
+    return {name: version_of(name) or "unknown" for name in ("shardwise", "torch")}
 
 
 def read_manifest(folder: Path) -> Manifest:

@@ -101,10 +101,18 @@ class PieceReader(Closing):
         first, end = inner.span(piece.box.sizes)
         span = (first * entry.itemsize, end * entry.itemsize)
         is_one_run = end - first == box.numel
-        direct = _as_stored_bytes(destination, entry) if is_one_run else None
-        if direct is not None:
+        dtype, direct = torch_dtype(entry.dtype), None
+        # Whether stored bytes can be read into it as they are.
+        fits = (
+            is_one_run
+            and destination.is_contiguous()
+            and destination.device.type == "cpu"
+            and destination.dtype == dtype
+            and type(destination) is Tensor
+        )
+        if fits:
+            direct = as_bytes(destination)
             direct[:0].zero_()  # tells autograd of a write, since it does not see what is read
-        dtype = torch_dtype(entry.dtype)
         for start, chunk in self._chunks(entry, piece, span, direct):
             if chunk is None:  # already where it belongs
                 continue
@@ -219,17 +227,6 @@ class _ShardFile:
             os.posix_fadvise(self._handle, start, _AHEAD, os.POSIX_FADV_WILLNEED)
             self._asked = start + _AHEAD
         read_exactly(self._handle, view, offset, self.path)
-
-
-def _as_stored_bytes(destination: Tensor, entry: TensorEntry) -> Tensor | None:
-    """The bytes of a destination, if stored bytes can be read into it as they are."""
-    fits = (
-        destination.is_contiguous()
-        and destination.device.type == "cpu"
-        and destination.dtype == torch_dtype(entry.dtype)
-        and type(destination) is Tensor
-    )
-    return as_bytes(destination) if fits else None
 
 
 def narrow(tensor: Tensor, box: Box) -> Tensor:

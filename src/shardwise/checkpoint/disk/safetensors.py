@@ -255,11 +255,18 @@ def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> 
     checksums: dict[str, tuple[str, ...]] = {}
 
     def hashed(key: str) -> Iterator[memoryview]:
-        blocks = _BlockChecksums(block)
+        digest, filled, done = xxhash.xxh3_64(), 0, []
         for chunk in _chunks(by_key[key].load(), block):
             yield chunk
-            blocks.update(chunk)
-        checksums[key] = blocks.finish()
+            left = chunk
+            while left.nbytes:  # chunks have any size
+                part, left = left[: block - filled], left[block - filled :]
+                digest.update(part)
+                filled += part.nbytes
+                if filled == block:
+                    done.append(digest.hexdigest())
+                    digest, filled = xxhash.xxh3_64(), 0
+        checksums[key] = (*done, digest.hexdigest()) if filled else tuple(done)
 
     infos = {key: each.own_info for key, each in by_key.items()}
     offsets = write_safetensors(path, infos, hashed, metadata={})
@@ -267,35 +274,6 @@ def write_shard(path: Path, pieces: Sequence[PieceData], block: int = BLOCK) -> 
         StoredPiece(path.name, offsets[key], each.box, checksums[key])
         for key, each in by_key.items()
     ]
-
-
-class _BlockChecksums:
-    """The checksums of consecutive blocks of bytes that arrive in chunks of any size."""
-
-    def __init__(self, block: int) -> None:
-        self._block = block
-        self._digest = xxhash.xxh3_64()
-        self._filled = 0
-        self._done: list[str] = []
-
-    def update(self, data: memoryview) -> None:
-        while data.nbytes:
-            part = data[: self._block - self._filled]
-            self._digest.update(part)
-            self._filled += part.nbytes
-            data = data[part.nbytes :]
-            if self._filled == self._block:
-                self._end_block()
-
-    def finish(self) -> tuple[str, ...]:
-        if self._filled:
-            self._end_block()
-        return tuple(self._done)
-
-    def _end_block(self) -> None:
-        self._done.append(self._digest.hexdigest())
-        self._digest.reset()
-        self._filled = 0
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -63,9 +63,9 @@ def encode(value: Any, name: str, depth: int = 0) -> Any:
             return {"$tuple": _encode_all(value, name, depth)}
         case dict():
             return _encode_dict(value, name, depth)
-    if _is_dtype(value):
-        return {"$dtype": dtype_name(value)}
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if kind == "torch.dtype":  # by name, so that reading a manifest does not import torch
+        return {"$dtype": dtype_name(value)}
     raise TypeError(
         f"{name}: found {kind}, expected a tensor or a plain value (None, bool, int, float, str, "
         "bytes, list, tuple, dict, torch.dtype); checkpoints hold no pickled objects"
@@ -87,11 +87,6 @@ def _encode_dict(value: dict[Any, Any], name: str, depth: int) -> Any:
         for key, item in value.items()
     ]
     return {"$items": items}
-
-
-def _is_dtype(value: Any) -> bool:
-    # Compared by name, so that reading a manifest does not import torch.
-    return type(value).__module__ == "torch" and type(value).__name__ == "dtype"
 
 
 def decode(value: Any, where: str, depth: int = 0) -> Any:

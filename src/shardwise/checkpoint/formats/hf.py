@@ -23,6 +23,7 @@ from typing import Any
 import xxhash
 
 from shardwise.base.errors import CheckpointError
+from shardwise.base.portions import portions
 from shardwise.checkpoint.disk.boxes import full_box
 from shardwise.checkpoint.disk.entries import StatePath, TensorInfo
 from shardwise.checkpoint.disk.files import Links, read_small, write_new
@@ -135,16 +136,10 @@ def plan_files(
         max_shard_size: largest size of a file in bytes.
         single: name of the file, if all tensors are in one.
     """
-    groups: list[dict[str, TensorInfo]] = [{}]
-    filled = 0
-    for name, info in tensors.items():
-        if groups[-1] and filled + info.nbytes > max_shard_size:
-            groups.append({})
-            filled = 0
-        groups[-1][name] = info
-        filled += info.nbytes
-    if len(groups) == 1:
-        return {single: groups[0]}
+    named = portions(tensors.items(), lambda item: item[1].nbytes, max_shard_size)
+    groups = [dict(each) for each in named]
+    if len(groups) < 2:
+        return {single: dict(tensors)}
     return {
         f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)
     }

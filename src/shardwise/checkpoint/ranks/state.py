@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 
 from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import listed
 from shardwise.checkpoint.disk.entries import (
     ModelFacts,
     Origin,
@@ -171,8 +172,7 @@ def check_same_names(where: str, missing: Set[str], unexpected: Set[str]) -> Non
 
 def _listed(names: Set[str]) -> str:
     """The first names, how many more there are, and the verb that goes with them."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(sorted(names)[:3])}{more} {'is' if len(names) == 1 else 'are'}"
+    return f"{listed(sorted(names))} {'is' if len(names) == 1 else 'are'}"
 
 
 def origin_of(tensor: Tensor, path: StatePath) -> Origin:

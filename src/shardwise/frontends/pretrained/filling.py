@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import listed
 from shardwise.checkpoint.disk.boxes import Box, full_box
 from shardwise.checkpoint.disk.entries import StatePath, dotted
 from shardwise.checkpoint.disk.pieces import narrow
@@ -230,8 +231,8 @@ def _convert(job: _Conversion, conversions: hf.Conversions, source: Source) -> N
     except Exception as error:
         names = [dotted(path[1:]) for paths in job.sources.values() for path in paths]
         raise CheckpointError(
-            f"{source.where}: {job.target}: transformers cannot make it from {', '.join(names[:3])}"
-            f"{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {error}"
+            f"{source.where}: {job.target}: transformers cannot make it from {listed(names)}: "
+            f"{error}"
         ) from error
 
 
@@ -338,8 +339,7 @@ def _tell(name: Name, report: LoadReport) -> None:
         (report.unexpected, "in the files, and not in the model"),
     ):
         if names:
-            more = f" and {len(names) - 10} more" if len(names) > 10 else ""
-            _log.warning("%s: %s: %s%s", name, what, ", ".join(names[:10]), more)
+            _log.warning("%s: %s: %s", name, what, listed(names, 10))
 
 
 # -- tensors put together from boxes of others, of which only the wanted part is read --------------

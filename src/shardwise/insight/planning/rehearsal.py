@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
-from shardwise.base.places import Medium, OffloadPlace
+from shardwise.base.places import OffloadPlace
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
@@ -237,7 +237,7 @@ class _Optimizer:
             self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
         if self.inner is not None and settings.offload is not None:
             place = OffloadPlace.parse(settings.offload)
-            stays = place.medium is Medium.HOST and settings.device_type == devices.CPU.type
+            stays = place.folder is None and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
             self.inner = OffloadedOptimizer(
                 self.inner, place, Masters(_DTYPES[settings.master_dtype]), lambda _: store
@@ -453,7 +453,7 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
     if settings.device_type != devices.CPU.type:
         expected = "None for an accelerator: plans do not count the memory of its host"
         raise SettingsError("offload_parameters", settings.offload_parameters, expected)
-    if OffloadPlace.parse(settings.offload_parameters).medium is Medium.HOST:
+    if OffloadPlace.parse(settings.offload_parameters).folder is None:
         return frozenset()
     every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= file.SMALLEST}
     return frozenset(every)

@@ -16,7 +16,8 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
-from shardwise.base.places import Medium, OffloadPlace
+from shardwise.base.places import OffloadPlace
+from shardwise.base.portions import portions
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
@@ -147,10 +148,7 @@ class OffloadedOptimizer(AroundOptimizer):
         Raises:
             OffloadError: states could not be read or written, now or in an earlier step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         self.step_part()
         self.settle()
         return loss
@@ -168,7 +166,8 @@ class OffloadedOptimizer(AroundOptimizer):
         self._open()
         parts = PartialSteps(self.inner, self.inner.step)
         with self._failing():
-            for params in self._chunks():
+            # The same on all ranks.
+            for params in portions(parameters_in_order(self), _elements, _TOGETHER):
                 self._step_chunk(parts, params)
         parts.finish()
 
@@ -306,20 +305,6 @@ class OffloadedOptimizer(AroundOptimizer):
             self._kept.keep(parameters_in_order(self))
             self._kept.settle()
 
-    def _chunks(self) -> Iterator[list[torch.Tensor]]:
-        """Parameters that step together, the same on all ranks."""
-        chunk: list[torch.Tensor] = []
-        elements = 0
-        for param in parameters_in_order(self):
-            size = _elements(param)
-            if chunk and elements + size > _TOGETHER:
-                yield chunk
-                chunk, elements = [], 0
-            chunk.append(param)
-            elements += size
-        if chunk:
-            yield chunk
-
     def _step_chunk(self, parts: PartialSteps, params: list[torch.Tensor]) -> None:
         stepping = [param for param in params if param.grad is not None]
         if self._last is not None:
@@ -398,7 +383,6 @@ class OffloadedOptimizer(AroundOptimizer):
 def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:
     if place.folder is not None:
         return DiskStore(place.folder, param.device)
-    assert place.medium is Medium.HOST
     return None if param.device.type == devices.CPU.type else HostStore(param.device)
 
 

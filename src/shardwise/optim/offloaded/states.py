@@ -89,10 +89,6 @@ class StagedEntry:
     entry: Entry
     at: int
 
-    def view_of(self, block: StagingBlock) -> torch.Tensor:
-        """Return the tensor that is there."""
-        return self.entry.form.over(block.memory[self.at : self.at + self.entry.form.nbytes])
-
 
 @dataclass(eq=False)
 class StagedEntries:
@@ -301,7 +297,8 @@ class OffloadedStates:
 
     def _show(self, loan: StagedEntries) -> None:
         """Replace states by tensors in the block."""
-        loan.views = [piece.view_of(loan.block) for piece in loan.pieces]
+        memory = loan.block.memory
+        loan.views = [piece.entry.form.over(memory[piece.at :]) for piece in loan.pieces]
         for piece, view in zip(loan.pieces, loan.views, strict=True):
             self._inner.state[piece.param][piece.key] = piece.entry.shown = view
 

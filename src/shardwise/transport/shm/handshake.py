@@ -20,15 +20,16 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from shardwise.base.scratch import libc
 from shardwise.base.units import brief_size
-from shardwise.transport.peers import Peers, PeerWatch
+from shardwise.transport.peers import Peers
 from shardwise.transport.shm.arena import Arena
 
 _DOING = "the handshake of shared memory"
+_KEY = "shardwise/handshake/"  # in the store of the group
 #: Seconds within which a rank that has come answers.
 _ANSWER_SECONDS = 60.0
 _POLL_SECONDS = 0.05
@@ -103,13 +104,12 @@ def address_limit() -> int | None:
 
 def _shake_hands(peers: Peers) -> Connections:
     rank, size = peers.rank, peers.size
-    board = _Board(peers)
     sockets: dict[int, socket.socket] = {}
     fd = -1
     trouble = ""
     try:
         if not libc.has_futex():
-            board.post(f"address {rank}", "")
+            _post(peers, "address", "")
             raise OSError("shared memory is for Linux on x86-64")
         if (limit := address_limit()) is not None:
             raise OSError(
@@ -118,11 +118,11 @@ def _shake_hands(peers: Peers) -> Connections:
             )
         with _listen() as (listener, name):
             token = secrets.token_hex(16)
-            board.post(f"address {rank}", f"{name} {token}")
+            _post(peers, "address", f"{name} {token}")
             for peer in range(rank):
-                sockets[peer] = _connect(rank, board.read("address", peer))
-            _accept(listener, token, range(rank + 1, size), sockets, board)
-        fd = _share(rank, sockets, board)
+                sockets[peer] = _connect(rank, _read(peers, "address", peer))
+            _accept(listener, token, sockets, peers)
+        fd = _share(sockets, peers)
     except (OSError, ValueError) as error:
         trouble = f"rank {peers.members[rank]}: {error}"
         _close(sockets)  # a rank that waits at the other end has to notice
@@ -130,8 +130,8 @@ def _shake_hands(peers: Peers) -> Connections:
         _close(sockets)
         raise
     try:
-        board.post(f"verdict {rank}", trouble)
-        verdicts = [board.read("verdict", each) for each in range(size)]
+        _post(peers, "verdict", trouble)
+        verdicts = [_read(peers, "verdict", each) for each in range(size)]
         if any(verdicts):
             raise SharedMemoryUnavailableError("; ".join(filter(None, verdicts)))
     except BaseException:
@@ -147,33 +147,19 @@ def _close(sockets: dict[int, socket.socket]) -> None:
         each.close()
 
 
-class _Board:
-    """What ranks announce to each other in the store of their group."""
+def _post(peers: Peers, what: str, text: str) -> None:
+    """Announce something to the others, in the store of the group."""
+    peers.store.set(f"{_KEY}{what} {peers.rank}", text or "-")
 
-    def __init__(self, peers: Peers) -> None:
-        self._store = peers.store
-        self._peers = peers
-        self._prefix = "shardwise/handshake/"
 
-    def post(self, name: str, text: str) -> None:
-        self._store.set(self._prefix + name, text or "-")
+def _read(peers: Peers, what: str, rank: int) -> str:
+    """Return what another rank posts, once it has.
 
-    def read(self, what: str, rank: int) -> str:
-        """Return what another rank posts, once it has.
-
-        Raises:
-            PeerLostError: it never will.
-        """
-        text = self._peers.read({rank: self._prefix + f"{what} {rank}"}, _DOING)[rank]
-        return "" if text == "-" else text
-
-    def watch(self) -> PeerWatch:
-        """Make a watch of the ranks that this one waits for."""
-        return self._peers.watch(_DOING)
-
-    def has_refused(self, ranks: Sequence[int]) -> bool:
-        """Whether one of ``ranks`` has posted a verdict: it will not connect any more."""
-        return any(self._store.check([self._prefix + f"verdict {rank}"]) for rank in ranks)
+    Raises:
+        PeerLostError: it never will.
+    """
+    text = peers.read({rank: f"{_KEY}{what} {rank}"}, _DOING)[rank]
+    return "" if text == "-" else text
 
 
 @contextlib.contextmanager
@@ -210,16 +196,12 @@ def _connect(rank: int, address: str) -> socket.socket:
 
 
 def _accept(
-    listener: socket.socket,
-    token: str,
-    expected: range,
-    sockets: dict[int, socket.socket],
-    board: _Board,
+    listener: socket.socket, token: str, sockets: dict[int, socket.socket], peers: Peers
 ) -> None:
-    """Accept the connections of the ``expected`` ranks into ``sockets``."""
+    """Accept the connections of the ranks that follow this one into ``sockets``."""
 
     def missing() -> list[int]:
-        return [rank for rank in expected if rank not in sockets]
+        return [rank for rank in range(peers.rank + 1, peers.size) if rank not in sockets]
 
     def accept(seconds: float) -> bool:
         if not missing():
@@ -228,7 +210,8 @@ def _accept(
         try:
             peer, _ = listener.accept()
         except TimeoutError:
-            if board.has_refused(missing()):
+            # One that has posted a verdict will not connect any more.
+            if any(peers.store.check([f"{_KEY}verdict {rank}"]) for rank in missing()):
                 raise OSError("another rank cannot be reached by a Unix socket") from None
             return False
         try:
@@ -243,7 +226,7 @@ def _accept(
             sockets[rank] = peer
         return not missing()
 
-    board.watch().wait(accept, missing)
+    peers.watch(_DOING).wait(accept, missing)
 
 
 def _credentials(peer: socket.socket) -> tuple[int, int]:
@@ -259,16 +242,16 @@ def _check_user(peer: socket.socket) -> None:
         raise OSError(f"the process at the other end belongs to user {user}, not {os.geteuid()}")
 
 
-def _share(rank: int, sockets: dict[int, socket.socket], board: _Board) -> int:
+def _share(sockets: dict[int, socket.socket], peers: Peers) -> int:
     """Pass the file from the first rank to all others; return this rank's descriptor."""
-    if rank == 0:
+    if peers.rank == 0:
         fd = Arena.create()
         for peer in sockets.values():
             socket.send_fds(peer, [b"f"], [fd])
     else:
         readable = select.poll()  # select() accepts no descriptor above 1023
         readable.register(sockets[0], select.POLLIN)
-        board.watch().wait(
+        peers.watch(_DOING).wait(
             lambda seconds: bool(readable.poll(1000 * seconds)),
             lambda: [0],  # which waits for the others
         )

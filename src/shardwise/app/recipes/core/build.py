@@ -162,9 +162,11 @@ _PEAK = "peak_lr"
 
 
 def _divided(
-    model: nn.Module, config: OptimizerConfig | SgdConfig, groups: Sequence[dict[str, Any]]
+    model: nn.Module,
+    config: OptimizerConfig | SgdConfig,
+    groups: Sequence[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """Divide parameter groups as ``--param-group`` says.
+    """Divide parameter groups, or one of all trained parameters, as ``--param-group`` says.
 
     Raises:
         UserError: a pattern does not fit the model.
@@ -187,15 +189,13 @@ def check_param_groups(model: nn.Module, config: OptimizerConfig | SgdConfig) ->
     Raises:
         UserError: a pattern does not fit.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    _divided(model, config, [{"params": trained}])
+    _divided(model, config)
 
 
 def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
     """Return stochastic gradient descent with weight decay on all parameters."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.SGD(
-        _divided(model, config, [{"params": trained}]),
+        _divided(model, config),
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,
@@ -235,27 +235,19 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[float], floa
         if step <= warmup:
             return peak * step / warmup
         done = min(1.0, max(0.0, (step - begin) / max(1, steps - begin)))
-        return least + (peak - least) * _remaining(config.schedule, done)
+        return least + (peak - least) * _REMAINING[config.schedule](done)
 
     return lr
 
 
-def _remaining(schedule: ScheduleName, done: float) -> float:
-    """Return the part of the way from the lowest rate to the peak that is left, 1 to 0.
-
-    Args:
-        schedule: the shape.
-        done: the part of the decay that is done, 0 to 1.
-    """
-    match schedule:
-        case ScheduleName.COSINE:
-            return 0.5 * (1 + math.cos(math.pi * done))
-        case ScheduleName.LINEAR:
-            return 1 - done
-        case ScheduleName.WARMUP_STABLE_DECAY:
-            return 1 - math.sqrt(done)
-        case ScheduleName.CONSTANT:
-            return 1.0
+#: The part of the way from the lowest rate to the peak that is left, by the part of the decay that
+#: is done: from 1 at 0 to 0 at 1.
+_REMAINING: dict[ScheduleName, Callable[[float], float]] = {
+    ScheduleName.COSINE: lambda done: 0.5 * (1 + math.cos(math.pi * done)),
+    ScheduleName.LINEAR: lambda done: 1 - done,
+    ScheduleName.WARMUP_STABLE_DECAY: lambda done: 1 - math.sqrt(done),
+    ScheduleName.CONSTANT: lambda done: 1.0,
+}
 
 
 def offloading(task: Task, config: TrainConfig) -> Task:

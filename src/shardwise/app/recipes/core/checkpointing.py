@@ -22,7 +22,7 @@ from shardwise.checkpoint.disk.commit import (
     step_folder,
     steps,
 )
-from shardwise.checkpoint.disk.manifest import Manifest, read_manifest
+from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.elastic.errors import UserError
 
 if TYPE_CHECKING:
@@ -154,8 +154,14 @@ class Checkpoints:
             return _position(self._extra(step), self.path(step))
 
     def _extra(self, step: int) -> dict[str, Any]:
+        """Return the plain values of ``extra``, two keys deep."""
         with _resuming():
-            return _extra_values(read_manifest(self.path(step)))
+            manifest = read_manifest(self.path(step))
+        found: dict[str, Any] = {}
+        for value in manifest.values:
+            if value.path[0] == "extra" and len(value.path) == 3:
+                found.setdefault(str(value.path[1]), {})[value.path[2]] = value.value
+        return found
 
     def save(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> Path:
         """Save all that training needs to go on. Every rank calls it.
@@ -354,15 +360,6 @@ def _resuming() -> Iterator[None]:
 def _make_way(target: Path) -> None:
     delete(target)
     delete_partial(target)  # two runs never train into one folder
-
-
-def _extra_values(manifest: Manifest) -> dict[str, Any]:
-    """Return the plain values of ``extra``, two keys deep."""
-    found: dict[str, Any] = {}
-    for value in manifest.values:
-        if value.path[0] == "extra" and len(value.path) == 3:
-            found.setdefault(str(value.path[1]), {})[value.path[2]] = value.value
-    return found
 
 
 def _position(extra: Mapping[str, Any], path: Path) -> Position:

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 from urllib.parse import urlsplit
@@ -26,7 +25,7 @@ from shardwise.app.runs.metrics import MAX_LINE, RanksFile, RankStep, parse_line
 from shardwise.app.runs.page import Updates, page
 from shardwise.app.runs.snapshot import RunReader
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import one_line
+from shardwise.base.units import one_line, version_of
 from shardwise.checkpoint.disk.files import open_file
 from shardwise.elastic.errors import UserError, say
 from shardwise.elastic.world import LOST, job_id
@@ -166,7 +165,7 @@ def surroundings() -> dict[str, Any]:
     names = ("shardwise", "torch", "transformers", "numpy")
     return {
         "command": command_line(sys.argv[1:]),
-        "versions": {"python": platform.python_version(), **{n: _version(n) for n in names}},
+        "versions": {"python": platform.python_version(), **{n: version_of(n) for n in names}},
         "host": {
             "name": platform.node(),
             "system": platform.platform(),
@@ -180,13 +179,6 @@ def surroundings() -> dict[str, Any]:
 def command_line(arguments: Sequence[str]) -> str:
     """Return the command as one would type it."""
     return shlex.join(["shardwise", *arguments])
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _now() -> str:

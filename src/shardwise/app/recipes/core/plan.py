@@ -220,14 +220,10 @@ def describe(blueprint: Blueprint, config: TrainConfig, example: Example, world:
         RehearsalError, UntraceableError: the training cannot be rehearsed.
     """
     plan = plan_training(blueprint, config, example, world, Rehearsed.FIRST)
-    layout = layout_for(blueprint, config, plan)
-    return rendered([Text(_head(plan, layout)), _groups(layout), Text(), *needs(plan)])
-
-
-def layout_for(blueprint: Blueprint, config: TrainConfig, plan: ModelPlan) -> Report:
-    """Return who holds what of one copy of the model, in the dtype that it is kept in."""
+    # Who holds what of one copy of the model, in the dtype that it is kept in.
     store_in(blueprint.model, DTYPES[config.sharding.shard_dtype])
-    return layout_of(blueprint, WantedMesh((SHARD,), plan.settings.sharding.shape[-1:]))
+    layout = layout_of(blueprint, WantedMesh((SHARD,), plan.settings.sharding.shape[-1:]))
+    return rendered([Text(_head(plan, layout)), _groups(layout), Text(), *needs(plan)])
 
 
 def _head(plan: ModelPlan, layout: Report) -> str:

@@ -262,12 +262,6 @@ def nothing() -> None:
     """Do nothing, as most recipes after a step and at the end of training."""
 
 
-def no_more(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
-    """Return the results as they are."""
-    del checkpoint
-    return results
-
-
 class Gathers(enum.Enum):
     """How often parameters that stay in memory between forward and backward are gathered."""
 
@@ -334,7 +328,7 @@ class Task:
     base: str | None = None
     gathers: Gathers = Gathers.EVERY_MICROBATCH
     replicas: Replicas | None = None
-    finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = no_more
+    finish: Callable[[Path, Mapping[str, float]], Mapping[str, float]] = lambda _, results: results
 
     @property
     def module(self) -> nn.Module:

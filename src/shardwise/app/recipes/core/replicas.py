@@ -239,13 +239,10 @@ class ReplicaCheckpoints(Checkpoints):
         ranks = Ranks(group_for(None))
         doing = f"saving step {position.step}"
 
-        def nothing() -> None:
-            """Do nothing: it is the turn of others."""
-
         def all_parts() -> None:
             for first in (False, True):
                 own_turn = (self._number == 0) == first
-                ranks.all(doing, part if own_turn else nothing)
+                ranks.all(doing, part if own_turn else lambda: None)
             kept = ranks.first(doing, lambda: steps(self._root))
             ranks.all(doing, lambda: self._delete_but(kept))
 

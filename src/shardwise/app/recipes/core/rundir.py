@@ -30,10 +30,10 @@ from shardwise.checkpoint.disk.files import (
     content_of_lock,
     lock_soon,
     name_holder,
-    open_file,
+    read_small,
     replace_file,
 )
-from shardwise.checkpoint.disk.strict import Fields, parse, refuse
+from shardwise.checkpoint.disk.strict import Fields, parse
 from shardwise.elastic.errors import UserError, say
 from shardwise.insight.schema.option import OptionError, flatten
 from shardwise.insight.schema.training import Existing, OutputConfig
@@ -217,7 +217,8 @@ class RunDir(RunFiles):
             UserError: it cannot be read; the message names the line or the field.
         """
         try:
-            return _checked_record(parse(_bytes_of(self.run_json), str(self.run_json)), self)
+            text = read_small(self.run_json, _MAX_RECORD)
+            return _checked_record(parse(text, str(self.run_json)), self)
         except CheckpointError as error:
             raise UserError(f"{option}: {error}") from None
 
@@ -225,14 +226,6 @@ class RunDir(RunFiles):
         """Replace ``run.json`` atomically."""
         text = json.dumps(without_nan(record), indent=2, allow_nan=False)
         write_text(self.run_json, text + "\n")
-
-
-def _bytes_of(path: Path) -> bytes:
-    handle, size = open_file(path)
-    with os.fdopen(handle, "rb") as file:
-        if size > _MAX_RECORD:
-            refuse(str(path), f"{size:,} bytes", f"{_MAX_RECORD:,} at most")
-        return file.read(_MAX_RECORD)
 
 
 def _checked_record(record: Any, files: RunDir) -> dict[str, Any]:

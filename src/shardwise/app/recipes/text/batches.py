@@ -65,10 +65,6 @@ class ValidationLoss:
         return {"validation_loss": loss / count}
 
 
-def _loss_of_sequences(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
-    return next_token_loss(model, tokens).item() * len(tokens), len(tokens)
-
-
 def loss_on_tokens(
     model: nn.Module,
     read: Callable[[int, int], NDArray[np.int64]],
@@ -91,7 +87,11 @@ def loss_on_tokens(
     starts = [(size - length) * i // max(1, total - 1) for i in range(total)]
     mine = np.stack([read(at, length) for at in starts[world.rank :: world.size]])
     batches = torch.split(torch.from_numpy(mine), config.train.batch_size)
-    return ValidationLoss(model, _loss_of_sequences, lambda: batches, place.device)
+
+    def loss(model: nn.Module, tokens: torch.Tensor) -> tuple[float, float]:
+        return next_token_loss(model, tokens).item() * len(tokens), len(tokens)
+
+    return ValidationLoss(model, loss, lambda: batches, place.device)
 
 
 #: Evaluates a model: names and values, such as ``validation_loss``.

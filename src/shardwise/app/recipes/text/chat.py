@@ -38,7 +38,7 @@ from typing import Any
 
 import xxhash
 
-from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files
+from shardwise.app.recipes.text.data import VALIDATION_SHARE, Tokenizer, find_files, read_bytes
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import counted, one_line
 from shardwise.checkpoint.disk.strict import parse
@@ -215,18 +215,10 @@ class ChatLines:
 
         Raises:
             ChatError: the file has changed since it was checked.
-            UserError: the file cannot be read any more.
+            UserError: the file cannot be read any more, or is shorter.
         """
         which, _, offset, size = self._place(index)
-        path = self.paths[which]
-        try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                line = file.read(size)
-        except OSError as error:
-            raise UserError(
-                f"{self.option}: {path} cannot be read any more: {error.strerror}"
-            ) from None
+        line = read_bytes(self.paths[which], offset, size, self.option)
         return parse_chat(line, self.where(index))
 
 

@@ -192,7 +192,10 @@ class LmConfig(RecipeConfig):
     @classmethod
     def for_model(cls, model: str) -> LmConfig:
         """Return the configuration with the defaults that go with ``--model``."""
-        defaults = PRESETS.get(model, FOR_CONFIG_FILES)
+        return cls._by(PRESETS.get(model, FOR_CONFIG_FILES), model)
+
+    @classmethod
+    def _by(cls, defaults: Defaults, model: str) -> LmConfig:
         return cls(
             model=model,
             seq_length=defaults.seq_length,
@@ -211,20 +214,9 @@ class LmConfig(RecipeConfig):
         Raises:
             OptionError: there is no such model, or it has no weights.
         """
-        defaults = FOR_PRETRAINED
-        longest = longest_sequence(find_pretrained(name)) or defaults.seq_length
-        config = cls.for_model(name)
-        return replace(
-            config,
-            pretrained=name,
-            seq_length=min(defaults.seq_length, longest),
-            train=replace(
-                config.train,
-                steps=defaults.steps,
-                batch_size=defaults.batch_size,
-                optimizer=OptimizerConfig(lr=defaults.lr),
-            ),
-        )
+        longest = longest_sequence(find_pretrained(name)) or FOR_PRETRAINED.seq_length
+        config = cls._by(FOR_PRETRAINED, name)
+        return replace(config, pretrained=name, seq_length=min(config.seq_length, longest))
 
     @property
     def prompt_text(self) -> str:

@@ -73,10 +73,6 @@ def target_loss(model: nn.Module, batch: TargetBatch) -> torch.Tensor:
     )
 
 
-def _numbers() -> array[int]:
-    return array("q")
-
-
 @dataclass
 class Survey:
     """The documents of chat files, without their tokens.
@@ -91,9 +87,9 @@ class Survey:
         dropped: documents that were left out, since nothing to train on was left of them.
     """
 
-    lines: array[int] = field(default_factory=_numbers)
-    parts: array[int] = field(default_factory=_numbers)
-    lengths: array[int] = field(default_factory=_numbers)
+    lines: array[int] = field(default_factory=lambda: array("q"))
+    parts: array[int] = field(default_factory=lambda: array("q"))
+    lengths: array[int] = field(default_factory=lambda: array("q"))
     split: int = 0
     truncated: int = 0
     lost: int = 0

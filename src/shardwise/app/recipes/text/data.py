@@ -105,7 +105,7 @@ class ByteStream:
                 filled += 1
                 at = 1
             count = min(length - filled, document.size - (at - 1))
-            piece = _read_bytes(document.path, document.offset + at - 1, count)
+            piece = read_bytes(document.path, document.offset + at - 1, count)
             tokens[filled : filled + count] = np.frombuffer(piece, dtype=np.uint8)
             filled += count
             index += 1
@@ -119,15 +119,20 @@ class ByteStream:
         return digest.hexdigest()[:16]
 
 
-def _read_bytes(path: Path, offset: int, count: int) -> bytes:
+def read_bytes(path: Path, offset: int, count: int, option: str = "--data") -> bytes:
+    """Read a part of a file that was looked at before.
+
+    Raises:
+        UserError: it cannot be read any more, or is shorter now.
+    """
     try:
         with path.open("rb") as file:
             file.seek(offset)
             piece = file.read(count)
     except OSError as error:
-        raise UserError(f"--data: {path} cannot be read any more: {error.strerror}") from None
+        raise UserError(f"{option}: {path} cannot be read any more: {error.strerror}") from None
     if len(piece) < count:
-        raise UserError(f"--data: {path} became shorter while it was being read")
+        raise UserError(f"{option}: {path} became shorter while it was being read")
     return piece
 
 
@@ -263,7 +268,9 @@ def _expand(text: str, option: str) -> list[Path]:
             raise OptionError(option, f"no text in folder {text}", "files with text in it")
         return files
     if path.exists():
-        return [_checked(path, option)]
+        if not path.stat().st_size:
+            raise OptionError(option, f"an empty file: {path}", "files with text in it")
+        return [_readable(path, option)]
     matches = sorted(_glob(str(path))) if glob.has_magic(text) else []
     if not matches:
         raise OptionError(option, f"nothing at {text}", "a file, a folder or a pattern")
@@ -298,12 +305,6 @@ def _walk(folder: Path, option: str) -> Iterator[Path]:
             file = Path(parent, name)
             if not name.startswith(".") and file.is_file():
                 yield _readable(file, option)
-
-
-def _checked(path: Path, option: str) -> Path:
-    if path.stat().st_size == 0:
-        raise OptionError(option, f"an empty file: {path}", "files with text in it")
-    return _readable(path, option)
 
 
 def _readable(path: Path, option: str) -> Path:

@@ -157,8 +157,9 @@ class StreamSource:
 
     def __init__(self, documents: Documents) -> None:
         self._documents = documents
-        self._name = documents.name
-        splits, self._commit = _load(documents)
+        #: The commit of the hub at which the dataset is read; None: local files or folders.
+        self.commit: str | None
+        splits, self.commit = _load(documents)
         self._train: Any = splits["train"]
         judged = [name for name in ("validation", "valid", "val") if name in splits]
         self._validation: Any = splits[judged[0]] if judged else None
@@ -167,18 +168,13 @@ class StreamSource:
             self._train = self._cut_if_few()
         self._others = None if documents.validation is None else StreamSource(documents.validation)
 
-    @property
-    def commit(self) -> str | None:
-        """The commit of the hub at which the dataset is read; None: local files or folders."""
-        return self._commit
-
     def at(self, commit: str) -> StreamSource:
         """Return the same dataset as of a commit, whatever has changed since.
 
         Raises:
             UserError: it cannot be opened.
         """
-        if commit == self._commit:
+        if commit == self.commit:
             return self
         return StreamSource(replace(self._documents, commit=commit))
 
@@ -245,7 +241,8 @@ class StreamSource:
             raise
         except Exception as error:  # of the network, of the files, of what reads them
             kind = ConnectionLostError if connection_lost(error) else UserError
-            raise kind(f"--data: {self._name} cannot be read: {_line(error)}") from error
+            name = self._documents.name
+            raise kind(f"--data: {name} cannot be read: {_line(error)}") from error
 
 
 def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:

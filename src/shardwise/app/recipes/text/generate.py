@@ -17,7 +17,7 @@ from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.app.recipes.text.data import byte_tokenizer
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
-from shardwise.base.units import one_line, printable
+from shardwise.base.units import listed, one_line, printable
 from shardwise.checkpoint.formats.detect import find_checkpoint, find_tokenizer
 from shardwise.checkpoint.formats.hf import folders_of
 from shardwise.elastic.errors import UserError, say
@@ -80,7 +80,10 @@ def generate(request: Request) -> None:
 def _generate(request: Request, device: torch.device) -> None:
     where = find(request.source)
     tokenizer, run = _tokenizer_of(where)
-    prompt = _tokens_of(request, tokenizer, run)
+    with opening.limited("its chat template or its tokenizer"):
+        prompt = _encoded(request, tokenizer, run)
+    if not prompt:
+        raise CheckpointError("--prompt: found no tokens in it, expected at least one")
     model = _load(request, device)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     if max(prompt) >= rows:
@@ -132,10 +135,9 @@ def _load(request: Request, device: torch.device) -> PreTrainedModel:
         fully_shard(model)
     report = pretrained.fill(model, request.source)
     if report.missing:
-        more = f" and {len(report.missing) - 3} more" if len(report.missing) > 3 else ""
         raise CheckpointError(
-            f"found no weights for {', '.join(report.missing[:3])}{more}, expected those of a "
-            "causal language model"
+            f"found no weights for {listed(report.missing)}, expected those of a causal language "
+            "model"
         )
     if not dist.is_initialized():
         model.to(device)  # type: ignore[arg-type]
@@ -160,16 +162,8 @@ def _tokenizer_of(where: Path) -> tuple[Any, RunDir | None]:
     return opening.tokenizer(folder), run
 
 
-def _tokens_of(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
-    """The tokens of a prompt: as in the documents of its run, or as its tokenizer makes them."""
-    with opening.limited("its chat template or its tokenizer"):
-        tokens = _encoded(request, tokenizer, run)
-    if not tokens:
-        raise CheckpointError("--prompt: found no tokens in it, expected at least one")
-    return tokens
-
-
 def _encoded(request: Request, tokenizer: Any, run: RunDir | None) -> list[int]:
+    """The tokens of a prompt: as in the documents of its run, or as its tokenizer makes them."""
     if request.chat:
         if not tokenizer.chat_template:
             raise CheckpointError("found no chat template in its tokenizer; leave out --chat")

@@ -19,6 +19,7 @@ import xxhash
 
 from shardwise.app.recipes.core.rundir import RunDir
 from shardwise.base.errors import CheckpointError
+from shardwise.base.units import listed
 from shardwise.checkpoint.disk.files import Links, read_small
 from shardwise.checkpoint.disk.strict import Fields, parse
 from shardwise.insight.planning.presets import find_settings
@@ -58,17 +59,12 @@ def find_pretrained(name: str) -> dict[str, Any]:
     missing = missing_weights(folder)
     if missing is not None:
         raise OptionError("--from", f"{name} {missing}", "a folder with all files of a model")
-    run = _run_of(folder)
-    found = folder if run is None else run.root
+    # A run has it, of which this may be the folder, or a checkpoint.
+    runs = map(RunDir, (folder, folder.absolute().parent.parent))
+    found = next((run.root for run in runs if run.run_json.is_file()), folder)
     if not (found / _CONFIG).is_file():
         raise OptionError("--from", f"{name} without {_CONFIG}", "the model's configuration in it")
     return naming("--from")(find_settings)(str(found), {})
-
-
-def _run_of(folder: Path) -> RunDir | None:
-    """Return the run that a folder is, or is a checkpoint of; None: it is something else."""
-    step = folder.absolute().parent.parent
-    return next((run for run in map(RunDir, (folder, step)) if run.run_json.is_file()), None)
 
 
 def missing_weights(folder: Path) -> str | None:
@@ -83,8 +79,7 @@ def missing_weights(folder: Path) -> str | None:
         named = sorted({file for file in files if isinstance(file, str)})
         lost = [file for file in named if not (folder / os.path.basename(file)).is_file()]
         if lost:
-            more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
-            return f"without {lost[0]}{more}, of the {len(named)} files that {_INDEX} names"
+            return f"without {listed(lost, 1)}, of the {len(named)} files that {_INDEX} names"
         return None
     is_checkpoint = RunDir(folder).has_checkpoints() or (folder / ".metadata").is_file()
     if any(folder.glob("*.safetensors")) or is_checkpoint:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,23 +63,19 @@ class PackedStream:
     """One stream: documents in, sequences out.
 
     Attributes:
-        source: where documents come from.
-        number: of the stream, 0 .. streams - 1.
-        streams: how many there are.
+        part: of the source, in the current epoch.
         encode: text to tokens, with the separator in front.
         length: tokens of a sequence, without the one that only is a target.
         shuffle: in which order documents come.
     """
 
-    source: StreamSource
-    number: int
-    streams: int
+    part: StreamPart
     encode: Callable[[str], list[int]]
     length: int
     shuffle: ShuffleBuffer
 
     def __post_init__(self) -> None:
-        self._given = self._epoch = 0
+        self._given = 0
         self._left: list[int] = []
         self._state: dict[str, Any] | None = None
         self._begin(None)
@@ -94,7 +90,7 @@ class PackedStream:
             UserError: the source cannot be read, or has no text for this stream.
         """
         if index < self._given:
-            raise ValueError(f"sequence {index} of stream {self.number} was given already")
+            raise ValueError(f"sequence {index} of stream {self.part.stream} was given already")
         self._state = None
         while True:
             self._fill()
@@ -118,15 +114,14 @@ class PackedStream:
         if self._empty:
             raise OptionError(
                 "--streams",
-                f"{self.streams}, of which stream {self.number} has no text to train on",
+                f"{self.part.streams}, of which stream {self.part.stream} has no text to train on",
                 "fewer streams, or more documents",
             )
-        self._epoch += 1
+        self.part = replace(self.part, epoch=self.part.epoch + 1)
         self._begin(None)
 
     def _begin(self, where: Mapping[str, Any] | None) -> None:
-        part = StreamPart(self.source, self.number, self.streams, self._epoch)
-        self._documents = self.shuffle.order(part, where)
+        self._documents = self.shuffle.order(self.part, where)
         self._empty = where is None
         self._state = None
 
@@ -135,7 +130,7 @@ class PackedStream:
         if self._state is None:  # asked for after every batch, and few streams move in each
             self._state = {
                 "given": self._given,
-                "epoch": self._epoch,
+                "epoch": self.part.epoch,
                 "source": json.dumps(self._documents.state()),
                 "left": torch.tensor(self._left, dtype=torch.int64),
             }
@@ -148,12 +143,13 @@ class PackedStream:
             CheckpointError: it is no such state.
         """
         try:
-            self._given, self._epoch = int(state["given"]), int(state["epoch"])
+            self._given = int(state["given"])
+            self.part = replace(self.part, epoch=int(state["epoch"]))
             self._left = state["left"].tolist()
             self._begin(json.loads(state["source"]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"the position of stream {self.number} cannot be read ({error!r})"
+                f"the position of stream {self.part.stream} cannot be read ({error!r})"
             ) from None
 
 
@@ -197,14 +193,9 @@ class StreamBatches:
         index, number = divmod(position, self.streams)
         stream = self._open.get(number)
         if stream is None:
-            stream = PackedStream(
-                self.source,
-                number,
-                self.streams,
-                self._encode,
-                self.length,
-                self.shuffle or ShuffleBuffer(),
-            )
+            part = StreamPart(self.source, number, self.streams, epoch=0)
+            order = self.shuffle or ShuffleBuffer()
+            stream = PackedStream(part, self._encode, self.length, order)
             if number in self._saved:
                 stream.load_state(self._saved[number])
             self._open[number] = stream

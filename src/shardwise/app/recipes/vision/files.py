@@ -19,7 +19,7 @@ import math
 import os
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -117,14 +117,11 @@ def _images_in(folder: Path) -> tuple[str, ...]:
     for parent, folders, names in os.walk(folder, onerror=_fail):
         folders.sort()
         inside = os.path.relpath(parent, folder)
-        found += (os.path.normpath(os.path.join(inside, name)) for name in _named(names))
+        images = (n for n in names if n.lower().endswith(SUFFIXES) and n[0] != ".")
+        found += (os.path.normpath(os.path.join(inside, name)) for name in images)
     if not found:
         raise OptionError(_OPTION, f"no images in {folder}", f"files {', '.join(SUFFIXES)}")
     return tuple(sorted(found))
-
-
-def _named(names: Sequence[str]) -> list[str]:
-    return [n for n in names if n.lower().endswith(SUFFIXES) and n[0] != "."]
 
 
 def _fail(error: OSError) -> None:

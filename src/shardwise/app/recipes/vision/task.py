@@ -271,7 +271,15 @@ def vision_task(
 
     def finish(checkpoint: Path, results: Mapping[str, float]) -> Mapping[str, float]:
         say = place.display.say
-        on_rank_zero(f"writing {files.weights}", lambda: _write_file(checkpoint, files.weights))
+
+        def write() -> None:
+            try:
+                consolidate(checkpoint, files.weights, force=True)
+            except (CheckpointError, OSError) as error:
+                kept = f"{checkpoint} is complete"
+                raise SaveError(f"{files.weights}: {error}; {kept}") from error
+
+        on_rank_zero(f"writing {files.weights}", write)
         say(f"weights    {files.weights}")
         scores = evaluation(load(files.weights))
         if world.rank == 0:
@@ -317,18 +325,6 @@ def curve_of(inputs: VisionInputs[VisionConfig], world: World) -> Schedule:
     per_step = inputs.train.examples_per_step(world.size)
     curve = learning_rate(inputs.train.optimizer, inputs.span.steps_in_all(per_step))
     return lambda position: curve(position.examples / per_step)
-
-
-def _write_file(checkpoint: Path, file: Path) -> None:
-    """Write the model of a checkpoint as one file.
-
-    Raises:
-        SaveError: it cannot be written.
-    """
-    try:
-        consolidate(checkpoint, file, force=True)
-    except (CheckpointError, OSError) as error:
-        raise SaveError(f"{file}: {error}; {checkpoint} is complete") from error
 
 
 def load_plain(build: Callable[[], nn.Module], device: torch.device, file: Path) -> nn.Module:
