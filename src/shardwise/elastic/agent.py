@@ -198,9 +198,7 @@ class Agent(LocalElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         if self._are_waiting:
-            if worker_group.group_rank or self.ranks[0].is_shown:
-                return self._move_on(worker_group)
-            super()._stop_workers(worker_group)  # what rank 0 writes has to be seen
+            return self._move_on(worker_group)
         for rank in self.ranks:
             rank.close()
         spec, generation = worker_group.spec, self.meeting.generation
@@ -527,8 +525,10 @@ class _RankLogs(LogsSpecs):
             env["TORCHELASTIC_RESTART_COUNT"] = generation
             env.setdefault("OMP_NUM_THREADS", threads)
             self._name_interfaces(env)
-            # Rank 0 writes to the user. The output of the others is kept in case they crash.
-            shown = self.shown and env["RANK"] == "0"
+            # Rank 0 writes to the user, and so does what may become rank 0 over other hosts. The
+            # output of the others is kept in case they crash.
+            first = env["RANK"] == "0" or (STAYS in env and not local_rank)
+            shown = self.shown and first
             files.stdouts[local_rank] = "" if shown else str(folder / "stdout")
             files.stderrs[local_rank] = "" if shown else str(folder / "stderr")
             files.error_files[local_rank] = env["TORCHELASTIC_ERROR_FILE"]
@@ -605,11 +605,6 @@ class LocalRank:
     def stacks(self) -> str:
         """Return what this rank has written when it was asked where it is."""
         return stacks_of(self._folder)
-
-    @property
-    def is_shown(self) -> bool:
-        """Whether this rank writes to the user."""
-        return not (self._folder / "stdout").exists()
 
     @property
     def is_waiting(self) -> bool:
