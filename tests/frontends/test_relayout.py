@@ -25,6 +25,7 @@ from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.ranks import moving
 from shardwise.checkpoint.ranks.state import state_of
 from shardwise.sharding.param import forms_of
+from shardwise.transport.peers import new_group
 from tests.checkpoint.meshes import NAMES, expected, fill, give_state, named
 from tests.corpus.models import MODELS, make_model
 from tests.harness import run_ranks
@@ -92,7 +93,7 @@ def part_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
 
 def _alone() -> DeviceMesh:
     """A mesh of this rank, which joins later."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = new_group([dist.get_rank()])
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 

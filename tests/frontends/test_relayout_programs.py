@@ -37,6 +37,7 @@ from shardwise.base.errors import CheckpointError, MisuseError
 from shardwise.checkpoint.ranks import moving
 from shardwise.checkpoint.ranks.state import strategy_of
 from shardwise.sharding.state import groups_of, states_of
+from shardwise.transport.peers import new_group
 from tests.worlds import on_processes, on_threads
 
 WIDTH = 8
@@ -76,7 +77,7 @@ def joining(before: DeviceMesh, **options: Any) -> Any:
 
 def alone() -> DeviceMesh:
     """A mesh of this rank."""
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = new_group([dist.get_rank()])
     return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
 
 

@@ -20,6 +20,7 @@ HOST_ONLY = {
     "checkpoint/ranks/hf.py": "copies one shard after the other, and waits for each",
     "checkpoint/ranks/optimizer.py": "reads files into the memory of the host",
     "checkpoint/ranks/loading.py": "copies one shard after the other, and waits for each",
+    "checkpoint/ranks/moving.py": "copies rows to the host and back, and waits for each",
     "checkpoint/ranks/xla.py": "reads files into the memory of the host",
     "checkpoint/ranks/subclasses.py": "puts together what was read into the memory of the host",
     "optim/adamw8bit.py": "works on the stream of the step, where its all-reduces run too",
@@ -251,6 +252,10 @@ UNSEEN = {
     "sharding/extension.py Extension.gathered: local.to(self._mesh.device)": _ORDERED,
     "sharding/placement.py full_tensor: local.to(kind)": _ORDERED,
     "sharding/allocate.py allocate: form.allocate(device)": _LOADED,
+    "sharding/param.py ShardedParam.fill_place: "
+    "self.offload.empty_like(self.local, self.mesh.device, self.fqn)": _LOADED,
+    "sharding/param.py ShardedParam.leave: "
+    'torch.empty(self.local.shape, dtype=self.local.dtype, device="meta")': _LOADED,
     "sharding/param.py ShardedParam.allocate: "
     "self.offload.empty_like(self.local, device, self.fqn)": _LOADED,
     "base/offload.py Offload.empty_like: torch.empty_like(shard, device=device)": _LOADED,
