@@ -285,3 +285,28 @@ def test_a_rank_that_is_killed_in_the_middle_is_named(moment: str) -> None:
     for each in (found[0], found[2]):
         assert each.ok, each.error
     assert "rank 1" in found[0].result
+
+
+def _hands_over(rank: int, world_size: int, name: str, leaving: set[int]) -> list[str]:
+    """Have some ranks hand their rows over, and train with the others; say what is wrong then."""
+    stay = [each for each in range(world_size) if each not in leaving]
+    mesh, fewer = _mesh((world_size,)), DeviceMesh("cpu", stay, mesh_dim_names=("shard",))
+    group = dist.new_group(stay)
+    model, optimizer = _build(name, mesh, seed=0)
+    give_state(optimizer)
+    fill(model, optimizer)
+    departure = moving.Departure((model, optimizer), {f"rank{rank}": {"position": rank}})
+    moving.hand_over(departure, leaving)
+    if rank in leaving:
+        return []
+    target, its = _build(name, fewer, seed=1)
+    extra = checkpoint.transfer(departure, (target, its), group=group)
+    assert extra == {f"rank{each}": {"position": each} for each in range(world_size)}
+    return [f"{name} without {leaving}: {each}" for each in _wrong(target, its)]
+
+
+@pytest.mark.parametrize("leaving", [{0}, {1}, {2}, {0, 1}, {1, 2}])
+def test_ranks_that_leave_hand_over_what_only_they_have(ranks: Ranks, leaving: set[int]) -> None:
+    for name in ("mlp", "scalars", "shared"):
+        for found in ranks(_hands_over, 3, name, leaving):
+            assert not found, "\n".join(found)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from shardwise._torch import autograd
 from shardwise.base.errors import CheckpointError, MisuseError, PeerLostError
+from shardwise.base.portions import portions
 from shardwise.base.scratch.libc import trim_heap
 from shardwise.checkpoint.disk.boxes import Box, boxes_of_span, is_tiling
 from shardwise.checkpoint.disk.entries import (
@@ -154,12 +155,13 @@ class Departure:
                 each.state.clear()
 
     def leave(self) -> None:
-        """Leave nothing in the model and the optimizer."""
+        """Leave nothing in the model and the optimizer, and forget them."""
         for form in forms_of(self.model.parameters()):
             form.leave()
         for each in inside_of(self._optimizer):
             if isinstance(each, OffloadedOptimizer):
                 each.drop_states()
+        self.model, self._optimizer = nn.Module(), None
 
 
 def transfer(
@@ -407,14 +409,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
     """Cut the tensors into lists that travel one after the other, the same on all ranks."""
     most = min(_AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
-    some: list[TensorEntry] = []
-    for entry in entries:
-        if some and sum(each.nbytes for each in some) + entry.nbytes > most:
-            yield some
-            some = []
-        some.append(entry)
-    if some:
-        yield some
+    return portions(entries, lambda entry: entry.nbytes, most)
 
 
 def _check_target(
