@@ -19,7 +19,7 @@ from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
 from shardwise.app.recipes.rank import received
-from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, Nodes, OnJoin, Terms
 from shardwise.insight.schema.option import OptionError
 from tests.cli import shell
 from tests.cli.shell import call
@@ -273,7 +273,10 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
 ) -> None:
     jobs: list[tuple[Nodes, Terms]] = []
 
-    def start(command: object, nproc: int, restarts: int, nodes: Nodes, terms: Terms) -> int:
+    def start(
+        command: object, nproc: int, restarts: int, nodes: Nodes, terms: Terms, on_join: OnJoin
+    ) -> int:
+        assert on_join is OnJoin.STAY
         jobs.append((nodes, terms))
         return 0
 
