@@ -54,8 +54,9 @@ from shardwise.sharding.param import forms_of
 from shardwise.sharding.state import groups_of, states_of
 from shardwise.transport.base import Label
 
-#: Bytes that travel at once, between all ranks, and of tensors whose new shards are made at once.
+#: Bytes that travel at once, between all ranks.
 _AT_ONCE = 16 * 1024 * 1024
+_BATCHES = 8  # that travel between two agreements, for which new shards are made
 _ALIGNED = 16  # bytes, so that elements of any dtype can be viewed where they are packed
 
 #: A model and an optimizer of its parameters, if it has one.
@@ -408,7 +409,7 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
     """Cut the tensors into lists that travel one after the other, the same on all ranks."""
-    most = min(_AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
+    most = min(_BATCHES * _AT_ONCE, sum(entry.nbytes for entry in entries) // 32)
     return portions(entries, lambda entry: entry.nbytes, most)
 
 
