@@ -26,6 +26,7 @@ import shardwise
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.saving import save
 from tests.harness import run_ranks
+from tests.weights.constant import constant_model, set_weights
 from tests.weights.names import keep_names_in
 
 _FORK = multiprocessing.get_context("fork")
@@ -34,16 +35,6 @@ _DTYPES = [
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.bool, torch.uint8, torch.int8),
     *(torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64),
 ]
-
-
-def _model(value: float = 1.0, size: int = 64) -> nn.Linear:
-    model = nn.Linear(size, size, bias=False)
-    nn.init.constant_(model.weight, value)
-    return model
-
-
-def _set(model: nn.Linear, value: float) -> None:
-    nn.init.constant_(model.weight, value)
 
 
 def _in_child(function: Callable[..., Any], *args: Any) -> Any:
@@ -174,7 +165,7 @@ def test_parameters_may_be_replaced_frozen_removed_and_converted(to: str | None)
 
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
 def test_it_is_updated_and_read_in_any_mode(to: str | None, mode: Any) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with mode(), contextlib.ExitStack() as stack:
         weights = stack.enter_context(shardwise.publish(model, "policy", to=to))
         subscription = shardwise.subscribe("policy", at=to)
@@ -339,7 +330,7 @@ def test_a_rank_that_is_killed_while_it_writes_is_named_by_the_other(
     assert outcomes[dying].exitcode == -signal.SIGKILL
     assert outcomes[1 - dying].ok, outcomes[1 - dying].error
     assert outcomes[1 - dying].seconds < 60
-    with shardwise.publish(_model(2), "policy", to=to) as weights:
+    with shardwise.publish(constant_model(2), "policy", to=to) as weights:
         assert weights.version == 2
         assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(2).all()
 
@@ -350,17 +341,17 @@ def _publishes_apart(rank: int, world_size: int, names: str, to: str | None) -> 
     pair = groups[rank // 2]
     first = None
     if rank < 2:
-        first = shardwise.publish(_model(1), "policy", to=to, group=pair)
+        first = shardwise.publish(constant_model(1), "policy", to=to, group=pair)
     dist.barrier()
     if rank >= 2:
         with pytest.raises(CheckpointError, match=r"rank 2: .* found process \d+ on .* doing that"):
-            shardwise.publish(_model(2), "policy", to=to, group=pair)
+            shardwise.publish(constant_model(2), "policy", to=to, group=pair)
     dist.barrier()
     if first is not None:
         first.close()
     dist.barrier()
     if rank >= 2:
-        with shardwise.publish(_model(2), "policy", to=to, group=pair) as weights:
+        with shardwise.publish(constant_model(2), "policy", to=to, group=pair) as weights:
             assert weights.version == 2
             assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(2).all()
             dist.barrier(pair)
@@ -374,7 +365,7 @@ def test_other_ranks_of_a_job_do_not_take_a_name(tmp_path: Path, to: str | None)
 
 
 def _publish_and_fork(to: str | None, ready: Any) -> None:
-    weights = shardwise.publish(_model(1), "policy", to=to)
+    weights = shardwise.publish(constant_model(1), "policy", to=to)
     weights.update()
     child = os.fork()
     if not child:
@@ -396,7 +387,7 @@ def test_a_name_is_free_once_its_publisher_is_killed_whatever_it_has_forked(
     publisher.kill()
     publisher.join()
     try:
-        with shardwise.publish(_model(2), "policy", to=to) as weights:
+        with shardwise.publish(constant_model(2), "policy", to=to) as weights:
             assert weights.version == subscription.wait() == 3
             assert dict(subscription)["weight"].eq(2).all()
             assert kept["weight"].eq(1).all()
@@ -405,7 +396,7 @@ def test_a_name_is_free_once_its_publisher_is_killed_whatever_it_has_forked(
 
 
 def test_a_forked_process_subscribes_but_does_not_update(to: str | None) -> None:
-    model = _model(4)
+    model = constant_model(4)
     with shardwise.publish(model, "policy", to=to) as weights:
         subscription = shardwise.subscribe("policy", at=to)
         dict(subscription)
@@ -423,7 +414,7 @@ def test_a_forked_process_subscribes_but_does_not_update(to: str | None) -> None
         assert _in_child(reads) == 4 * 64 * 64
         assert "ValueError: publication: found it in process" in _in_child(updates)
         assert _in_child(closes) == "closed"
-        _set(model, 5)
+        set_weights(model, 5)
         assert weights.update() == 2
         assert dict(subscription)["weight"].eq(5).all()
         with pytest.raises(CheckpointError, match="doing that"):
@@ -431,7 +422,7 @@ def test_a_forked_process_subscribes_but_does_not_update(to: str | None) -> None
 
 
 def test_threads_read_while_versions_come(to: str | None) -> None:
-    model = _model(0)
+    model = constant_model(0)
     torn: list[Any] = []
     done = threading.Event()
 
@@ -447,7 +438,7 @@ def test_threads_read_while_versions_come(to: str | None) -> None:
         for each in threads:
             each.start()
         for value in range(1, 20):
-            _set(model, value)
+            set_weights(model, value)
             with contextlib.suppress(
                 CheckpointError
             ):  # both read, and the garbage is not collected
@@ -459,14 +450,14 @@ def test_threads_read_while_versions_come(to: str | None) -> None:
 
 
 def test_a_reader_of_what_was_closed_goes_on_with_what_follows(to: str | None) -> None:
-    weights = shardwise.publish(_model(1), "policy", to=to)
+    weights = shardwise.publish(constant_model(1), "policy", to=to)
     weights.update()
     subscription = shardwise.subscribe("policy", at=to, timeout=0.2)
     kept = dict(subscription)
     weights.close()
     with pytest.raises(CheckpointError, match="found version 2 again"):
         subscription.wait()
-    with shardwise.publish(_model(2), "policy", to=to):
+    with shardwise.publish(constant_model(2), "policy", to=to):
         assert subscription.wait() == 3
         assert dict(subscription)["weight"].eq(2).all()
         assert kept["weight"].eq(1).all()
@@ -479,7 +470,7 @@ def _hold(to: str | None, ready: Any) -> None:
 
 
 def test_a_reader_that_is_killed_holds_nothing() -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", buffers=2) as weights:
         ready = _FORK.SimpleQueue()
         readers = [_FORK.Process(target=_hold, args=(None, ready)) for _ in range(2)]
@@ -497,9 +488,9 @@ def test_a_reader_that_is_killed_holds_nothing() -> None:
 
 
 def test_a_publication_that_is_forgotten_gives_its_name_back(to: str | None) -> None:
-    shardwise.publish(_model(1), "policy", to=to)
+    shardwise.publish(constant_model(1), "policy", to=to)
     gc.collect()
-    with shardwise.publish(_model(2), "policy", to=to) as weights:
+    with shardwise.publish(constant_model(2), "policy", to=to) as weights:
         assert weights.version == 2
 
 
@@ -509,8 +500,8 @@ def test_a_publication_that_is_forgotten_gives_its_name_back(to: str | None) -> 
 @pytest.mark.parametrize("name", ["\0", "a\nb", "\udc80", "x.lock", "x.pointer", "💥" * 16])
 def test_names_are_any_text(to: str | None, name: str) -> None:
     with (
-        shardwise.publish(_model(1), "x", to=to),
-        shardwise.publish(_model(2), name, to=to),
+        shardwise.publish(constant_model(1), "x", to=to),
+        shardwise.publish(constant_model(2), name, to=to),
     ):
         assert dict(shardwise.subscribe(name, at=to))["weight"].eq(2).all()
         assert dict(shardwise.subscribe("x", at=to))["weight"].eq(1).all()
@@ -522,7 +513,7 @@ def _pointer(tmp_path: Path) -> Path:
 
 
 def test_a_descriptor_of_something_else_is_not_followed(tmp_path: Path) -> None:
-    with shardwise.publish(_model(), "policy"), (tmp_path / "other").open("wb") as other:
+    with shardwise.publish(constant_model(), "policy"), (tmp_path / "other").open("wb") as other:
         reading, writing = os.pipe()
         said = json.loads(_pointer(tmp_path).read_text())
         # Numbers of processes, descriptors and files come again.
@@ -548,25 +539,25 @@ def test_a_pointer_to_a_process_of_another_user_is_not_followed(
         (home / "policy.pointer").write_text(json.dumps(said))
         dict(subscription)
 
-    with shardwise.publish(_model(), "policy"):
+    with shardwise.publish(constant_model(), "policy"):
         said = json.loads(_pointer(tmp_path).read_text())
         assert "CheckpointError: subscribing to 'policy': found no version" in _in_child(read)
 
 
 def test_a_pointer_from_before_the_last_boot_is_waited_over(tmp_path: Path) -> None:
-    with shardwise.publish(_model(), "policy"):
+    with shardwise.publish(constant_model(), "policy"):
         said = json.loads(_pointer(tmp_path).read_text())
     _pointer(tmp_path).write_text(json.dumps(said | {"host": "an earlier boot"}))
     subscription = shardwise.subscribe("policy", timeout=0.01)
     with pytest.raises(CheckpointError, match="found no version"):
         dict(subscription)
-    with shardwise.publish(_model(), "policy"):
+    with shardwise.publish(constant_model(), "policy"):
         dict(subscription)
         assert subscription.version == 2
 
 
 def test_names_are_not_cleaned_away_or_come_back(tmp_path: Path) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy") as weights:
         subscription = shardwise.subscribe("policy", timeout=0.01)
         lock = _pointer(tmp_path).with_suffix(".lock")
@@ -603,12 +594,12 @@ def _fill(folder: Path) -> Path:
 
 
 def test_a_full_folder_keeps_the_version_before(small: Path) -> None:
-    model = _model(1, 128)  # 64 KiB
+    model = constant_model(1, 128)  # 64 KiB
     with shardwise.publish(model, "policy", to=small) as weights:
         subscription = shardwise.subscribe("policy", at=small)
         filler = _fill(small)
         for value in (2, 3):
-            _set(model, value)
+            set_weights(model, value)
             with pytest.raises(CheckpointError, match="No space left"):
                 weights.update()
             assert weights.version == 1
@@ -620,11 +611,11 @@ def test_a_full_folder_keeps_the_version_before(small: Path) -> None:
 
 def test_a_full_tmpdir_keeps_the_version_before(small: Path, monkeypatch: Any) -> None:
     keep_names_in(small)
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy") as weights:
         subscription = shardwise.subscribe("policy")
         filler = _fill(small)
-        _set(model, 2)
+        set_weights(model, 2)
         for _ in range(3):
             with pytest.raises(CheckpointError, match="No space left"):
                 weights.update()
@@ -635,7 +626,7 @@ def test_a_full_tmpdir_keeps_the_version_before(small: Path, monkeypatch: Any) -
 
 
 def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model: Any = _model(1)
+    model: Any = constant_model(1)
     with shardwise.publish(model, "policy") as weights:
         asked = []
 
@@ -655,7 +646,7 @@ def test_memory_that_could_not_be_had_is_asked_for_again(monkeypatch: pytest.Mon
 
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_a_folder_without_permission_is_named(open_folder: Path) -> None:
-    with shardwise.publish(_model(), "policy", to=open_folder):
+    with shardwise.publish(constant_model(), "policy", to=open_folder):
         pass
     (open_folder / "policy").chmod(0o700)
 
@@ -666,7 +657,7 @@ def test_a_folder_without_permission_is_named(open_folder: Path) -> None:
     for call in (
         lambda: dict(shardwise.subscribe("policy", at=open_folder, timeout=0.01)),
         lambda: shardwise.subscribe("policy", at=open_folder).wait(0.01),
-        lambda: shardwise.publish(_model(), "policy", to=open_folder),
+        lambda: shardwise.publish(constant_model(), "policy", to=open_folder),
     ):
         found = _in_child(become, call)
         assert "CheckpointError" in found and "policy" in found, found
@@ -684,9 +675,9 @@ def test_a_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
 
 
 def test_links_are_not_versions(tmp_path: Path) -> None:
-    with shardwise.publish(_model(1), "policy", to=tmp_path / "a"):
+    with shardwise.publish(constant_model(1), "policy", to=tmp_path / "a"):
         pass
-    with shardwise.publish(_model(2), "policy", to=tmp_path / "b") as weights:
+    with shardwise.publish(constant_model(2), "policy", to=tmp_path / "b") as weights:
         root = tmp_path / "b" / "policy"
         (root / "version-00000007").symlink_to(tmp_path / "a/policy/version-00000001")
         subscription = shardwise.subscribe("policy", at=tmp_path / "b")
@@ -699,22 +690,22 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy/publisher.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(CheckpointError, match=r"publisher\.lock"):
-        shardwise.publish(_model(), "policy", to=tmp_path)
+        shardwise.publish(constant_model(), "policy", to=tmp_path)
     assert not (tmp_path / "victim").exists()
 
 
 def test_a_folder_that_was_made_anew_is_read_anew(tmp_path: Path) -> None:
-    with shardwise.publish(_model(1), "policy", to=tmp_path):
+    with shardwise.publish(constant_model(1), "policy", to=tmp_path):
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)
     shutil.rmtree(tmp_path / "policy")
-    with shardwise.publish(_model(2), "policy", to=tmp_path):
+    with shardwise.publish(constant_model(2), "policy", to=tmp_path):
         assert subscription.wait() == 1
         assert dict(subscription)["weight"].eq(2).all()
 
 
 def test_a_version_of_another_format_is_refused(tmp_path: Path) -> None:
-    with shardwise.publish(_model(1), "policy", to=tmp_path):
+    with shardwise.publish(constant_model(1), "policy", to=tmp_path):
         about = tmp_path / "policy/version-00000001/version.json"
         said = json.loads(about.read_text())
         for changed, message in (
@@ -769,7 +760,7 @@ _HOSTILE = {
 def test_changes_that_do_not_fit_are_refused_and_none_is_applied(
     tmp_path: Path, hostile: Any
 ) -> None:
-    with shardwise.publish(_model(3), "policy", to=tmp_path):
+    with shardwise.publish(constant_model(3), "policy", to=tmp_path):
         root = tmp_path / "policy"
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)
@@ -784,7 +775,7 @@ def test_changes_that_do_not_fit_are_refused_and_none_is_applied(
 
 
 def test_changes_of_another_publisher_are_refused(tmp_path: Path) -> None:
-    model = _model(1)
+    model = constant_model(1)
     for place in ("a", "b"):
         with shardwise.publish(model, "policy", to=tmp_path / place) as weights:
             with torch.no_grad():

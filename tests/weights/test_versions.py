@@ -18,17 +18,8 @@ from torch import nn
 import shardwise
 from shardwise.base.errors import CheckpointError
 from shardwise.weights import memory
+from tests.weights.constant import constant_model, set_weights
 from tests.weights.names import keep_names_in
-
-
-def _model(value: float = 1.0, size: int = 64) -> nn.Linear:
-    model = nn.Linear(size, size, bias=False)
-    nn.init.constant_(model.weight, value)
-    return model
-
-
-def _set(model: nn.Linear, value: float) -> None:
-    nn.init.constant_(model.weight, value)
 
 
 @pytest.fixture(params=["memory", "folder"])
@@ -41,18 +32,18 @@ def to(request: pytest.FixtureRequest, tmp_path: Path) -> str | None:
 
 
 def test_a_reader_keeps_the_version_that_it_has_read(to: str | None) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", to=to) as weights:
         first = dict(shardwise.subscribe("policy", at=to))
         for value in (2, 3, 4):
-            _set(model, value)
+            set_weights(model, value)
             weights.update()
         assert first["weight"].eq(1).all()
         assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(4).all()
 
 
 def test_what_a_reader_writes_stays_its_own(to: str | None) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", to=to):
         subscription = shardwise.subscribe("policy", at=to)
         dict(subscription)["weight"].zero_()
@@ -61,7 +52,7 @@ def test_what_a_reader_writes_stays_its_own(to: str | None) -> None:
 
 
 def test_a_reader_waits_for_a_newer_version(to: str | None) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", to=to) as weights:
         subscription = shardwise.subscribe("policy", at=to)
         assert subscription.version == 0
@@ -79,13 +70,13 @@ def test_one_that_nobody_publishes_is_an_error_after_the_timeout(to: str | None)
 
 
 def test_a_name_has_one_publisher(to: str | None) -> None:
-    first = shardwise.publish(_model(), "policy", to=to)
+    first = shardwise.publish(constant_model(), "policy", to=to)
     with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on .* doing that"):
-        shardwise.publish(_model(), "policy", to=to)
-    with shardwise.publish(_model(), "another", to=to):
+        shardwise.publish(constant_model(), "policy", to=to)
+    with shardwise.publish(constant_model(), "another", to=to):
         pass
     first.close()
-    with shardwise.publish(_model(5), "policy", to=to):
+    with shardwise.publish(constant_model(5), "policy", to=to):
         assert dict(shardwise.subscribe("policy", at=to))["weight"].eq(5).all()
 
 
@@ -93,7 +84,7 @@ def test_a_name_has_one_publisher(to: str | None) -> None:
     "name", ["org/model", "../../x", "ein Käse", ".", "..", ".a.b", "~", "%2F"]
 )
 def test_a_name_may_contain_anything(to: str | None, name: str, tmp_path: Path) -> None:
-    with shardwise.publish(_model(3), name, to=to):
+    with shardwise.publish(constant_model(3), name, to=to):
         assert dict(shardwise.subscribe(name, at=to))["weight"].eq(3).all()
     inside = {"names", "published"} if to else {"names"}
     assert {each.name for each in tmp_path.iterdir()} == inside
@@ -102,7 +93,7 @@ def test_a_name_may_contain_anything(to: str | None, name: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["", "x" * 201, "Käse" * 40])
 def test_a_name_that_no_file_can_have_is_refused(to: str | None, name: str) -> None:
     for call in (
-        lambda: shardwise.publish(_model(), name, to=to),
+        lambda: shardwise.publish(constant_model(), name, to=to),
         lambda: shardwise.subscribe(name, at=to),
     ):
         with pytest.raises(ValueError, match="name: found"):
@@ -110,7 +101,7 @@ def test_a_name_that_no_file_can_have_is_refused(to: str | None, name: str) -> N
 
 
 def test_a_publisher_that_begins_anew_goes_on_counting(to: str | None) -> None:
-    model = _model(1)
+    model = constant_model(1)
     process = multiprocessing.get_context("fork").Process(target=_publish_twice_and_die, args=(to,))
     process.start()
     process.join()
@@ -122,13 +113,13 @@ def test_a_publisher_that_begins_anew_goes_on_counting(to: str | None) -> None:
 
 
 def _publish_twice_and_die(to: str | None) -> None:
-    weights = shardwise.publish(_model(9), "policy", to=to)
+    weights = shardwise.publish(constant_model(9), "policy", to=to)
     weights.update()
     os._exit(7)
 
 
 def test_a_closed_publication_publishes_no_more(to: str | None) -> None:
-    weights = shardwise.publish(_model(), "policy", to=to)
+    weights = shardwise.publish(constant_model(), "policy", to=to)
     weights.close()
     weights.close()
     with pytest.raises(ValueError, match=r"found it closed, expected an open one; publish again"):
@@ -145,14 +136,14 @@ def test_a_closed_publication_publishes_no_more(to: str | None) -> None:
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        shardwise.publish(_model(), "policy", **options)
+        shardwise.publish(constant_model(), "policy", **options)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"file/policy: Not a directory"):
-        shardwise.publish(_model(), "policy", to=tmp_path / "file")
-    with shardwise.publish(_model(), "policy", to=tmp_path / "folder"):
+        shardwise.publish(constant_model(), "policy", to=tmp_path / "file")
+    with shardwise.publish(constant_model(), "policy", to=tmp_path / "folder"):
         pass
 
 
@@ -160,11 +151,11 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 
 
 def test_memory_is_written_again_once_nobody_reads_it() -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy") as weights:
         before = _descriptors()
         for value in range(2, 9):
-            _set(model, value)
+            set_weights(model, value)
             weights.update()
             assert dict(shardwise.subscribe("policy"))["weight"].eq(value).all()
             gc.collect()
@@ -176,10 +167,10 @@ def _descriptors() -> int:
 
 
 def test_readers_of_all_older_versions_are_named() -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", buffers=2) as weights:
         kept = dict(shardwise.subscribe("policy"))
-        _set(model, 2)
+        set_weights(model, 2)
         weights.update()
         with pytest.raises(
             CheckpointError, match=rf"found readers .*process {os.getpid()} \(.*python"
@@ -189,13 +180,13 @@ def test_readers_of_all_older_versions_are_named() -> None:
         assert kept["weight"].eq(1).all()
         del kept
         gc.collect()
-        _set(model, 3)
+        set_weights(model, 3)
         weights.update()
         assert dict(shardwise.subscribe("policy"))["weight"].eq(3).all()
 
 
 def test_tensors_outlive_their_publisher() -> None:
-    weights = shardwise.publish(_model(4), "policy")
+    weights = shardwise.publish(constant_model(4), "policy")
     tensors = dict(shardwise.subscribe("policy"))
     weights.close()
     assert tensors["weight"].eq(4).all()
@@ -204,7 +195,7 @@ def test_tensors_outlive_their_publisher() -> None:
 
 
 def test_a_pointer_of_another_release_is_refused(tmp_path: Path) -> None:
-    with shardwise.publish(_model(), "policy") as weights:
+    with shardwise.publish(constant_model(), "policy") as weights:
         [pointer] = (tmp_path / "names").rglob("*.pointer")
         said = json.loads(pointer.read_text())
         newer = said | {"version": said["version"] | {"format": 2}}
@@ -219,7 +210,7 @@ def test_a_pointer_of_another_release_is_refused(tmp_path: Path) -> None:
 def test_a_pointer_into_another_process_is_not_followed(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.write_bytes(b"secret")
-    with shardwise.publish(_model(), "policy"), other.open() as opened:
+    with shardwise.publish(constant_model(), "policy"), other.open() as opened:
         [pointer] = (tmp_path / "names").rglob("*.pointer")
         said = json.loads(pointer.read_text())
         for changed in ({"descriptor": opened.fileno()}, {"descriptor": 0}, {"process": 2**30}):
@@ -231,7 +222,7 @@ def test_a_pointer_into_another_process_is_not_followed(tmp_path: Path) -> None:
 def test_a_publisher_in_another_container_is_said_to_be_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with shardwise.publish(_model(), "policy"):
+    with shardwise.publish(constant_model(), "policy"):
         monkeypatch.setattr(memory, "host_by", lambda namespace: "another boot")
         with pytest.raises(CheckpointError, match=r"another container.* Publish to a folder"):
             dict(shardwise.subscribe("policy"))
@@ -242,7 +233,7 @@ def test_names_in_a_folder_that_others_may_write_to_are_refused(tmp_path: Path) 
     home.mkdir()
     home.chmod(0o777)
     with pytest.raises(CheckpointError, match=r"found drwxrwxrwx of user .*, expected a folder"):
-        shardwise.publish(_model(), "policy")
+        shardwise.publish(constant_model(), "policy")
     home.rmdir()
     home.symlink_to(tmp_path)
     with pytest.raises(CheckpointError, match=r"found lrwxrwxrwx of user"):
@@ -268,7 +259,7 @@ def _read_as(user: int, names: str, results: Any) -> None:
 @pytest.mark.skipif(os.getuid() != 0, reason="becomes another user")
 def test_another_user_cannot_read_them(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
-    with shardwise.publish(_model(), "policy"):
+    with shardwise.publish(constant_model(), "policy"):
         results = context.SimpleQueue()
         process = context.Process(target=_read_as, args=(12345, str(tmp_path / "names"), results))
         process.start()
@@ -287,7 +278,7 @@ def _versions(folder: Path) -> list[str]:
 
 def test_changes_take_a_few_percent_and_are_exact(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = _model(1, size=1024).to(torch.bfloat16)
+    model = constant_model(1, size=1024).to(torch.bfloat16)
     with shardwise.publish(model, "policy", to=tmp_path) as weights:
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)
@@ -317,7 +308,7 @@ def test_elements_that_are_far_apart_are_found(tmp_path: Path) -> None:
 
 
 def test_a_version_in_full_follows_once_changes_add_up_to_it(tmp_path: Path) -> None:
-    model = _model(0)
+    model = constant_model(0)
     full = []
     with shardwise.publish(model, "policy", to=tmp_path) as weights:
         for value in range(1, 12):
@@ -354,7 +345,7 @@ def test_a_version_in_full_is_a_model_that_others_load(tmp_path: Path) -> None:
 
 
 def test_changes_that_do_not_follow_what_a_reader_has_are_refused(tmp_path: Path) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", to=tmp_path) as weights:
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)
@@ -367,7 +358,7 @@ def test_changes_that_do_not_follow_what_a_reader_has_are_refused(tmp_path: Path
 
 
 def test_a_damaged_version_is_refused_and_the_next_in_full_is_read(tmp_path: Path) -> None:
-    model = _model(1)
+    model = constant_model(1)
     with shardwise.publish(model, "policy", to=tmp_path) as weights:
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)
@@ -385,7 +376,7 @@ def test_a_damaged_version_is_refused_and_the_next_in_full_is_read(tmp_path: Pat
 
 
 def test_a_model_that_gets_a_parameter_is_published_in_full(tmp_path: Path) -> None:
-    model: Any = _model(1)
+    model: Any = constant_model(1)
     with shardwise.publish(model, "policy", to=tmp_path) as weights:
         subscription = shardwise.subscribe("policy", at=tmp_path)
         dict(subscription)

@@ -197,15 +197,20 @@ class Agent(LocalElasticAgent):
             self.signals.counts_later = self._hold_unsaved
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        if self._are_waiting:
-            return self._move_on(worker_group)
+        self._asked, self._outcome, self._has_shown = False, None, False
+        self._timers = Timers(process_clock().now)
+        begin = self._move_on if self._are_waiting else self._start_ranks
+        pids = begin(worker_group)
+        self._starting = StartWatch(self.ranks, self._say)
+        return pids
+
+    def _start_ranks(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        """Start the processes of a world."""
         for rank in self.ranks:
             rank.close()
         spec, generation = worker_group.spec, self.meeting.generation
         spec.entrypoint, *arguments = self._command(generation)
         spec.args = tuple(arguments)
-        self._asked, self._outcome, self._has_shown = False, None, False
-        self._timers = Timers(process_clock().now)
         # Blocked while ranks start: they inherit the mask, and unblock the signals when they can
         # tell a stop from a crash.
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -217,7 +222,6 @@ class Agent(LocalElasticAgent):
             LocalRank(worker.global_rank, pids[worker.local_rank], self.logs.of(worker.local_rank))
             for worker in worker_group.workers
         ]
-        self._starting = StartWatch(self.ranks, self._say)
         return dict(pids)
 
     def _start_early(self) -> None:
@@ -252,8 +256,6 @@ class Agent(LocalElasticAgent):
         """Give ranks that wait their places in the next world."""
         self.signals.counts_later = False
         self.meeting.before_waiting = lambda: None
-        self._asked, self._outcome, self._has_shown = False, None, False
-        self._timers = Timers(process_clock().now)
         for worker, rank in zip(worker_group.workers, self.ranks, strict=True):
             rank.move_on(
                 worker.global_rank,
@@ -271,7 +273,6 @@ class Agent(LocalElasticAgent):
                     LOST: self.logs.lost,
                 },
             )
-        self._starting = StartWatch(self.ranks, self._say)
         return {worker.local_rank: worker.id for worker in worker_group.workers}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

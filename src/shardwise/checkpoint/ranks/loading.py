@@ -6,7 +6,7 @@ manifest -> memory -> every rank reads its parts -> the model
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwise._torch import dtensor
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
 from shardwise.checkpoint.disk.commit import StrPath, check_files
-from shardwise.checkpoint.disk.entries import Manifest, StatePath, TensorEntry, dotted, torch_dtype
+from shardwise.checkpoint.disk.entries import StatePath, TensorEntry, dotted, torch_dtype
 from shardwise.checkpoint.disk.manifest import read_manifest
 from shardwise.checkpoint.disk.pieces import CHUNK, PieceReader, narrow, read_box
 from shardwise.checkpoint.disk.values import leaves, unflatten
@@ -125,7 +125,7 @@ def _load(
     saved = model_state(model, ignore_frozen_params=ignore_frozen_params)
     names = parameter_names(model, saved)
     into = _model_tensors(saved)
-    _check_names(manifest, into, saved, strict=strict, where=str(path))
+    check_same_model(str(path), manifest.section("model"), into, strict=strict)
     if optimizer is not None:
         find = destinations(optimizer, names)
         found = ((entry.fqn, find(entry)) for entry in manifest.section("optimizer"))
@@ -200,20 +200,21 @@ def _model_tensors(saved: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: check_tensor(leaf, name) for name, leaf in found if isinstance(leaf, Tensor)}
 
 
-def _check_names(
-    manifest: Manifest,
-    into: Mapping[str, Tensor],
-    saved: Mapping[str, Any],
-    *,
-    strict: bool,
-    where: str,
+def check_same_model(
+    where: str, saved: Iterable[TensorEntry], into: Mapping[str, Tensor], *, strict: bool = True
 ) -> None:
-    """Check that the checkpoint is of this model.
+    """Check that what was saved, or is moved, is of this model.
+
+    Args:
+        where: the checkpoint, for error messages.
+        saved: the tensors of a model.
+        into: those of this one, by the names of entries.
+        strict: whether the names must be the same.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
-    entries: dict[str, TensorEntry] = {entry.fqn: entry for entry in manifest.section("model")}
+    entries = {entry.fqn: entry for entry in saved}
     if strict:
         check_same_names(
             where, missing=into.keys() - entries.keys(), unexpected=entries.keys() - into.keys()

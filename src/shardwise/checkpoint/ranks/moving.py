@@ -26,13 +26,14 @@ from shardwise.checkpoint.disk.entries import (
     StoredPiece,
     TensorEntry,
     Value,
+    dotted,
     dtype_name,
     torch_dtype,
 )
 from shardwise.checkpoint.disk.pieces import narrow
 from shardwise.checkpoint.disk.values import unflatten
 from shardwise.checkpoint.ranks.agreement import Ranks, group_for
-from shardwise.checkpoint.ranks.loading import install, own_part
+from shardwise.checkpoint.ranks.loading import check_same_model, install, own_part
 from shardwise.checkpoint.ranks.optimizer import (
     destinations,
     inside_of,
@@ -41,7 +42,6 @@ from shardwise.checkpoint.ranks.optimizer import (
 )
 from shardwise.checkpoint.ranks.saving import mixed, wait_for_save
 from shardwise.checkpoint.ranks.state import (
-    check_same_names,
     model_state,
     state_of,
     ties,
@@ -303,10 +303,7 @@ class _Adoption:
 
     def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
         """Make room for the part that no rank which stays has, and no other giver gives."""
-        holders: dict[Box, list[int]] = {}
-        for piece in entry.pieces:
-            holders.setdefault(piece.box, []).append(int(piece.file))
-        for box, ranks in holders.items():
+        for box, ranks in _holders(entry).items():
             if self._giver == min(ranks) and all(rank in self._leaving for rank in ranks):
                 return box, self._mine.add(entry, box)
         return None
@@ -398,13 +395,21 @@ def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
                 )
             found[entry.fqn] = replace(known, pieces=known.pieces + entry.pieces)
     for entry in found.values():
-        boxes = list(dict.fromkeys(piece.box for piece in entry.pieces))
+        boxes = list(_holders(entry))
         if not is_tiling(boxes, entry.shape):
             raise CheckpointError(
                 f"{entry.fqn}: found parts {boxes[:4]} of shape {list(entry.shape)}, expected all "
                 "of it once; every rank that holds a part has to take part"
             )
     return list(found.values())
+
+
+def _holders(entry: TensorEntry) -> dict[Box, list[int]]:
+    """The ranks that hold each part of a tensor."""
+    found: dict[Box, list[int]] = {}
+    for piece in entry.pieces:
+        found.setdefault(piece.box, []).append(int(piece.file))
+    return found
 
 
 def _some_at_a_time(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
@@ -436,15 +441,8 @@ def _check_target(
             f"{doing}: found {', '.join(lost[:3])} on the meta device, expected memory: only "
             "parameters that fully_shard has sharded and persistent buffers get it here"
         )
-    found = {str(entry.path[1]): entry for entry in entries if entry.section == "model"}
-    own = {name: each for name, each in saved.items() if isinstance(each, Tensor)}
-    check_same_names(doing, own.keys() - found.keys(), found.keys() - own.keys())
-    for name, entry in found.items():
-        if tuple(own[name].shape) != entry.shape:
-            raise CheckpointError(
-                f"{doing}: {name}: found shape {list(entry.shape)}, expected "
-                f"{list(own[name].shape)}"
-            )
+    own = {dotted(("model", n)): each for n, each in saved.items() if isinstance(each, Tensor)}
+    check_same_model(doing, (entry for entry in entries if entry.section == "model"), own)
     if optimizer is not None:
         tree = unflatten([(value.path, value.value) for value in values], doing)
         list(saved_groups(optimizer, names, tree.get("optimizer", {})))
@@ -571,17 +569,13 @@ class _Exchange:
             return {name: box for name, (box, _) in self._opened.items()}
 
         wanted = self._ranks.together(self._doing, needs, lambda parts: [parts] * len(parts))
-        travelling: list[_Rows] = []
-        for rows in self._rows(entries, wanted):
-            if rows.source != rows.target:
-                travelling.append(rows)
-            elif rows.source == self._ranks.rank:
+        every = list(self._rows(entries, wanted))
+        for rows in every:
+            if rows.source == rows.target == self._ranks.rank:
                 self._attempt(partial(self._keep, rows))
-            if sum(each.nbytes for each in travelling) >= _AT_ONCE:
-                self._send(travelling)
-                travelling = []
-        if travelling:
-            self._send(travelling)
+        travelling = (rows for rows in every if rows.source != rows.target)
+        for some in portions(travelling, lambda rows: rows.nbytes, _AT_ONCE):
+            self._send(some)
 
     def check(self) -> None:
         """Raise what has failed on this rank."""
@@ -594,9 +588,7 @@ class _Exchange:
         A rank that has what it needs takes it from itself, another from one of those that have it.
         """
         for entry in entries:
-            holders: dict[Box, list[int]] = {}
-            for piece in entry.pieces:
-                holders.setdefault(piece.box, []).append(int(piece.file))
+            holders = _holders(entry)
             for target, needs in enumerate(wanted):
                 if entry.fqn not in needs:
                     continue

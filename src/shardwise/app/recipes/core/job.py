@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shardwise.app.recipes.core.begin import check_folder, compared, decided
-from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
+from shardwise.app.recipes.core.recipe import Assemble, Inputs, RecipeConfig
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, newest_folder
 from shardwise.elastic.rank import StopSignals, importing
 from shardwise.elastic.world import ReplicaWorld, World
@@ -46,6 +46,7 @@ class TrainingJob:
         self._folder = folder
         self._options = options
         self._inputs: Inputs | None = None
+        self._assemble: Assemble | None = None
         self._size = 1
 
     def span_hosts(self) -> None:
@@ -63,7 +64,7 @@ class TrainingJob:
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what a rank finds for itself: its data, in its world."""
-        return {**vars(self), "_inputs": None}
+        return {**vars(self), "_inputs": None, "_assemble": None}
 
     @property
     def deadline(self) -> float | None:
@@ -173,20 +174,23 @@ class TrainingJob:
             f"{span.shown(position)}. To go on, say --resume with more {option}."
         )
 
-    def prepare(self) -> None:
-        """Import what a training needs, which takes seconds."""
-        with importing():
-            from shardwise.app.recipes.core import training  # noqa: F401
+    def prepare(self) -> Assemble:
+        """Import what a training needs, which takes seconds the first time; return what builds it.
 
-            self.config.assemble()
+        Only then: what lives in a later world is to be freed after it.
+        """
+        if self._assemble is None:
+            with importing():
+                from shardwise.app.recipes.core import training  # noqa: F401
+
+                self._assemble = self.config.assemble()
+        return self._assemble
 
     def run(self, world: World, signals: StopSignals, before: Departure | None = None) -> None:
         """Train, as one rank; see :func:`~shardwise.app.recipes.core.training.train`."""
-        inputs = self._checked()
-        self.prepare()  # here, and not before
+        inputs, assemble = self._checked(), self.prepare()
         from shardwise.app.recipes.core.training import train
 
-        assemble = self.config.assemble()
         train(inputs, assemble, world, signals, self._options, before)
 
     def _checked(self) -> Inputs:
