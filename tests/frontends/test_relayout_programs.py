@@ -366,6 +366,8 @@ def test_without_grad_and_in_inference_mode(rank: int, world_size: int) -> None:
     steps(model, optimizer)
 
 
+# Dynamo hides this warning of torch 2.14, which does not help where warnings are errors.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @on_threads(2)
 def test_compiled_blocks(rank: int, world_size: int) -> None:
     model, meshes = sharded(mesh_of(2)), [mesh_of(1), mesh_of(2)]
@@ -432,9 +434,9 @@ def _is_referred_to(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _is_in_a_graph(model: Any, mesh: DeviceMesh) -> None:
-    norm = model[0][0].weight.norm()
+    of_this_rank = model[0][0].weight.to_local()
     relayout(model, mesh=mesh)
-    assert norm
+    assert of_this_rank.requires_grad
 
 
 def _has_an_optimizer(model: Any, mesh: DeviceMesh) -> None:
