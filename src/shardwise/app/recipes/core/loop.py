@@ -307,7 +307,7 @@ class Loop:
 
     def _evaluate_if_due(self, before: Position, position: Position, stop: int) -> dict[str, float]:
         every = self.config.output.eval_every
-        if self.config.output.keep_best and not (stop or self._left(position)):
+        if self.config.output.keep_best and not (stop > MOVE_ON or self._left(position)):
             return self._evaluate(position)  # before the last save, which deletes what is worse
         done, now = self.span.evaluation_count(before), self.span.evaluation_count(position)
         due = every and done // every < now // every
