@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
@@ -58,6 +59,71 @@ def fsdp2_functions(names: Iterable[str]) -> dict[str, Callable[..., Any]]:
 def set_fsdp_state(module: nn.Module, state: object) -> None:
     """Let torch's own ``fully_shard.state(module)`` return ``state``, as pipelining needs."""
     module.__dict__.setdefault(STATE_KEY, {})[_FULLY_SHARD] = state
+
+
+@dataclass(eq=False)
+class TorchGroup:
+    """Parameters that torch's own FSDP2 gathers and reduces together.
+
+    Attributes:
+        name: of its modules, from the model on.
+        modules: what the group computes.
+        detail: one line for each parameter: its name, shape and dtype.
+        meshes: those of its parameters.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    detail: str
+    meshes: tuple[DeviceMesh, ...]
+    _group: Any
+
+    @property
+    def collectives(self) -> tuple[Any, Any, Any]:
+        """What it gathers with, what it reduces with, and what is called after an all-reduce."""
+        group = self._group
+        return group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook
+
+    @collectives.setter
+    def collectives(self, found: tuple[Any, Any, Any]) -> None:
+        group = self._group
+        group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook = found
+
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The process group that gradients are all-reduced over, if there is one."""
+        info = self._group.mesh_info
+        found: dist.ProcessGroup | None = getattr(info, "replicate_process_group", None)
+        return found
+
+    @property
+    def all_reduces(self) -> bool:
+        """Whether reductions reach the replicas; see ``set_requires_all_reduce``."""
+        return bool(self._group.all_reduce_grads)
+
+
+def torch_groups(model: nn.Module) -> list[TorchGroup]:
+    """Return the groups of torch's own FSDP2 in a model; none if it shards nothing there."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[Any, TorchGroup] = {}
+    for module_name, module in model.named_modules():
+        state = _fully_shard._fully_shard.fully_shard.state(module)  # type: ignore[attr-defined]
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # torch before 2.12 has one for each module
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if group is None or group in found:
+                continue
+            params = [each.sharded_param for each in group.fsdp_params]
+            lines = (
+                f"{names.get(id(p), '')}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+                for p in params
+            )
+            meshes = dict.fromkeys(p.device_mesh for p in params)
+            found[group] = TorchGroup(
+                module_name, tuple(group.modules), "\n".join(lines), tuple(meshes), group
+            )
+    return list(found.values())
 
 
 def check_composable(module: nn.Module, name: str) -> None:

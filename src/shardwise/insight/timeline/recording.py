@@ -17,12 +17,14 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shardwise._torch import c10d
 from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.files import read_small, replace_file
 from shardwise.checkpoint.disk.strict import parse, refuse
+from shardwise.frontends.torch_groups import observed
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.timeline.meeting import (
     ClockReport,
@@ -68,6 +70,7 @@ class Recording:
         patience: float = PATIENCE,
         now: Callable[[], int] = time.perf_counter_ns,
         clock: str | None = None,
+        model: nn.Module | None = None,
     ) -> None:
         if not 0 < patience < math.inf:
             raise ValueError(f"patience: found {patience}, expected seconds above 0")
@@ -77,6 +80,7 @@ class Recording:
         self._patience = patience
         self._now = now
         self._clock = clock
+        self._model = model
         self._recorder: Recorder | None = None
         self._rank, self._world_size = 0, 1
         self._held = contextlib.ExitStack()
@@ -108,6 +112,8 @@ class Recording:
         recorder = Recorder(limit, clock, self._now)
         self._first = self._begin(peers)
         self._held.enter_context(recorder.recording())
+        if self._model is not None:
+            self._held.enter_context(observed(self._model))
         self._recorder = recorder
         return self
 
@@ -249,6 +255,7 @@ class Recording:
 def record(
     folder: str | Path | None = None,
     *,
+    model: nn.Module | None = None,
     prediction: StepTime | None = None,
     patience: float = PATIENCE,
 ) -> Recording:
@@ -276,6 +283,8 @@ def record(
 
     Args:
         folder: where rank 0 writes to; ``None``: no files.
+        model: one that torch's own ``fully_shard`` has sharded, to see its groups; ours need no
+            mention.
         prediction: what a plan says that a step takes, to show beside what happened:
             ``shardwise.plan(...).step``.
         patience: seconds that ranks wait for others at the beginning, and at the end.
@@ -289,7 +298,9 @@ def record(
         PeerLostError: a peer is gone at the beginning or at the end.
         OSError: the folder cannot be written to.
     """
-    return Recording(None if folder is None else Path(folder), prediction, patience)
+    return Recording(
+        None if folder is None else Path(folder), prediction, patience, model=model
+    )
 
 
 @dataclass(frozen=True)
