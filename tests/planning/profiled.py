@@ -82,6 +82,7 @@ def allocated(
             reshard_after_forward=plan.reshard_after_forward,
             precision=policy,
             transport=settings.transport,
+            runtime=settings.runtime,
         )
         optimizer: torch.optim.Optimizer
         if settings.stepping is Stepping.IN_BACKWARD:

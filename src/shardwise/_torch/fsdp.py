@@ -47,6 +47,7 @@ REDUCES_AS_STORED = hasattr(MixedPrecisionPolicy, "param_dtype_override_fn")
 
 # torch keeps a module's state under the function behind its own fully_shard. Read it now:
 # patch_torch() may have replaced the name by the time it is needed.
+_FSDPState: Any = _fully_shard._fsdp_state.FSDPState
 _FULLY_SHARD: Any = vars(_fully_shard._fully_shard)["fully_shard"].__wrapped__
 
 
@@ -89,6 +90,11 @@ class TorchGroup:
         group = self._group
         group._all_gather_comm, group._reduce_scatter_comm, group._all_reduce_hook = found
 
+    def full_parameters(self) -> list[nn.Parameter]:
+        """Return the full parameters, once they have been gathered."""
+        params = self._group.fsdp_params
+        return [each._unsharded_param for each in params if hasattr(each, "_unsharded_param")]
+
     @property
     def replicas(self) -> dist.ProcessGroup | None:
         """The process group that gradients are all-reduced over, if there is one."""
@@ -107,8 +113,10 @@ def torch_groups(model: nn.Module) -> list[TorchGroup]:
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[Any, TorchGroup] = {}
     for module_name, module in model.named_modules():
-        state = _fully_shard._fully_shard.fully_shard.state(module)  # type: ignore[attr-defined]
-        groups = getattr(state, "_fsdp_param_groups", None)
+        state = vars(module).get(STATE_KEY, {}).get(_FULLY_SHARD)
+        if not isinstance(state, _FSDPState):
+            continue
+        groups: Any = getattr(state, "_fsdp_param_groups", None)
         if groups is None:  # torch before 2.12 has one for each module
             groups = [getattr(state, "_fsdp_param_group", None)]
         for group in groups:

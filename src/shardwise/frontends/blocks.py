@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,7 +24,7 @@ from torch.utils.checkpoint import (
 
 from shardwise._torch import autograd
 from shardwise.frontends.fsdp2 import fully_shard
-from shardwise.frontends.strategies import Checkpointing
+from shardwise.frontends.strategies import Checkpointing, Runtime
 from shardwise.sharding.state import gather_in_order, groups_of
 from shardwise.transport.wire import Wire
 
@@ -220,6 +221,7 @@ def shard_blocks(
     transport: str | None = None,
     offload_policy: OffloadPolicy | None = None,
     wire: Wire | Mapping[str, Wire] | None = None,
+    runtime: Runtime = Runtime.SHARDWISE,
 ) -> None:
     """Shard every block, then the rest, so that each block is gathered by itself.
 
@@ -235,7 +237,11 @@ def shard_blocks(
         transport: as for ``fully_shard``.
         offload_policy: as for ``fully_shard``.
         wire: as for ``fully_shard``.
+        runtime: whose ``fully_shard`` does it; torch's takes no ``transport`` and no ``wire``.
     """
+    shard: Callable[..., object] = torch_fully_shard
+    if runtime is Runtime.SHARDWISE:
+        shard = functools.partial(fully_shard, transport=transport, wire=wire)
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     taken: set[nn.Module] = set()
@@ -248,15 +254,13 @@ def shard_blocks(
             taken.update(norms)
             groups.append((norms, full))
         for part, policy in (*groups, (module, precision)):
-            fully_shard(
+            shard(
                 part,
                 mesh=mesh,
                 reshard_after_forward=reshard,
                 shard_placement_fn=placement,
                 mp_policy=policy,
-                transport=transport,
                 offload_policy=OffloadPolicy() if offload_policy is None else offload_policy,
-                wire=wire,
             )
     if any(group.mesh.shard.overlaps_compute for group in groups_of(model)):
         # Trainings write to parameters between steps only, so gathering early is safe.

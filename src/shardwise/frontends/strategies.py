@@ -52,6 +52,13 @@ class Checkpointing(enum.Enum):
     OPERATOR = "op"  # the same, and every second of these products
 
 
+class Runtime(enum.Enum):
+    """Whose ``fully_shard`` shards a model."""
+
+    SHARDWISE = "shardwise"
+    TORCH = "torch"  # torch.distributed.fsdp's
+
+
 class Strategy(enum.Enum):
     """How parameters, gradients and optimizer state are distributed over ranks.
 

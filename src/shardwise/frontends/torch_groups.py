@@ -208,7 +208,7 @@ class _ObservedWork(dist.Work):
         super().__init__()
         self._work, self._issued = work, issued
 
-    def wait(self, *_: object) -> bool:  # type: ignore[override]
+    def wait(self, *_: object) -> bool:
         """Wait, and report it."""
         with self._issued:
             self._work.wait()

@@ -598,6 +598,10 @@ class ParamGroup:
         self.__dict__.pop("label", None)
         self._labels.clear()
 
+    def full_parameters(self) -> list[nn.Parameter]:
+        """Return the full parameters, once they have been gathered."""
+        return [param.full for param in self.params if param.full is not None]
+
     @functools.cached_property
     def label(self) -> Label:
         """The name of the group in messages, and the parameters that ranks must agree on."""

@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,7 +31,7 @@ from shardwise.base.errors import NotPossibleError
 from shardwise.base.units import show
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.rank import importing
-from shardwise.frontends.strategies import WantedMesh
+from shardwise.frontends.strategies import Runtime, WantedMesh
 from shardwise.insight.planning.machine import MachineError
 from shardwise.insight.planning.presets import MODELS, ModelError, find_settings
 from shardwise.insight.planning.settings import (
@@ -72,6 +72,9 @@ The fastest way to train a model of your own in 40 GiB:
 
 A module of your own code, on this machine:
   [cyan]shardwise plan my_models:build --batch my_models:make_batch --mesh dp=4[/cyan]
+
+How torch's own FSDP2 would do it, beside Shardwise:
+  [cyan]shardwise plan llama-8b --mesh dp=8 --param-dtype bf16 --compare[/cyan]
 
 For programs, and as a page for browsers:
   [cyan]shardwise plan llama-70b --mesh dp=32,tp=8 --device h100 --json[/cyan]
@@ -136,6 +139,12 @@ class PlanConfig(Config):
         f"memory of a rank: a size, or '{DEVICE}' for all of it.",
         metavar="SIZE",
     )
+    beside: Runtime | None = setting(
+        None,
+        "Another runtime to plan for, too.",
+        OUTPUT,
+        flags={"--compare": (Runtime.TORCH, "Plan for torch's fully_shard too, and show both.")},
+    )
     json: bool = setting(False, "Print JSON, for programs.", OUTPUT)
     html: Path | None = setting(
         None, "Write a page for browsers, with who holds what.", OUTPUT, metavar="FILE"
@@ -154,6 +163,9 @@ class PlanConfig(Config):
             settings = Settings.of(self.sharding, self.step, self.machine, mesh=mesh)
             if ":" not in model:
                 find_settings(model)  # before torch is imported
+            if self.beside is not None:
+                self._compare(model, settings, self.beside)
+                return
             plan = self._plan(model, settings, limit)
         if self.html is not None:
             plan.to_html(self.html)
@@ -162,6 +174,26 @@ class PlanConfig(Config):
             print(text)
         elif self.html is None:
             print(plan)
+
+    def _compare(self, model: str, settings: Settings, beside: Runtime) -> None:
+        """Plan for two runtimes, and print both.
+
+        Raises:
+            OptionError: an option that has no meaning for two plans is given.
+        """
+        for name in ("fit", "html"):
+            if getattr(self, name) is not None:
+                expected = "none given: only one of two plans could have it"
+                raise OptionError("--compare", f"--{name} beside it", expected)
+        runtimes = (Runtime.SHARDWISE, beside)
+        plans = [self._plan(model, replace(settings, runtime=each), None) for each in runtimes]
+        if self.json:
+            both = {each.settings.runtime.value: each.to_json() for each in plans}
+            print(json_module.dumps(both, separators=(",", ":")))
+            return
+        from shardwise.insight.planning.text import comparison  # imports rich
+
+        print(comparison(plans))
 
     def _limit(self) -> int | None:
         """Return the bytes of ``--fit``; ``None``: those of the device."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.base import devices
 from shardwise.frontends.strategies import MOST_RANKS as MOST_SHOWN
-from shardwise.frontends.strategies import MeshError, WantedMesh
+from shardwise.frontends.strategies import MeshError, Runtime, WantedMesh
 from shardwise.insight.blueprint import Blueprint
 from shardwise.insight.inspect import read as inspector
 from shardwise.insight.planning import calibrate
@@ -105,6 +105,7 @@ def plan(
     step: PlannedStep = _ONE_SAMPLE,
     machine: MachineConfig = _THIS_MACHINE,
     available: int | None = None,
+    runtime: str | None = None,
 ) -> ModelPlan:
     """Plan a training that has not been started: memory, traffic and time of a step.
 
@@ -125,6 +126,8 @@ def plan(
         step: the batch, the optimizer and the loss.
         machine: what it runs on.
         available: bytes that a rank may use; by default the memory of the device.
+        runtime: whose ``fully_shard`` runs the step: ``"shardwise"`` or ``"torch"``; ``None``: as
+            ``step`` says.
 
     Returns:
         The plan: ``print`` it, or see :class:`~shardwise.insight.planning.report.Plan`.
@@ -137,7 +140,8 @@ def plan(
         MachineError: the device or the link is not known.
         RuntimeError: this process has a default process group.
     """
-    settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh)))
+    given: dict[str, Any] = {} if runtime is None else {"runtime": runtime}
+    settings = with_functions(Settings.of(sharding, step, machine, mesh=_mesh(mesh), **given))
     found = find_machine(machine, settings.mesh.size)
     blueprint = find_model(model) if isinstance(model, str) else of_module(model)
     limit = None if available is None else Available(nbytes=available, source="as given")
@@ -193,13 +197,14 @@ def make_plan(
         its_log = log if first == 0 else rehearse(blueprint, settings, first)
         ranks.append(replace(memory(its_log), ranks=count))
     parameters = {id(each): each for each in blueprint.model.parameters()}.values()
+    is_torchs = settings.runtime is Runtime.TORCH  # whose streams the clock does not know
     return ModelPlan(
         model=blueprint.name,
         numel=sum(each.numel() for each in parameters),
         settings=settings,
         ranks=tuple(sorted(ranks, key=lambda rank: -rank.peak)),
         traffic=Traffic.of(log),
-        step=None if machine is None else step_time(log, machine, settings),
+        step=None if machine is None or is_torchs else step_time(log, machine, settings),
         machine="" if machine is None else machine_in_words(machine, settings),
         observed=observed_error(machine, settings),
         available=available or memory_of(machine, settings),
@@ -248,8 +253,11 @@ def make_fit(
 
     Raises:
         NothingFitsError: nothing fits.
-        MeshError, SettingsError: as for :func:`make_plan`.
+        MeshError, SettingsError: as for :func:`make_plan`; or torch's own FSDP2 is planned for.
     """
+    if settings.runtime is Runtime.TORCH:
+        expected = "shardwise: no plan knows the time of a step of torch's, to say what is fastest"
+        raise SettingsError("runtime", settings.runtime.value, expected)
     settings = on_machine(with_sequence(blueprint, settings), machine)
     plans: dict[Settings, ModelPlan] = {}
 

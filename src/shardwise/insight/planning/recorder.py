@@ -14,7 +14,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -26,7 +26,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from shardwise._torch import autograd, dtensor, fake
+from shardwise._torch import autograd, dtensor, fake, fsdp
 from shardwise.base.observe import Activity, Memory, Route
 from shardwise.insight.planning.events import (
     Change,
@@ -125,7 +125,9 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
         self._node_numbers: list[int] = [-1]
         self._node_modules: list[str] = [""]
         self._group = ""
-        self._unfollowed: dict[str, ParamGroup] = {}  # whose gradients are not labeled yet
+        self._unfollowed: dict[
+            str, Callable[[], list[nn.Parameter]]
+        ] = {}  # whose gradients are not labeled yet
         self._number = 0
         self._under_way: set[int] = set()
         self._functional: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = (
@@ -147,7 +149,11 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             ends: names of modules that compute logits or the loss.
         """
         self._names = {module: name for name, module in model.named_modules()}
-        self._unfollowed = {self._names[each.modules[0]]: each for each in groups_of(model)}
+        groups: list[ParamGroup | fsdp.TorchGroup] = [
+            *groups_of(model),
+            *fsdp.torch_groups(model),
+        ]
+        self._unfollowed = {self._names[each.modules[0]]: each.full_parameters for each in groups}
         self._ends = ends
         hooks = [
             register_module_forward_pre_hook(self._enter_module),
@@ -232,8 +238,7 @@ class RehearsalRecorder(fake.TorchDispatchMode):  # type: ignore[no-untyped-call
             if self._records:
                 self._events.append(Mark(activity, self._group))
             if activity is not Activity.OPTIMIZER and self._group in self._unfollowed:
-                params = self._unfollowed[self._group].params
-                fulls = [param.full for param in params if param.full is not None]
+                fulls = self._unfollowed[self._group]()
                 if fulls:  # not yet, when the first forward begins
                     del self._unfollowed[self._group]
                     self._follow_gradients(self._group, fulls)
@@ -482,9 +487,16 @@ _KINDS = {
     "optim/offloaded/stores.py": Memory.OPTIMIZER,
     "optim/matrices.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
+    # Of torch's own FSDP2:
+    "_fsdp_collectives.py": Memory.TRANSPORT,
+    "_fsdp_param.py": Memory.FULL_PARAMETERS,
 }
 #: Functions of those files that allocate for something else, or what stands for it.
 _EXCEPTIONS = {
+    "accumulate_unsharded_grad_if_needed": Memory.GRADIENTS,
+    "all_gather_inputs": Memory.TRANSPORT,
+    "foreach_reduce": Memory.GRADIENTS,
+    "to_accumulated_grad_if_needed": Memory.GRADIENTS,
     "accumulate_grad": Memory.GRADIENTS,
     "_plain": Memory.GRADIENTS,  # what tensor parallel ranks have of it, added
     "zeros_for_grad": Memory.GRADIENTS,
@@ -521,7 +533,10 @@ def _source(frame: FrameType | None) -> _Source | None:
 @functools.cache
 def _source_of_file(path: str) -> _Source | None:
     """The source that a file stands for; ``None`` for torch and helpers, whose caller counts."""
-    if path.startswith(_TORCH) or path.endswith("insight/planning/recorder.py"):
+    if path.startswith(_TORCHS_FSDP2):
+        kind = _KINDS.get(path[len(_TORCHS_FSDP2) :])
+        return None if kind is None else _Source(runtime=True, kind=kind)
+    if path.startswith(_TORCH) or path.endswith(_HELPERS):
         return None
     if not path.startswith(_HERE):
         return _MODEL
@@ -536,6 +551,8 @@ def _source_of_file(path: str) -> _Source | None:
 
 
 _TORCH = str(torch.__file__).removesuffix("__init__.py")
+_TORCHS_FSDP2 = f"{_TORCH}distributed/fsdp/_fully_shard/"
+_HELPERS = ("insight/planning/recorder.py", "frontends/torch_groups.py")
 _HERE = __file__.removesuffix("insight/planning/recorder.py")
 
 

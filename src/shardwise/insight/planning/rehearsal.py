@@ -31,8 +31,8 @@ from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
 from shardwise.frontends.blocks import checkpoint_blocks, shard_blocks, store_in
-from shardwise.frontends.module import FSDPModule
-from shardwise.frontends.strategies import TENSOR
+from shardwise.frontends.strategies import TENSOR, Runtime
+from shardwise.frontends.torch_groups import observed
 from shardwise.insight.blueprint import Blueprint, apply_tensor_parallelism
 from shardwise.insight.planning.events import Log, StepPhase
 from shardwise.insight.planning.recorder import RehearsalRecorder
@@ -42,7 +42,7 @@ from shardwise.insight.planning.settings import (
     SettingsError,
     UntraceableError,
 )
-from shardwise.insight.planning.wires import simulated
+from shardwise.insight.planning.wires import TorchCollectives, simulated
 from shardwise.insight.schema.sharding import PrecisionName, Stepping
 from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups
 from shardwise.optim.norms import NormParts, clip_grad_norm_, scale_grads
@@ -121,6 +121,7 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             batches = [_batch(settings, model, name, mode) for _ in range(count)]
         recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
+            stack.enter_context(observed(model, TorchCollectives(backend)))
             if settings.stepping is Stepping.IN_BACKWARD:
                 for each in groups_of(model):
                     each.stepper = stepper
@@ -187,6 +188,7 @@ def _build(
         placement=blueprint.placement,
         transport=settings.transport,
         wire=settings.collective_wire.argument,
+        runtime=settings.runtime,
     )
     tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers())
     names = [name for name, _ in tensors]
@@ -199,7 +201,9 @@ def _build(
     with dtensor.real_tensors():
         data = settings.sharding.sharding_mesh(mesh[settings.sharding.names])
         apply_tensor_parallelism(model, mesh[TENSOR], blueprint.tensor_parallel)
-    transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
+    transports = None
+    if settings.runtime is Runtime.SHARDWISE:
+        transports = DataMesh.of(data, settings.transport, wires=settings.collective_wire)
     with dtensor.real_tensors():
         shard(mesh=data)
     del transports  # the groups hold them now
@@ -383,10 +387,10 @@ def _step(
     batches: Sequence[Any],
 ) -> None:
     """Take one optimizer step, as the loop of trainings does."""
-    assert isinstance(model, FSDPModule)
+    sharded: Any = model
     for micro, batch in enumerate(batches):
         if len(batches) > 1:
-            model.set_requires_gradient_sync(micro == len(batches) - 1)
+            sharded.set_requires_gradient_sync(micro == len(batches) - 1)
         with loss_parallel() if TENSOR in settings.world.names else contextlib.nullcontext():
             recorder.enter(StepPhase.FORWARD)
             with _explaining("forward", model):
@@ -395,6 +399,9 @@ def _step(
             with _explaining("backward", model):
                 (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
             del loss
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            recorder.label(dtensor.plain(parameter.grad), Memory.GRADIENTS, name)
     recorder.enter(StepPhase.OPTIMIZER)
     if settings.stepping is Stepping.IN_BACKWARD:
         return

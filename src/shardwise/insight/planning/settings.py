@@ -9,7 +9,7 @@ import enum
 import math
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +20,7 @@ from shardwise.frontends.strategies import (
     SHARD,
     TENSOR,
     MeshError,
+    Runtime,
     ShardingPlan,
     WantedMesh,
     reshard_over,
@@ -27,6 +28,7 @@ from shardwise.frontends.strategies import (
 )
 from shardwise.insight.schema.option import (
     MODEL,
+    SHARDING,
     TRAINING,
     Bounds,
     Config,
@@ -53,6 +55,9 @@ OPTIMIZERS = (
     *("adamw", "adamw8bit", "adam", "muon", "lion", "adafactor"),
     *("sgd", "sgd-momentum", "adagrad", "none"),
 )
+
+#: What torch's own fully_shard has no argument for.
+_OURS_ALONE = ("collective_wire", "transport", "stepping", "offload_parameters")
 
 _SIZES = Bounds(least=1, most=MOST_SIZE)
 MACHINE = "Machine"  # a panel of --help
@@ -135,6 +140,7 @@ class PlannedStep(StepConfig):
             for models of transformers from ``batch_size`` and ``seq_length`` or ``image_size``.
         step: computes the loss of a model on a batch; ``None``: the ``loss`` of a transformers
             model, else the mean of what the model returns.
+        runtime: whose ``fully_shard`` is rehearsed.
 
     The three functions may be named: ``"package.module:name"``.
     """
@@ -165,6 +171,13 @@ class PlannedStep(StepConfig):
         MODEL,
         metavar="NAME",
         shown="the model's own loss, else the mean of what it returns",
+    )
+
+    runtime: Runtime = setting(
+        Runtime.SHARDWISE,
+        "Whose fully_shard is rehearsed: {choices}.",
+        SHARDING,
+        metavar="NAME",
     )
 
     def check_values(self) -> None:
@@ -270,9 +283,26 @@ class Settings(StrategyConfig, PlannedStep):
             raise SettingsError(name, error.found, error.expected) from None
         plan = self.sharding
         names = plan.names[1:] if plan.apart else plan.names
+        if self.runtime is Runtime.TORCH:
+            self._check_torch()
         unknown = self.collective_wire.unknown(names)
         if unknown is not None:
             raise SettingsError("wire", f"the dimension {unknown}", f"one of {', '.join(names)}")
+
+    def _check_torch(self) -> None:
+        """Check that torch's own ``fully_shard`` can do what is planned for.
+
+        Raises:
+            SettingsError: it cannot.
+        """
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if name in _OURS_ALONE and value != each.default:
+                shown = value.value if isinstance(value, enum.Enum) else value
+                expected = "none given: torch's fully_shard has no such argument"
+                raise SettingsError(name, str(shown), expected)
+        if self.sharding.apart:
+            raise SettingsError("strategy", self.strategy.value, "one of torch's FSDP2")
 
     @property
     def sharding(self) -> ShardingPlan:

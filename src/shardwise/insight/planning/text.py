@@ -181,6 +181,30 @@ def bytes_needed(plan: Plan) -> Iterator[Cells]:
         yield Cells(heads, traffic, words=2)
 
 
+def comparison(plans: Sequence[Plan]) -> str:
+    """Format what two plans of one training by two runtimes need, side by side."""
+    heads = [each.settings.runtime.value for each in plans]
+    first, second = (each.ranks[0] for each in plans)
+    rows = [
+        (name, *_difference(getattr(first, kind.value), getattr(second, kind.value)))
+        for kind, name in NAMES.items()
+    ]
+    rows.append(("peak", *_difference(first.peak, second.peak)))
+    sums = (sum(each.bytes_sent.values()) for each in plans)
+    rows.append(("sent in a step", *_difference(*sums)))
+    lines = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for label, text in head(plans[0]):
+        if label not in ("memory", "speed"):
+            lines.add_row(Text(label), Text(text))
+    table = Cells(("memory of a rank at its peak", *heads, "difference"), rows).for_terminal()
+    return rendered([lines, Text(), table])
+
+
+def _difference(first: int, second: int) -> tuple[str, str, str]:
+    sign = "-" if second < first else "+" if second > first else ""
+    return binary_size(first), binary_size(second), sign + binary_size(abs(second - first))
+
+
 def speeds(plan: Plan) -> Iterator[Cells]:
     """Tables of time, and of alternatives, the fastest first."""
     if (step := plan.step) is not None:

@@ -18,6 +18,7 @@ from shardwise.base import devices
 from shardwise.base.devices import Backend
 from shardwise.base.observe import Memory
 from shardwise.base.scratch import libc
+from shardwise.frontends.torch_groups import Launch
 from shardwise.transport.base import FinishedWork, Transport
 from shardwise.transport.carrier import Announced, Carrier, Collective, Ends, carried_by
 from shardwise.transport.peers import Peers
@@ -44,6 +45,25 @@ def simulated(backend: Backend, *, ranks_per_host: int) -> Iterator[None]:
         # Tensors without memory have no address, and nothing here needs one.
         warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
         yield
+
+
+class TorchCollectives:
+    """The collectives of torch's own FSDP2 in a rehearsal: see :class:`_GlooWork`.
+
+    Args:
+        backend: of the process groups that are planned for.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def launch(
+        self, launch: Launch, tensors: tuple[torch.Tensor, torch.Tensor], peers: Peers, doing: str
+    ) -> None:
+        """Launch a collective of a world without other processes."""
+        work = _GlooWork(tensors) if self._backend.name == devices.GLOO.name else None
+        launch(False)
+        del work
 
 
 class _RehearsedCarrier(Carrier):

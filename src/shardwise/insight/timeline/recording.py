@@ -298,9 +298,7 @@ def record(
         PeerLostError: a peer is gone at the beginning or at the end.
         OSError: the folder cannot be written to.
     """
-    return Recording(
-        None if folder is None else Path(folder), prediction, patience, model=model
-    )
+    return Recording(None if folder is None else Path(folder), prediction, patience, model=model)
 
 
 @dataclass(frozen=True)
