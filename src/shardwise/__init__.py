@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     )
     from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
     from shardwise.frontends.relayout import relayout
+    from shardwise.frontends.watch_ranks import watch_ranks
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
     from shardwise.insight import timeline
     from shardwise.insight.inspect.read import inspect
@@ -130,6 +131,7 @@ __all__ = [
     "simulation",
     "subscribe",
     "timeline",
+    "watch_ranks",
     "wrap",
 ]
 

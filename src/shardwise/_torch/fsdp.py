@@ -15,7 +15,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_WRAPPED_MODULE,
     ActivationWrapper,
 )
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, _fully_shard
 from torch.distributed.fsdp.wrap import _Policy
 from torch.jit._script import RecursiveScriptModule
@@ -70,13 +69,13 @@ class TorchGroup:
         name: of its modules, from the model on.
         modules: what the group computes.
         detail: one line for each parameter: its name, shape and dtype.
-        meshes: those of its parameters.
+        params: the sharded parameters, ``DTensor``s.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
     detail: str
-    meshes: tuple[DeviceMesh, ...]
+    params: list[Any]
     _group: Any
 
     @property
@@ -127,10 +126,8 @@ def torch_groups(model: nn.Module) -> list[TorchGroup]:
                 f"{names.get(id(p), '')}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
                 for p in params
             )
-            meshes = dict.fromkeys(p.device_mesh for p in params)
-            found[group] = TorchGroup(
-                module_name, tuple(group.modules), "\n".join(lines), tuple(meshes), group
-            )
+            modules = tuple(group.modules)
+            found[group] = TorchGroup(module_name, modules, "\n".join(lines), params, group)
     return list(found.values())
 
 

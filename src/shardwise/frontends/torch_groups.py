@@ -86,7 +86,7 @@ class _ObservedGroup:
         self._forwards: list[int] = []
         self._backward = self._reduction = 0
         self._all_reduce: Issued | None = None
-        for mesh in group.meshes:
+        for mesh in {param.device_mesh for param in group.params}:
             for name in mesh.mesh_dim_names or ():
                 Peers(mesh.get_group(name)).name_dimension(name)
 
@@ -150,8 +150,8 @@ class _ObservedGroup:
         launch: Launch,
         tensors: tuple[torch.Tensor, torch.Tensor],
         group: dist.ProcessGroup,
-        returns: Callable[[Any], Any],
-    ) -> Any:
+        waits_later: bool,
+    ) -> dist.Work | None:
         """Run a collective, and report it.
 
         Args:
@@ -159,7 +159,7 @@ class _ObservedGroup:
             launch: launches it.
             tensors: what it writes, and what it reads.
             group: of the ranks that take part.
-            returns: makes what torch gets from what is to be waited for.
+            waits_later: whether torch waits for it, by what this returns.
         """
         peers = Peers(group)
         log = peers.once(collective_log)
@@ -167,13 +167,17 @@ class _ObservedGroup:
         issued = log.issue(call, 1, lambda: max(tensor.nbytes for tensor in tensors))
         with issued:
             work = self._carried.launch(launch, tensors, peers, call.text)
-        if work is None:
+        found = None if work is None else _ObservedWork(work, issued)
+        if found is None:
             issued.end()
+        elif not waits_later:
+            found.wait()
+            found = None
         observe.end(self._reduction)
         self._reduction = 0
         if activity is Activity.REDUCE_SCATTER:
             self._begin_all_reduce(tensors[0])
-        return None if work is None else returns(_ObservedWork(work, issued))
+        return found
 
     def _begin_all_reduce(self, reduced: torch.Tensor) -> None:
         """Report the all-reduce that follows over replicas, which torch has no place for."""
@@ -241,7 +245,7 @@ class _AllGather:
             return self._inner(output_tensor, input_tensor, group, waits_later or async_op)
 
         tensors = output_tensor, input_tensor
-        return self._group.run(Activity.ALL_GATHER, launch, tensors, group, lambda work: work)
+        return self._group.run(Activity.ALL_GATHER, launch, tensors, group, async_op)
 
 
 class _ReduceScatter(_AllGather):
@@ -269,12 +273,5 @@ class _ReduceScatter(_AllGather):
         def launch(waits_later: bool) -> Any:
             return self._inner(output_tensor, input_tensor, group, op, waits_later or async_op)
 
-        def over(work: _ObservedWork) -> Any:
-            if async_op:
-                return work
-            work.wait()
-            return None
-
-        return self._group.run(
-            Activity.REDUCE_SCATTER, launch, (output_tensor, input_tensor), group, over
-        )
+        tensors = output_tensor, input_tensor
+        return self._group.run(Activity.REDUCE_SCATTER, launch, tensors, group, async_op)

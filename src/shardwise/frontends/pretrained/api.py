@@ -59,6 +59,7 @@ def from_pretrained(
     peft_config: PeftConfig | None = None,
     reshard_after_forward: bool | int | None = None,
     offload_policy: OffloadPolicy | None = None,
+    shard: Callable[..., object] = fully_shard,
     **config: Any,
 ) -> PreTrainedModel | PeftModel:
     """Load a ``transformers`` model straight into shards. Every rank calls this.
@@ -85,6 +86,8 @@ def from_pretrained(
             and the rest is frozen. What is returned is then a ``PeftModel``, in training mode.
         reshard_after_forward: for every group but the root; see :func:`shardwise.fully_shard`.
         offload_policy: where shards are stored; see :func:`shardwise.fully_shard`.
+        shard: what shards each group: :func:`shardwise.fully_shard`, or torch's own
+            ``torch.distributed.fsdp.fully_shard``.
         config: overrides of the configuration, such as ``attn_implementation="eager"``.
 
     Returns:
@@ -112,13 +115,14 @@ def from_pretrained(
         f"loading {name}", lambda: build(name, model_class=model_class, dtype=dtype, **config)
     )
 
-    def shard(block: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
+    def shard_block(block: torch.nn.Module, **arguments: Any) -> torch.nn.Module:
         own = {"reshard_after_forward": reshard_after_forward, **options, **arguments}
-        return fully_shard(block, **own)
+        shard(block, **own)
+        return block
 
     if peft_config is None:
-        apply_wrap(model, policy, shard)
-        fully_shard(model, **options)
+        apply_wrap(model, policy, shard_block)
+        shard(model, **options)
         fill(model, name, group=group)
         shards = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
         replicas = 1 if mesh is None else mesh.size() // shards
@@ -127,8 +131,8 @@ def from_pretrained(
     from shardwise.frontends.pretrained.lora import add_adapters, initialize_adapters, plain_names
 
     adapted = add_adapters(model.train(), peft_config)
-    apply_wrap(model, policy, shard)
-    fully_shard(adapted, **options)
+    apply_wrap(model, policy, shard_block)
+    shard(adapted, **options)
     initialize_adapters(adapted, group)
     fill(adapted, name, names=plain_names(adapted), group=group)
     return adapted

@@ -52,7 +52,7 @@ class Found:
 
     Attributes:
         parameter: the registered tensor, sharded or full.
-        form: its sharded form; ``None`` if ``fully_shard`` does not manage it.
+        form: its sharded form; ``None`` if our ``fully_shard`` does not manage it.
         group: the name of the module whose ``fully_shard`` call manages it, or ``None``.
         names: all its names.
     """
@@ -107,9 +107,14 @@ def parameters_of(model: nn.Module) -> list[Found]:
     return list(found.values())
 
 
-def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam, str]]:
-    """The sharded form and the group's name for each tensor that modules hold, by its id."""
-    forms: dict[int, tuple[ShardedParam, str]] = {}
+def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam | None, str]]:
+    """The sharded form and the group's name for each tensor that modules hold, by its id.
+
+    Parameters of torch's own FSDP2 have no form of ours: the ``DTensor`` says all.
+    """
+    forms: dict[int, tuple[ShardedParam | None, str]] = {
+        id(held): (None, each.name) for each in fsdp.torch_groups(model) for held in each.params
+    }
     for name, module in model.named_modules():
         state = state_of(module)
         for group in state.groups if state is not None else ():
@@ -234,6 +239,8 @@ def _cut_along(tiling: Tiling, grid: Grid) -> tuple[tuple[int, ...], ...]:
 def _kind(found: Found) -> ParamKind:
     if found.form is not None:
         return ParamKind.REPLICATED if found.form.layout.dim is None else ParamKind.SHARDED
+    if found.group is not None:
+        return ParamKind.SHARDED  # by torch's FSDP2
     return ParamKind.TENSOR_PARALLEL if isinstance(found.parameter, DTensor) else ParamKind.PLAIN
 
 
