@@ -65,6 +65,7 @@ PUBLIC = {
         "init_mesh",
         "inspect",
         "launch",
+        "log",
         "materialize",
         "optim",
         "patch_torch",
@@ -79,6 +80,7 @@ PUBLIC = {
         "simulation",
         "subscribe",
         "timeline",
+        "watch_ranks",
         "wrap",
     ],
     "shardwise.checkpoint": [

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from shardwise import checkpoint, diloco, optim
     from shardwise._torch.fsdp import DataParallelMeshDims
+    from shardwise.app.recipes.core.script_log import log
     from shardwise.base.errors import (
         OffloadError,
         PeerLostError,
@@ -117,6 +118,7 @@ __all__ = [
     "init_mesh",
     "inspect",
     "launch",
+    "log",
     "materialize",
     "optim",
     "patch_torch",

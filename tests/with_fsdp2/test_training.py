@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -104,6 +105,7 @@ def _published(rank: int, world_size: int, way: Way, name: str) -> None:
             assert set(seen) == set(wanted)
             for key, value in seen.items():
                 assert torch.equal(value, wanted[key].to(value.dtype)), key
+            dist.barrier()  # the name goes with the first rank that leaves
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

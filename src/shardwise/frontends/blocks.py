@@ -14,7 +14,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -22,7 +21,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from shardwise._torch import autograd
+from shardwise._torch import autograd, fsdp
 from shardwise.frontends.fsdp2 import fully_shard
 from shardwise.frontends.strategies import Checkpointing, Runtime
 from shardwise.sharding.state import gather_in_order, groups_of
@@ -237,9 +236,10 @@ def shard_blocks(
         transport: as for ``fully_shard``.
         offload_policy: as for ``fully_shard``.
         wire: as for ``fully_shard``.
-        runtime: whose ``fully_shard`` does it; torch's takes no ``transport`` and no ``wire``.
+        runtime: whose ``fully_shard`` does it: torch's own in rehearsals alone. It takes no
+            ``transport`` and no ``wire``.
     """
-    shard: Callable[..., object] = torch_fully_shard
+    shard = fsdp.fsdp2_functions(["fully_shard"])["fully_shard"]
     if runtime is Runtime.SHARDWISE:
         shard = functools.partial(fully_shard, transport=transport, wire=wire)
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
