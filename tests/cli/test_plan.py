@@ -166,3 +166,46 @@ def test_a_training_that_cannot_fit_is_not_started(
     shown = capsys.readouterr()
     assert "does not fit" in " ".join(shown.out.split())  # lines are as wide as the terminal
     assert "error: --plan: found" in shown.err
+
+
+# -- torch's own FSDP2 -----------------------------------------------------------------------------
+
+_BY_TORCH = f"{_NETS}:build --batch {_NETS}:batch --mesh dp=2"
+
+
+def test_plans_for_torchs_fsdp2(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for runtime in ("shardwise", "torch"):
+        words = f"{_BY_TORCH} --runtime {runtime} --json"
+        assert call("plan", *words.split()) == 0
+        found[runtime] = json.loads(capsys.readouterr().out)
+    assert found["torch"]["settings"]["runtime"] == "torch"
+    both = [found[name]["ranks"][0]["bytes"]["parameters"] for name in found]
+    assert both[0] == both[1] > 0
+
+
+def test_compares_both_runtimes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("plan", *f"{_BY_TORCH} --compare".split()) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (head,) = [line for line in lines if line.startswith("memory of a rank")]
+    assert head.split()[-3:] == ["shardwise", "torch", "difference"]
+    assert any(line.startswith("peak") for line in lines)
+    assert call("plan", *f"{_BY_TORCH} --compare --json".split()) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"shardwise", "torch"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--runtime jax", "--runtime: found 'jax', expected one of 'shardwise', 'torch'"),
+        ("--runtime torch --transport shm", "--transport: found shm, expected none given"),
+        ("--runtime torch --wire int8", "found"),
+        ("--runtime torch --step-in-backward", "found in-backward"),
+        ("--compare --fit 1GiB", "--compare: found --fit beside it"),
+        ("--compare --html x.html", "--compare: found --html beside it"),
+    ],
+)
+def test_what_torchs_fsdp2_does_not_have(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, "plan", *f"{_BY_TORCH} {arguments}".split())
