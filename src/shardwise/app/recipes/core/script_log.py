@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from shardwise.app.recipes.core.journal import MetricsFile
@@ -43,7 +44,8 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
     record: dict[str, Any] = {"step": step}
     for name, value in values.items():
         try:
-            record[name] = value if isinstance(value, int) else float(value)
+            number = value.item() if isinstance(value, torch.Tensor) else value
+            record[name] = number if isinstance(number, int) else float(number)
         except (TypeError, ValueError, RuntimeError):
             expected = "a number, or a tensor of one element"
             raise TypeError(f"{name}: found {type(value).__name__}, expected {expected}") from None
