@@ -50,9 +50,9 @@ class ByTorch:
     def launch(
         self, launch: Launch, tensors: tuple[torch.Tensor, torch.Tensor], peers: Peers, doing: str
     ) -> Launched | None:
-        """Launch a collective that is over, for the host, when it returns."""
-        launch(False)
-        return None
+        """Launch a collective. What torch waits for later is returned."""
+        work: Launched | None = launch(False)
+        return work
 
 
 @contextlib.contextmanager
@@ -171,7 +171,7 @@ class _ObservedGroup:
         if found is None:
             issued.end()
         elif not waits_later:
-            found.wait()
+            found.wait()  # else torch does
             found = None
         observe.end(self._reduction)
         self._reduction = 0
