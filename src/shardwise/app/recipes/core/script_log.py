@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from pathlib import Path
@@ -56,4 +57,5 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
     if path not in _open:
         path.parent.mkdir(parents=True, exist_ok=True)
         _open[path] = MetricsFile(path, step - 1)
+        atexit.register(_open[path].close)
     _open[path].write(record)
