@@ -6,9 +6,8 @@ rows -> rows go from where they are to where they belong -> these tensors' old s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -98,7 +97,10 @@ class Departure:
         for name, tensor in self._state.tensors.items():
             if name not in self._entries:
                 box, local = own_part(tensor)
-                self._entries[name] = _entry(tensor, self._state.origins[name])
+                origin, shape = self._state.origins[name], tuple(tensor.shape)
+                self._entries[name] = TensorEntry(
+                    origin.path, shape, dtype_name(tensor.dtype), origin.placements, origin.mesh, ()
+                )
                 self._parts[name] = {box: local}
 
     @property
@@ -151,8 +153,10 @@ class Departure:
             group.drop_fulls()
         for form in forms_of(self.model.parameters()):
             form.let_go()
-        if not any(map(_keeps_states, inside_of(self._optimizer))):  # in a store, with places there
-            for each in inside_of(self._optimizer):
+        optimizers = list(inside_of(self._optimizer))
+        offloaded = [each for each in optimizers if isinstance(each, OffloadedOptimizer)]
+        if not any(each.nbytes_kept for each in offloaded):  # in a store, with places there
+            for each in optimizers:
                 each.state.clear()
 
     def leave(self) -> None:
@@ -244,7 +248,8 @@ def move(
     goes_on = False
     try:
         arrivals = ranks.all(doing, start)
-        exchange = _Exchange(ranks, doing, leaving, arrivals)
+        open_part = (lambda entry: None) if arrivals is None else arrivals.open
+        exchange = _Exchange(ranks, doing, leaving, open_part)
         for some in _some_at_a_time(entries):
             exchange.run(some)
             if leaving is not None:
@@ -263,7 +268,7 @@ def move(
             leaving.leave()
 
 
-def hand_over(mine: Departure, leaving: Collection[int]) -> None:
+def hand_over(mine: Departure, leaving: Set[int]) -> None:
     """Have the ranks that stay take over what only those that leave hold. Every rank calls this.
 
     Rows stay cut as they are: it is the next :func:`transfer` that deals them out.
@@ -282,31 +287,19 @@ def hand_over(mine: Departure, leaving: Collection[int]) -> None:
     givers = sorted(leaving)
     for first in range(0, len(givers), len(stay)):
         giver_of = dict(zip(stay, givers[first:], strict=False))
-        taking = _Adoption(mine, giver_of.get(ranks.rank), leaving)
-        exchange = _Exchange(ranks, doing, mine, taking)
+        giver = giver_of.get(ranks.rank)
+
+        def take(entry: TensorEntry, giver: int | None = giver) -> tuple[Box, Tensor] | None:
+            """Make room for the part that no rank which stays has, and no other giver gives."""
+            for box, holders in _holders(entry).items():
+                if giver == min(holders) and leaving >= set(holders):
+                    return box, mine.add(entry, box)
+            return None
+
+        exchange = _Exchange(ranks, doing, mine, take)
         for some in _some_at_a_time(entries):
             exchange.run(some)
         ranks.all(doing, exchange.check)
-
-
-class _Adoption:
-    """Where the parts of a rank that leaves arrive, one of each tensor.
-
-    Args:
-        mine: what this rank holds.
-        giver: the rank that leaves; ``None``: none gives to this one.
-        leaving: all that leave.
-    """
-
-    def __init__(self, mine: Departure, giver: int | None, leaving: Collection[int]) -> None:
-        self._mine, self._giver, self._leaving = mine, giver, leaving
-
-    def open(self, entry: TensorEntry) -> tuple[Box, Tensor] | None:
-        """Make room for the part that no rank which stays has, and no other giver gives."""
-        for box, ranks in _holders(entry).items():
-            if self._giver == min(ranks) and all(rank in self._leaving for rank in ranks):
-                return box, self._mine.add(entry, box)
-        return None
 
 
 def check_between_steps(model: nn.Module, doing: str) -> None:
@@ -372,11 +365,6 @@ def _agree(
         return [(merged, list(values.values()))] * len(parts)
 
     return ranks.together(doing, part, answer)
-
-
-def _entry(tensor: Tensor, origin: Origin) -> TensorEntry:
-    shape, dtype = tuple(tensor.shape), dtype_name(tensor.dtype)
-    return TensorEntry(origin.path, shape, dtype, origin.placements, origin.mesh, ())
 
 
 def _merged(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -446,10 +434,6 @@ def _check_target(
     if optimizer is not None:
         tree = unflatten([(value.path, value.value) for value in values], doing)
         list(saved_groups(optimizer, names, tree.get("optimizer", {})))
-
-
-def _keeps_states(optimizer: torch.optim.Optimizer) -> bool:
-    return isinstance(optimizer, OffloadedOptimizer) and optimizer.nbytes_kept > 0
 
 
 class _Arrivals:
@@ -526,12 +510,6 @@ class _Rows:
         """The bytes that it takes on its way."""
         return -(-self.box.numel * self.entry.itemsize // _ALIGNED) * _ALIGNED
 
-    def view(self, packed: Tensor, at: int) -> Tensor:
-        """The elements where they are packed."""
-        nbytes = self.box.numel * self.entry.itemsize
-        flat = packed[at : at + nbytes].view(torch_dtype(self.entry.dtype))
-        return flat.view(self.box.sizes)
-
 
 class _Exchange:
     """Tensors that travel, some at a time.
@@ -545,12 +523,12 @@ class _Exchange:
         ranks: Ranks,
         doing: str,
         leaving: Departure | None,
-        arrivals: _Arrivals | _Adoption | None,
+        open_part: Callable[[TensorEntry], tuple[Box, Tensor] | None],
     ) -> None:
         self._ranks = ranks
         self._doing = doing
         self._leaving = leaving
-        self._arrivals = arrivals
+        self._open_part = open_part
         self._opened: dict[str, tuple[Box, Tensor]] = {}
         self._failed: Exception | None = None
         # Memory is taken from the system page by page, when it is written to.
@@ -563,16 +541,14 @@ class _Exchange:
             self.check()
             self._opened = {}
             for entry in entries:
-                part = None if self._arrivals is None else self._arrivals.open(entry)
-                if part is not None:
+                if (part := self._open_part(entry)) is not None:
                     self._opened[entry.fqn] = part
             return {name: box for name, (box, _) in self._opened.items()}
 
         wanted = self._ranks.together(self._doing, needs, lambda parts: [parts] * len(parts))
         every = list(self._rows(entries, wanted))
-        for rows in every:
-            if rows.source == rows.target == self._ranks.rank:
-                self._attempt(partial(self._keep, rows))
+        kept = [rows for rows in every if rows.source == rows.target == self._ranks.rank]
+        self._attempt(lambda: [self._at_target(each).copy_(self._at_source(each)) for each in kept])
         travelling = (rows for rows in every if rows.source != rows.target)
         for some in portions(travelling, lambda rows: rows.nbytes, _AT_ONCE):
             self._send(some)
@@ -628,9 +604,6 @@ class _Exchange:
         except Exception as error:
             self._failed = self._failed or error
 
-    def _keep(self, rows: _Rows) -> None:
-        self._at_target(rows).copy_(self._at_source(rows))
-
     def _at_source(self, rows: _Rows) -> Tensor:
         assert self._leaving is not None
         local = self._leaving.part(rows.entry.fqn, rows.held)
@@ -644,7 +617,8 @@ class _Exchange:
 def _packed(rows: list[_Rows], memory: Tensor) -> Iterator[tuple[_Rows, Tensor]]:
     at = 0
     for each in rows:
-        yield each, each.view(memory, at)
+        flat = memory[at : at + each.box.numel * each.entry.itemsize]
+        yield each, flat.view(torch_dtype(each.entry.dtype)).view(each.box.sizes)
         at += each.nbytes
 
 
