@@ -27,7 +27,6 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,23 +50,6 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 KeptPart = tuple[int, torch.Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class _Extent:
-    """A part of the file that is mapped.
-
-    Attributes:
-        offset: where it begins in the file.
-        address: where it begins in memory.
-        nbytes: how long it is.
-        map: what keeps it mapped.
-    """
-
-    offset: int
-    address: int
-    nbytes: int
-    map: mmap.mmap
-
-
 class _Handle:
     """A descriptor that is open as long as the file, or a map of it, is used.
 
@@ -78,6 +60,22 @@ class _Handle:
     def __init__(self, number: int) -> None:
         self.number = number
         weakref.finalize(self, os.close, number)
+
+
+class _Extent(mmap.mmap):
+    """A part of the file that is mapped, which its memory keeps when the file has gone.
+
+    Attributes:
+        handle: of the file.
+        offset: where it begins in the file.
+        address: where it begins in memory.
+        nbytes: how long it is.
+    """
+
+    handle: _Handle
+    offset: int
+    address: int
+    nbytes: int
 
 
 class ScratchFile:
@@ -139,7 +137,7 @@ class ScratchFile:
             bisect.bisect(self._extents, offset, key=lambda each: each.offset) - 1
         ]
         begin = offset - extent.offset
-        view = memoryview(extent.map)[begin : begin + nbytes]
+        view = memoryview(extent)[begin : begin + nbytes]
         weakref.finalize(view, self._free.setdefault(size, []).append, offset)
         return torch.frombuffer(view, dtype=torch.uint8)
 
@@ -283,15 +281,16 @@ class ScratchFile:
         for size in (max(least, _EXTENT, offset // 4 // unit * unit), least):
             try:
                 os.ftruncate(self._file, offset + size)
-                made = mmap.mmap(self._file, size, offset=offset)
+                made = _Extent(self._file, size, offset=offset)
             except OSError:
                 if size == least:
                     raise
             else:
                 break
-        address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
-        _mapped[made] = self._handle, offset, address, size
-        self._extents.append(_Extent(offset, address, size, made))
+        made.handle, made.offset, made.nbytes = self._handle, offset, size
+        made.address = torch.frombuffer(made, dtype=torch.uint8).data_ptr()
+        _mapped.add(made)
+        self._extents.append(made)
         return offset
 
     def _give_up_room(self) -> None:
@@ -366,19 +365,16 @@ def file_in(folder: Path) -> ScratchFile:
 
 
 _shared: weakref.WeakValueDictionary[tuple[int, Path], ScratchFile] = weakref.WeakValueDictionary()
-#: What this process has mapped, which may outlive its file: where it is in the file, where in
-#: memory, and how long it is.
-_mapped: weakref.WeakKeyDictionary[mmap.mmap, tuple[_Handle, int, int, int]] = (
-    weakref.WeakKeyDictionary()
-)
+#: What this process has mapped, which may outlive its file.
+_mapped: weakref.WeakSet[_Extent] = weakref.WeakSet()
 
 
 def _isolate() -> None:
     """In a fork: keep what this process writes to itself."""
     failed: OSError | None = None
-    for handle, offset, address, nbytes in _mapped.values():
+    for each in _mapped:
         try:
-            libc.make_private(handle.number, offset, address, nbytes)
+            libc.make_private(each.handle.number, each.offset, each.address, each.nbytes)
         except OSError as error:  # a limit, as of RLIMIT_DATA
             failed = error
     _mapped.clear()  # in a fork of this one, it would undo what this one has written

@@ -193,7 +193,7 @@ class StepTime:
         host: seconds in which the device waits for the host; on CPUs, those of everything that is
             not inside an operation.
         tokens_per_second: of all ranks; samples for models without sequences.
-        mfu: model FLOPs utilization, 0 to 1; ``None`` if the device's peak is not known.
+        mfu: model FLOPs utilization, 0 to 1.
         bound_by: what takes most of the time: ``"matrix products"``, ``"memory bandwidth"``,
             ``"optimizer"``, ``"host"``, or ``"communication over"`` a mesh dimension.
         spans: what is predicted when, in seconds after the begin of the step, ordered by begin.
@@ -205,7 +205,7 @@ class StepTime:
     optimizer: float
     host: float
     tokens_per_second: float
-    mfu: float | None
+    mfu: float
     bound_by: str
     spans: tuple[Span, ...] = ()
 

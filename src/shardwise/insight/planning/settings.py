@@ -72,7 +72,6 @@ class UntraceableError(ValueError):
 
     Attributes:
         module: its name.
-        why: the operation.
     """
 
     def __init__(self, module: str, why: str) -> None:
@@ -83,7 +82,6 @@ class UntraceableError(ValueError):
             "the same size without that operation"
         )
         self.module = module
-        self.why = why
 
 
 class RehearsalError(ValueError):

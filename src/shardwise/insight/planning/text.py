@@ -155,8 +155,7 @@ def speed(plan: Plan) -> str:
     parts = [f"{seconds(plan.step.seconds)} a step", f"{rate:,.0f} {unit}"]
     if ranks > 1:
         parts.append(f"{rate / ranks:,.0f} per rank")
-    if plan.step.mfu is not None:
-        parts.append(f"MFU {plan.step.mfu:.1%}")
+    parts.append(f"MFU {plan.step.mfu:.1%}")
     bound = [f"bound by {plan.step.bound_by}", *([plan.observed] if plan.observed else [])]
     return "; ".join([", ".join(parts), *bound])
 

@@ -431,9 +431,7 @@ def prediction_from_json(value: Any, where: str) -> StepTime:
             for activity, name, dimension, begin, end in value["spans"]
         ]
         numbers: dict[str, Any] = {
-            name: None if each is None and name == "mfu" else time_of(each)
-            for name, each in value.items()
-            if name not in ("spans", "bound_by")
+            name: time_of(each) for name, each in value.items() if name not in ("spans", "bound_by")
         }
         return StepTime(**numbers, bound_by=str(value["bound_by"]), spans=tuple(spans))
     except (KeyError, TypeError, ValueError, AttributeError):
