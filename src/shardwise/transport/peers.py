@@ -615,9 +615,7 @@ def new_group(
         PeerLostError: a member is gone, or did not come in time.
     """
     world, members = Peers(), tuple(ranks)
-    numbers = world.once(_group_numbers)
-    numbers[members] += 1
-    name = f"shardwise {zlib.crc32(repr(members).encode()):08x} {numbers[members]}"
+    name = _next_name(world, "group", members)
     # Simulated ranks are threads, which share what names groups.
     is_shared = c10d.has_shared_store(world.group)
     naming = c10d.naming_group(name) if is_shared else contextlib.nullcontext()
@@ -632,9 +630,17 @@ def new_group(
     return make_together(make, f"a process group of ranks {list(ranks)}", ranks)
 
 
-def _group_numbers(world: Peers) -> Counter[tuple[int, ...]]:
-    """Count the groups that each set of ranks has made: the same number on all of them."""
+def _counts(world: Peers) -> Counter[tuple[str, tuple[int, ...]]]:
+    """Count what each set of ranks has named: the same number on all of them."""
     return Counter()
+
+
+def _next_name(world: Peers, kind: str, members: tuple[int, ...]) -> str:
+    """Name what these ranks do together next: the same on all of them, and never twice."""
+    counts = world.once(_counts)
+    counts[kind, members] += 1
+    crc = zlib.crc32(repr(members).encode())
+    return f"shardwise/{kind}/{crc:08x}/{counts[kind, members]}"
 
 
 def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None = None) -> T:
@@ -662,21 +668,13 @@ def make_together(make: Callable[[], T], what: str, ranks: Sequence[int] | None 
     return world.call(make, doing, [rank for rank in members if rank != world.rank])
 
 
-def _arrivals(world: Peers) -> Counter[tuple[int, ...]]:
-    """Count how often each set of ranks has met: each time under another name."""
-    return Counter()
-
-
 def _arrive(world: Peers, members: tuple[int, ...], what: str, doing: str) -> None:
     """Report in the store that this rank has come, and wait until all have.
 
     Where ranks meet for the first time they wait in the store, which does not know who is alive.
     But the default process group exists already, so its connections tell.
     """
-    arrivals = world.once(_arrivals)
-    number = arrivals[members]
-    arrivals[members] += 1
-    name = f"shardwise/arrival/{zlib.crc32(repr(members).encode()):08x}/{number}"
+    name = _next_name(world, "arrival", members)
     world.store.set(f"{name}/{world.rank}", what)
 
     def check(rank: int, theirs: str) -> None:

@@ -313,15 +313,12 @@ class Saving:
         writer = Writer(self.path, facts=self._facts)
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         metadata: Any = None
-
-        collected: list[SavedState] = []
+        state = functools.cache(self._state)
 
         def plan_part(apart: Collection[str] = ()) -> SavePlan:
             if self.error is not None:
                 raise self.error
-            if not collected:
-                collected.append(self._state())
-            [mine] = collected
+            mine = state()
             mine.take_apart(apart)
             writer.describe(mine.origins, mine.values)
             planner.set_up_planner(mine.tensors, is_coordinator=self._ranks.coordinates)
