@@ -16,7 +16,7 @@ from shardwise.app.recipes.core.begin import check_folder
 from shardwise.app.recipes.core.checkpointing import SaveError
 from shardwise.app.recipes.core.loop import DivergedError
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.core.training import place_for, train_connected
+from shardwise.app.recipes.core.training import begin_and_train, build_run, place_for
 from shardwise.app.recipes.text import batches
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import StopSignals
@@ -76,7 +76,7 @@ def train_here(
     """Train on this rank of the harness, by default on its CPU."""
     place = place_for(inputs.train, world, device or torch.device("cpu"))
     assemble = RECIPES[inputs.recipe].assemble()
-    train_connected(inputs, assemble, place, signals or StopSignals())
+    begin_and_train(build_run(inputs, assemble, place, ""), None, signals or StopSignals())
 
 
 def run_from_guide(number: int, replace: dict[str, str]) -> tuple[str, dict[str, Any]]:

@@ -138,7 +138,8 @@ def test_rank_0_takes_the_lock_where_no_launcher_of_ours_has_it(
     monkeypatch.setattr(training, "connected", lambda *_: contextlib.nullcontext())
     monkeypatch.setattr(devices, "keep_freed_memory", lambda: None)  # for the other tests' sake
     monkeypatch.setattr(training, "place_for", lambda *_: None)
-    monkeypatch.setattr(training, "train_connected", lambda *_: trained.append(launcher))
+    monkeypatch.setattr(training, "build_run", lambda *_: None)
+    monkeypatch.setattr(training, "begin_and_train", lambda *_: trained.append(launcher))
     if launcher == "our own":
         monkeypatch.setenv(LOCKED, "1")
     world = World(0, 2, 0, 2)

@@ -112,21 +112,14 @@ def train(
         backends = devices.backends_for(device)
         with connected(world, backends, inputs.train.peer_timeout):
             place = place_for(inputs.train, world, device, replica)
-            train_connected(inputs, assemble, place, signals, options, before)
+            # Passed on, not kept: what it holds is freed before the ranks disconnect.
+            begin_and_train(build_run(inputs, assemble, place, options), before, signals)
 
 
-def train_connected(
-    inputs: Inputs,
-    assemble: Assemble,
-    place: TrainContext,
-    signals: StopSignals,
-    options: str = "",
-    before: Departure | None = None,
-) -> None:
-    """Train on this rank, which is a member of the default process group already.
+def build_run(inputs: Inputs, assemble: Assemble, place: TrainContext, options: str) -> _Run:
+    """Build all parts of the training, as a member of the default process group.
 
     Raises:
-        MovedOn: the training goes on in another world.
         OptionError: hosts were started with different options.
     """
     world = place.world
@@ -152,10 +145,14 @@ def train_connected(
         from shardwise.app.recipes.core.replicas import ReplicaCheckpoints
 
         checkpoints = ReplicaCheckpoints(folder, keep, place.mesh, task.position)
-    run = _Run(inputs, place, task, files, checkpoints, options, host_names)
+    return _Run(inputs, place, task, files, checkpoints, options, host_names)
+
+
+def begin_and_train(run: _Run, before: Departure | None, signals: StopSignals) -> None:
+    """Begin the training, or go on with it, and train to the end."""
     moves = any(Peers().gather_objects(before is not None, "the look for a training in memory"))
     position = _take_over(run, before) if moves else _joined(run, _resume(run))
-    if world.rank == 0:
+    if run.place.world.rank == 0:
         _train_and_record(run, position, signals)
     else:
         _train(run, position, journal.Journal(), signals)
