@@ -53,6 +53,7 @@ PUBLIC = {
         "StateDictType",
         "StrategyConfig",
         "Subscription",
+        "TrainerCheckpoints",
         "UnshardHandle",
         "Wire",
         "XlaFullyShardedDataParallel",

@@ -1,0 +1,95 @@
+"""transformers' ``Trainer`` resumes sharded models on another number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+import shardwise
+from tests.harness import run_ranks
+from tests.pretrained.small import save_llama
+
+pytest.importorskip("accelerate", reason="needs accelerate: install .[ecosystem]")
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what others warn of is theirs
+
+STEPS, EXAMPLES, BATCH = 7, 16, 4
+RUNTIMES = {"ours": shardwise.fully_shard, "torch's": torch.distributed.fsdp.fully_shard}
+
+
+def _train(
+    rank: int, world_size: int, folder: Path, runtime: str, options: Mapping[str, Any], resume: Any
+) -> tuple[list[float], str]:
+    """Train; return losses by step, or what was refused."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    if world_size == 1:
+        model: Any = LlamaForCausalLM.from_pretrained(folder / "model").train()
+    else:
+        model = shardwise.from_pretrained(folder / "model", shard=RUNTIMES[runtime]).train()
+    tokens = torch.randint(0, 64, (EXAMPLES, 12), generator=torch.Generator().manual_seed(0))
+    given = {
+        "output_dir": str(folder / "out"),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH // world_size,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "linear",
+        "logging_steps": 1,
+        "save_steps": 2,
+        "save_only_model": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+    try:
+        with contextlib.redirect_stdout(None):
+            trainer = Trainer(
+                model=model,
+                args=TrainingArguments(**given),
+                train_dataset=[{"input_ids": t, "labels": t} for t in tokens],  # type: ignore[arg-type]
+                callbacks=[shardwise.TrainerCheckpoints()],
+            )
+            trainer.train(resume_from_checkpoint=resume and str(folder / resume))
+    except (ValueError, shardwise.ShardwiseError) as error:
+        return [], str(error)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], ""
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_resumes_on_other_numbers_of_ranks(runtime: str, tmp_path: Path) -> None:
+    """In the middle of the second epoch: the optimizer, the schedule and the place in the data."""
+    save_llama(tmp_path / "model", vocab_size=64)
+    losses, _ = run_ranks(_train, 2, tmp_path, runtime, {}, None)[0]
+    assert len(losses) == STEPS
+    for world_size in (4, 1, 2):
+        found, error = run_ranks(_train, world_size, tmp_path, runtime, {}, "out/checkpoint-6")[0]
+        assert not error
+        assert found == pytest.approx(losses, rel=1e-4), world_size
+
+
+def test_what_would_go_wrong_later_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path / "model", vocab_size=64)
+    one_epoch = {"max_steps": 2}
+    assert run_ranks(_train, 2, tmp_path, "ours", one_epoch, None)[0][0]
+    more = {"gradient_accumulation_steps": 2, "max_steps": 4}
+    for options, message in (
+        ({"save_only_model": False}, "save_only_model=True"),  # transformers says it first
+        (more, "found 8 examples in a step, expected 4"),
+    ):
+        error = run_ranks(_train, 2, tmp_path, "ours", options, "out/checkpoint-2")[0][1]
+        assert message in error
+    skip = {**more, "ignore_data_skip": True}
+    assert run_ranks(_train, 2, tmp_path, "ours", skip, "out/checkpoint-2")[0][0]
+    for file in (tmp_path / "out" / "checkpoint-2" / "shardwise").iterdir():
+        file.unlink()
+    error = run_ranks(_train, 2, tmp_path, "ours", {"max_steps": 4}, "out/checkpoint-2")[0][1]
+    assert "found no checkpoint, expected that of step 2" in error
