@@ -53,7 +53,6 @@ PUBLIC = {
         "StateDictType",
         "StrategyConfig",
         "Subscription",
-        "TrainerCheckpoints",
         "UnshardHandle",
         "Wire",
         "XlaFullyShardedDataParallel",

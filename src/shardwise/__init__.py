@@ -53,7 +53,6 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from shardwise.frontends.pretrained.api import from_pretrained, save_pretrained
-    from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
     from shardwise.frontends.relayout import relayout
     from shardwise.frontends.watch_ranks import watch_ranks
     from shardwise.frontends.xla import XlaFullyShardedDataParallel
@@ -107,7 +106,6 @@ __all__ = [
     "StateDictType",
     "StrategyConfig",
     "Subscription",
-    "TrainerCheckpoints",
     "UnshardHandle",
     "Wire",
     "XlaFullyShardedDataParallel",

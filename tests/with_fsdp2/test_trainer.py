@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 import shardwise
+from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
 from tests.harness import run_ranks
 from tests.pretrained.small import save_llama
 
@@ -56,7 +57,7 @@ def _train(
                 model=model,
                 args=TrainingArguments(**given),
                 train_dataset=[{"input_ids": t, "labels": t} for t in tokens],  # type: ignore[arg-type]
-                callbacks=[shardwise.TrainerCheckpoints()],
+                callbacks=[TrainerCheckpoints()],
             )
             trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     except (ValueError, shardwise.ShardwiseError) as error:

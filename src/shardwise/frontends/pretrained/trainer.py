@@ -22,11 +22,13 @@ class TrainerCheckpoints(TrainerCallback):
 
     ::
 
+        from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
+
         trainer = Trainer(
             model=shardwise.from_pretrained("Qwen/Qwen3-0.6B").train(),
             args=TrainingArguments(..., save_only_model=True),
             train_dataset=dataset,
-            callbacks=[shardwise.TrainerCheckpoints()],
+            callbacks=[TrainerCheckpoints()],
         )
         trainer.train(resume_from_checkpoint="out/checkpoint-500")  # or True: the last one
 
