@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import shardwise
+from tests.corpus.collectives import CustomGather
 from tests.harness import run_ranks
 from tests.with_fsdp2.models import BLOCKS, Way, batch, make, mesh_of, shard
 
@@ -71,19 +71,14 @@ def _fail(*_: Any) -> None:
     raise ArithmeticError
 
 
-class _Counting:
-    """A user's all-gather: torch's own, counted."""
+class _Counting(CustomGather):
+    """A user's all-gather, counted."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its newer name
-        return gather(output_tensor, input_tensor, group, async_op)
+        return super().__call__(*args, **kwargs)
 
 
 PROGRAMS: dict[str, Callable[[Any, torch.Tensor], None]] = {

@@ -68,14 +68,12 @@ class TorchGroup:
     Attributes:
         name: of its modules, from the model on.
         modules: what the group computes.
-        detail: one line for each parameter: its name, shape and dtype.
-        params: the sharded parameters, ``DTensor``s.
+        params: the sharded parameters, ``DTensor``s, each with its name.
     """
 
     name: str
     modules: tuple[nn.Module, ...]
-    detail: str
-    params: list[Any]
+    params: list[tuple[str, Any]]
     _group: Any
 
     @property
@@ -121,13 +119,9 @@ def torch_groups(model: nn.Module) -> list[TorchGroup]:
         for group in groups:
             if group is None or group in found:
                 continue
-            params = [each.sharded_param for each in group.fsdp_params]
-            lines = (
-                f"{names.get(id(p), '')}: {tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
-                for p in params
-            )
-            modules = tuple(group.modules)
-            found[group] = TorchGroup(module_name, modules, "\n".join(lines), params, group)
+            held = (each.sharded_param for each in group.fsdp_params)
+            params = [(names.get(id(param), ""), param) for param in held]
+            found[group] = TorchGroup(module_name, tuple(group.modules), params, group)
     return list(found.values())
 
 

@@ -239,9 +239,9 @@ def shard_blocks(
         runtime: whose ``fully_shard`` does it: torch's own in rehearsals alone. It takes no
             ``transport`` and no ``wire``.
     """
-    shard = fsdp.fsdp2_functions(["fully_shard"])["fully_shard"]
-    if runtime is Runtime.SHARDWISE:
-        shard = functools.partial(fully_shard, transport=transport, wire=wire)
+    shard: Callable[..., object] = functools.partial(fully_shard, transport=transport, wire=wire)
+    if runtime is Runtime.TORCH:
+        shard = fsdp.fsdp2_functions(["fully_shard"])["fully_shard"]
     # Inputs stay as they are: batch norm takes bfloat16 beside float32 parameters.
     full = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     taken: set[nn.Module] = set()

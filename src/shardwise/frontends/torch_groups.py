@@ -21,6 +21,7 @@ from shardwise.base.observe import Activity
 from shardwise.sharding.tree import every_tensor_in
 from shardwise.transport.base import Label
 from shardwise.transport.collective_log import CollectiveLog, Issued
+from shardwise.transport.custom import AllGather, ReduceScatter
 from shardwise.transport.peers import Peers
 from shardwise.transport.waiter import Launched
 
@@ -82,11 +83,12 @@ class _ObservedGroup:
     def __init__(self, group: fsdp.TorchGroup, carried: Carried) -> None:
         self._group = group
         self._carried = carried
-        self._label = Label(group.name or "the root group", group.detail)
+        shapes = ((name, param.shape, param.dtype) for name, param in group.params)
+        self._label = Label.of_group(group.name, shapes)
         self._forwards: list[int] = []
         self._backward = self._reduction = 0
         self._all_reduce: Issued | None = None
-        for mesh in {param.device_mesh for param in group.params}:
+        for mesh in {param.device_mesh for _, param in group.params}:
             for name in mesh.mesh_dim_names or ():
                 Peers(mesh.get_group(name)).name_dimension(name)
 
@@ -223,8 +225,8 @@ class _ObservedWork(dist.Work):
 class _AllGather:
     """The all-gather of an observed group. Source: torch's ``FSDPModule.set_custom_all_gather``."""
 
-    def __init__(self, inner: Any, group: _ObservedGroup) -> None:
-        self._inner = inner
+    def __init__(self, inner: AllGather | ReduceScatter, group: _ObservedGroup) -> None:
+        self._inner: Any = inner
         self._group = group
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

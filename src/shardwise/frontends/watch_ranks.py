@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType
 
 import torch
@@ -115,11 +115,11 @@ class _Watch:
     ) -> Launched | None:
         """Launch a collective that this rank's host or thread waits for."""
         self._last, began = doing, time.monotonic()
-        work = launch(True)
+        work: dist.Work = launch(True)
         if not peers.backend(tensors[0].device).sends_messages:
             self._under_way = work, doing, began
-            return None if work is None else _OnDevice(work, tensors)
-        return _OnHost(self, work, tensors, peers, doing)
+            return work
+        return _OnHost(self, work, peers, doing)
 
     def wait(self, work: dist.Work, peers: Peers, doing: str) -> None:
         """Wait on the host, and compare with the others every few seconds."""
@@ -187,31 +187,12 @@ class _Watch:
 class _OnHost:
     """A collective that the host waits for."""
 
-    def __init__(
-        self,
-        watch: _Watch,
-        work: dist.Work,
-        tensors: Sequence[torch.Tensor],
-        peers: Peers,
-        doing: str,
-    ) -> None:
+    def __init__(self, watch: _Watch, work: dist.Work, peers: Peers, doing: str) -> None:
         self._watch, self._work, self._peers, self._doing = watch, work, peers, doing
-        self._tensors = tensors  # until the work is over
 
     def wait(self) -> None:
         """Wait."""
         self._watch.wait(self._work, self._peers, self._doing)
-
-
-class _OnDevice:
-    """A collective that the current stream waits for."""
-
-    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor]) -> None:
-        self._work, self._tensors = work, tensors
-
-    def wait(self) -> None:
-        """Let the stream wait."""
-        self._work.wait()
 
 
 def _numbers(peers: Peers) -> Iterator[int]:

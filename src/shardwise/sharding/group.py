@@ -615,11 +615,7 @@ class ParamGroup:
         return found
 
     def _make_label(self, params: Sequence[GroupParam]) -> Label:
-        lines = [
-            f"{param.fqn}: {tuple(param.layout.shape)} {param.dtype}".replace("torch.", "")
-            for param in params
-        ]
-        return Label(self.fqn or "the root group", "\n".join(lines))
+        return Label.of_group(self.fqn, ((p.fqn, p.layout.shape, p.dtype) for p in params))
 
     # -- gradients -----------------------------------------------------------------------------
 

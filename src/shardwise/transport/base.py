@@ -21,7 +21,7 @@ from __future__ import annotations
 import enum
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -41,6 +41,10 @@ class Reduce(enum.Enum):
     __hash__ = object.__hash__
 
 
+#: The name of a group whose module has none.
+ROOT_GROUP = "the root group"
+
+
 @dataclass(frozen=True)
 class Label:
     """The caller's name for a collective, for error messages and for comparing ranks.
@@ -54,6 +58,17 @@ class Label:
     name: str = ""
     detail: str = ""
     wire: str = ""
+
+    @classmethod
+    def of_group(cls, fqn: str, params: Iterable[tuple[str, Sequence[int], torch.dtype]]) -> Label:
+        """Label a parameter group.
+
+        Args:
+            fqn: the name of its module; ``""``: that of the root.
+            params: name, shape and dtype of each parameter.
+        """
+        lines = (f"{name}: {tuple(shape)} {dtype}" for name, shape, dtype in params)
+        return cls(fqn or ROOT_GROUP, "\n".join(lines).replace("torch.", ""))
 
 
 NO_LABEL = Label()

@@ -113,7 +113,7 @@ def _forms(model: nn.Module) -> dict[int, tuple[ShardedParam | None, str]]:
     Parameters of torch's own FSDP2 have no form of ours: the ``DTensor`` says all.
     """
     forms: dict[int, tuple[ShardedParam | None, str]] = {
-        id(held): (None, each.name) for each in fsdp.torch_groups(model) for held in each.params
+        id(held): (None, each.name) for each in fsdp.torch_groups(model) for _, held in each.params
     }
     for name, module in model.named_modules():
         state = state_of(module)

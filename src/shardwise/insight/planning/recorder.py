@@ -40,11 +40,11 @@ from shardwise.insight.planning.events import (
 from shardwise.insight.planning.settings import UntraceableError
 from shardwise.sharding.group import ParamGroup
 from shardwise.sharding.state import groups_of
+from shardwise.transport.base import ROOT_GROUP
 
 #: The module that logits, loss and what is computed from them belong to.
 LOSS = "logits and loss"
 
-_ROOT_GROUP = "the root group"
 _FUNCTIONAL = {
     "all_gather_into_tensor": Activity.ALL_GATHER,
     "reduce_scatter_tensor": Activity.REDUCE_SCATTER,
@@ -456,7 +456,7 @@ RehearsalRecorder.__torch_dispatch__ = RehearsalRecorder._dispatch  # type: igno
 
 def _group(label: str) -> str:
     """The name of a group from its label in reports."""
-    return "" if label == _ROOT_GROUP else label
+    return "" if label == ROOT_GROUP else label
 
 
 # -- where operations come from -----------------------------------------------------------

@@ -5,7 +5,7 @@ The page is the inspector's, with memory, traffic and time above it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rich.table import Table
 from rich.text import Text
@@ -48,10 +48,7 @@ def as_text(plan: Plan, width: int | None = None) -> str:
 
 
 def _parts(plan: Plan) -> Iterator[Text | Table]:
-    lines = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for label, text in head(plan):
-        lines.add_row(Text(label), Text(text))
-    yield lines
+    yield _lines(head(plan))
     yield Text()
     yield from needs(plan)
     for cells in speeds(plan):
@@ -60,6 +57,13 @@ def _parts(plan: Plan) -> Iterator[Text | Table]:
     for note in notes(plan):
         yield Text()
         yield Text(note)
+
+
+def _lines(labeled: Iterable[tuple[str, str]]) -> Table:
+    lines = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for label, text in labeled:
+        lines.add_row(Text(label), Text(text))
+    return lines
 
 
 def needs(plan: Plan) -> Iterator[Text | Table]:
@@ -191,12 +195,9 @@ def comparison(plans: Sequence[Plan]) -> str:
     rows.append(("peak", *_difference(first.peak, second.peak)))
     sums = (sum(each.bytes_sent.values()) for each in plans)
     rows.append(("sent in a step", *_difference(*sums)))
-    lines = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
-    for label, text in head(plans[0]):
-        if label not in ("memory", "speed"):
-            lines.add_row(Text(label), Text(text))
+    of_both = (each for each in head(plans[0]) if each[0] not in ("memory", "speed"))
     table = Cells(("memory of a rank at its peak", *heads, "difference"), rows).for_terminal()
-    return rendered([lines, Text(), table])
+    return rendered([_lines(of_both), Text(), table])
 
 
 def _difference(first: int, second: int) -> tuple[str, str, str]:

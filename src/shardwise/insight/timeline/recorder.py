@@ -47,6 +47,16 @@ Mark = devices.TimedEvent
 _Started = tuple[Activity, str, str, int, int, Route, int, int, Mark | None]
 
 
+def check_step(number: object) -> None:
+    """Check that a user has given the number of a step.
+
+    Raises:
+        ValueError: it is not an integer, or is negative.
+    """
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise ValueError(f"step: found {number!r}, expected the number of a step, 0 or more")
+
+
 class DeviceClock:
     """Times on a device, in seconds of the host's clock.
 
@@ -195,8 +205,7 @@ class Recorder:
         Raises:
             ValueError: it is not an integer, or is negative.
         """
-        if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-            raise ValueError(f"step: found {number!r}, expected the number of a step, 0 or more")
+        check_step(number)
         if self._finds_steps:
             self._finds_steps = False
             self._steps.clear()

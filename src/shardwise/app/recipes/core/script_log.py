@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwise.app.recipes.core.journal import MetricsFile
 from shardwise.app.runs.files import RunFiles
+from shardwise.insight.timeline.recorder import check_step
 
 _open: dict[Path, MetricsFile] = {}
 
@@ -40,8 +41,7 @@ def log(folder: str | os.PathLike[str] | None = None, *, step: int, **values: An
         OSError: the file cannot be written.
         UserError: the file has a damaged line before this step.
     """
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step: found {step!r}, expected the number of a step, 0 or more")
+    check_step(step)
     record: dict[str, Any] = {"step": step}
     for name, value in values.items():
         try:
