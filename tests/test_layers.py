@@ -76,7 +76,7 @@ INNER_LAYERS = {
         ["schema", "blueprint"],
         ["inspect"],
         ["planning"],
-        ["timeline"],
+        ["timeline", "proof"],
         ["simulated"],
         ["__init__"],
     ],

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import shardwise
 from shardwise import PeerLostError, RanksDivergedError
@@ -50,6 +52,31 @@ def _skips(rank: int, world_size: int) -> str:
 def test_a_rank_that_skips_a_module_is_told() -> None:
     texts = run_ranks(_skips, 2, processes=Processes.NEW)
     assert any("the all-gather of 1" in text and "the all-gather of 2" in text for text in texts)
+
+
+def _skips_a_backward(rank: int, world_size: int) -> str:
+    """Sends gloo messages that are longer than a peer expects, which ends that process."""
+    torch.manual_seed(0)
+    sizes = (32, 256, 16, 32)
+    model: Any = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(sizes)))
+    for each in (*model, model):
+        fully_shard(each)
+
+    def trained() -> None:
+        for step in range(4):
+            loss = model(batch(rank, step)).square().mean()
+            if (rank, step) != (2, 1):
+                loss.backward()
+
+    told = pytest.raises((RanksDivergedError, PeerLostError))
+    with shardwise.watch_ranks(model, seconds=20), told as found:
+        trained()
+    return str(found.value)
+
+
+def test_a_rank_that_skips_a_backward_is_told() -> None:
+    texts = run_ranks(_skips_a_backward, 3, processes=Processes.NEW)
+    assert any("have diverged" in text and "the all-gather of 0" in text for text in texts)
 
 
 def _waits(rank: int, world_size: int) -> str:

@@ -332,6 +332,12 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Let :func:`peak_memory` begin anew, on an accelerator that counts it."""
+    if (reset := _function(device, "reset_peak_memory_stats")) is not None:
+        reset(device)
+
+
 def free_memory(device: torch.device) -> int:
     """Return the bytes that can be allocated on a device, for all processes together.
 

@@ -1,8 +1,10 @@
 """Ranks of torch's own FSDP2 that wait for each other, told apart instead of left hanging.
 
-Each rank logs the collectives of its groups, as transports of our runtime do. Where a rank waits
-on the host, as on gloo, it compares its log with those of its peers after three seconds. A thread
-on each rank answers when another one has waited too long: it says what this rank does.
+Each rank logs the collectives of its groups, as transports of our runtime do. On gloo, ranks agree
+on each collective before it starts, in a process group of its own: where sizes differ, gloo writes
+what it did not ask for, or ends the process. A rank that waits for seconds compares its log with
+those of its peers. A thread on each rank answers when another one has waited too long: it says what
+this rank does.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 import torch
@@ -29,7 +31,7 @@ from shardwise._torch.fsdp import torch_groups
 from shardwise.base.errors import RanksDivergedError
 from shardwise.frontends.torch_groups import Launch, collective_log, observed
 from shardwise.transport.collective_log import CollectiveLog
-from shardwise.transport.peers import Peers
+from shardwise.transport.peers import Peers, new_group
 from shardwise.transport.waiter import Launched, Waiter
 
 _LOOK_SECONDS = 1.0  # between two looks of the thread
@@ -50,8 +52,8 @@ def watch_ranks(model: nn.Module, *, seconds: float = 300.0) -> Iterator[None]:
 
     For models that ``torch.distributed.fsdp.fully_shard`` has sharded; our own runtime does this
     without being asked. All ranks of the default process group call it at the same place, for the
-    same model. If ranks call different collectives, those that wait on the host (on gloo) raise
-    within seconds. Whatever keeps a rank from coming, once another has waited for ``seconds``, all
+    same model. On gloo, ranks meet before each collective, and all raise if they are about to call
+    different ones. Whatever keeps a rank from coming, once another has waited for ``seconds``, all
     ranks report where they are: the module, the collective, and the line of the program. A rank
     that waits on the host raises then; on accelerators, where the host goes on, each rank logs the
     report, and the process group's own timeout ends the job.
@@ -68,12 +70,17 @@ def watch_ranks(model: nn.Module, *, seconds: float = 300.0) -> Iterator[None]:
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"seconds: found {seconds}, expected a number above 0")
-    if not torch_groups(model):
+    groups = torch_groups(model)
+    if not groups:
         raise ValueError(
             f"model: found a {type(model).__name__} in which torch's fully_shard shards nothing; "
             "call it first, or drop watch_ranks: other runtimes have no need of it"
         )
     watch = _Watch(Peers(), seconds)
+    for mesh in dict.fromkeys(param.device_mesh for each in groups for _, param in each.params):
+        for group in mesh.get_all_groups():
+            if Peers(group).backend(torch.device(mesh.device_type)).sends_messages:
+                Peers(group).once(_agreement)
     with watch, observed(model, watch):
         yield
 
@@ -115,17 +122,33 @@ class _Watch:
     ) -> Launched | None:
         """Launch a collective that this rank's host or thread waits for."""
         self._last, began = doing, time.monotonic()
-        work: dist.Work = launch(True)
         if not peers.backend(tensors[0].device).sends_messages:
+            work: dist.Work = launch(True)
             self._under_way = work, doing, began
             return work
-        return _OnHost(self, work, peers, doing)
+        log = peers.once(collective_log)
+        self._agree(peers.once(_agreement), log, doing)
+        return _OnHost(functools.partial(self.wait, launch(True), peers, log, doing))
 
-    def wait(self, work: dist.Work, peers: Peers, doing: str) -> None:
+    def _agree(self, peers: Peers, log: CollectiveLog, doing: str) -> None:
+        """Meet before a collective, and raise if ranks are about to call different ones."""
+        mine = torch.tensor(log.newest)
+        every = [torch.empty_like(mine) for _ in range(peers.size)]
+        work = dist.all_gather(every, mine, group=peers.group, async_op=True)
+        self.wait(work, peers, log, doing)
+        if all(torch.equal(each, mine) for each in every):
+            return
+        until = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < until:
+            log.compare()  # raises, as soon as a peer that differs has published its log
+            time.sleep(0.05)
+        raise RanksDivergedError(f"found {doing} on this rank, expected the same on all ranks")
+
+    def wait(self, work: dist.Work, peers: Peers, log: CollectiveLog, doing: str) -> None:
         """Wait on the host, and compare with the others every few seconds."""
         self._began = time.monotonic()
         if peers.group not in self._waiters:
-            compare = functools.partial(self._compare, peers.once(collective_log))
+            compare = functools.partial(self._compare, log)
             self._waiters[peers.group] = Waiter(peers, compare)
         self._waiters[peers.group].wait([(work, None)], doing)
 
@@ -187,12 +210,13 @@ class _Watch:
 class _OnHost:
     """A collective that the host waits for."""
 
-    def __init__(self, watch: _Watch, work: dist.Work, peers: Peers, doing: str) -> None:
-        self._watch, self._work, self._peers, self._doing = watch, work, peers, doing
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait
 
-    def wait(self) -> None:
-        """Wait."""
-        self._watch.wait(self._work, self._peers, self._doing)
+
+def _agreement(peers: Peers) -> Peers:
+    """Make a process group of the same ranks, for what they agree on."""
+    return Peers(new_group(peers.members))
 
 
 def _numbers(peers: Peers) -> Iterator[int]:

@@ -64,6 +64,11 @@ class CollectiveLog:
         self._count += 1
         return call
 
+    @property
+    def newest(self) -> tuple[int, int]:
+        """The number of the newest call, from 1, and its digest; equal on ranks that agree."""
+        return self._count, self._calls[-1].digest
+
     def issue(self, call: LoggedCall, launches: int, nbytes: Callable[[], int]) -> Issued:
         """Report that a call that was logged is issued now.
 

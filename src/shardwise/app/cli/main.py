@@ -32,6 +32,7 @@ _FILES = {
     "inspect": "inspect",
     "calibrate": "plan",
     "plan": "plan",
+    "prove": "prove",
     "watch": "watch",
     "compare": "watch",
     "doctor": "hosts",

@@ -93,7 +93,7 @@ _IN_BACKWARD = (
     "Step with each group as soon as its gradients are reduced.",
 )
 
-_MODEL = keyword_only(
+MODEL_ARGUMENT = keyword_only(
     "model",
     Annotated[
         str,
@@ -350,4 +350,4 @@ def add_to(cli: typer.Typer, *_: str) -> None:
         options.read(given).run(given["model"])
 
     cli.command("calibrate", epilog=_CALIBRATE)(calibrate)
-    cli.command("plan", epilog=_PLAN)(with_options(plan, [options], _TEXT, (_MODEL,)))
+    cli.command("plan", epilog=_PLAN)(with_options(plan, [options], _TEXT, (MODEL_ARGUMENT,)))

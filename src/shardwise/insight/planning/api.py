@@ -329,7 +329,7 @@ def on_machine(settings: Settings, machine: Machine | None) -> Settings:
         kind, ranks = _device_type(machine.device), ranks or machine.ranks_per_host
     settings = replace(settings, device_type=kind, ranks_per_host=ranks)
     if kind == devices.CPU.type:
-        auto = settings.transport is TransportName.AUTO
+        auto = settings.transport is TransportName.AUTO and settings.runtime is Runtime.SHARDWISE
         if auto and settings.world.size > MOST_PEERS:
             settings = replace(settings, transport=TransportName.COLLECTIVES)
         return settings

@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 CLASSES = 1000  # of an image classifier whose settings do not say
 
 
-def find_model(name: str) -> Blueprint:
+def find_model(name: str, device: torch.device | str = "meta") -> Blueprint:
     """Build a model by its name.
 
     Args:
         name: a preset, the path of a ``config.json``, or ``package.module:name`` for a function in
-            code that makes a module (or a :class:`Blueprint`), called with torch's default device
-            set to meta.
+            code that makes a module (or a :class:`Blueprint`).
+        device: torch's default device while that function is called.
 
     Raises:
         ModelError: there is no such model, or it cannot be built.
     """
     if ":" in name:
-        return of_module(_call(name), name)
+        return of_module(_call(name, device), name)
     settings = find_settings(name)
     if name in LLAMAS and "vocab_size" not in settings:
         return language_model(name, settings, BYTE_VOCABULARY, SEPARATOR)
@@ -117,11 +117,11 @@ def vit_placement(param: nn.Parameter) -> Shard | None:
     return Shard(max(range(param.ndim), key=lambda dim: param.shape[dim]))
 
 
-def _call(name: str) -> nn.Module | Blueprint:
+def _call(name: str, device: torch.device | str) -> nn.Module | Blueprint:
     """Call the function that a name refers to."""
     found = load_object(name)
     try:
-        with torch.device("meta"):
+        with torch.device(device):
             made = found() if callable(found) and not isinstance(found, nn.Module) else found
     except Exception as error:
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 200, placeholder=" ...")

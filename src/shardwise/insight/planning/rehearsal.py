@@ -111,14 +111,17 @@ def rehearse(blueprint: Blueprint, settings: Settings, rank: int = 0) -> Log:
             stack.enter_context(hf.fake_as_real())
         mode = stack.enter_context(fake.FakeTensorMode(allow_non_fake_inputs=True))
         with _explaining("sharding the model"):
-            _build(model, blocks, blueprint, settings, mesh)
+            shard_model(model, blocks, blueprint, settings, mesh)
         with _explaining("making the optimizer"):
             optimizer = _Optimizer(settings, model)
         stepper = _GroupSteps(optimizer, settings.clip_grad)
         name = type(blueprint.model).__name__  # sharding gives the copy a class of its own
         with _explaining("making a batch"):
             count = settings.accumulate
-            batches = [_batch(settings, model, name, mode) for _ in range(count)]
+            adopted = functools.partial(fake.adopt, mode)
+            batches = [
+                map_tensors(adopted, make_batch(settings, model, name)) for _ in range(count)
+            ]
         recorder = RehearsalRecorder(mode, dimensions)
         with recorder, recorder.watching(model, _ends(model)), observing(recorder):
             stack.enter_context(observed(model, TorchCollectives(backend)))
@@ -167,14 +170,14 @@ def _raised_in(error: Exception, model: nn.Module) -> str:
     return found
 
 
-def _build(
+def shard_model(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     blueprint: Blueprint,
     settings: Settings,
     mesh: DeviceMesh,
 ) -> None:
-    """Shard a model on the meta device as a training does, with fake tensors on the host."""
+    """Shard a model as a training does; what is on the meta device gets memory on the host."""
     checkpoint_blocks(blocks, settings.activation_checkpointing, settings.recompute_every)
     reduce_dtype = settings.reduce_dtype or settings.param_dtype
     shard = functools.partial(
@@ -231,14 +234,10 @@ class _Optimizer:
     def __init__(self, settings: Settings, model: nn.Module) -> None:
         trained: list[Any] = [p for p in model.parameters() if p.requires_grad]
         self._shards: list[tuple[nn.Parameter, nn.Parameter]] = []
-        self.inner: torch.optim.Optimizer | None = None
-        if callable(settings.optimizer):
-            self.inner = settings.optimizer(trained)
-        elif trained and settings.optimizer in _OF_MODELS:
-            self.inner = _OF_MODELS[settings.optimizer](model)
-        elif trained and settings.optimizer in _OPTIMIZERS:
+        if settings.optimizer in _OPTIMIZERS:
             self._shards = [(p, nn.Parameter(dtensor.plain(p.detach()))) for p in trained]
-            self.inner = _OPTIMIZERS[settings.optimizer]([shard for _, shard in self._shards])
+            trained = [shard for _, shard in self._shards]
+        self.inner = make_optimizer(settings, model, trained)
         if self.inner is not None and settings.offload is not None:
             place = OffloadPlace.parse(settings.offload)
             stays = place.folder is None and settings.device_type == devices.CPU.type
@@ -326,34 +325,56 @@ _OPTIMIZERS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-_OF_MODELS: Mapping[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
-    "adamw8bit": lambda model: AdamW8bit(p for p in model.parameters() if p.requires_grad),
-    "muon": lambda model: Muon(muon_groups(model)),
-    "adafactor": lambda model: Adafactor(p for p in model.parameters() if p.requires_grad),
+_OURS: Mapping[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw8bit": AdamW8bit,
+    "adafactor": Adafactor,
 }
 
 
-def _batch(settings: Settings, model: nn.Module, name: str, mode: fake.FakeTensorMode) -> Any:
-    """Make one microbatch for a model whose class has this name."""
+def make_optimizer(
+    settings: Settings, model: nn.Module, params: list[nn.Parameter]
+) -> torch.optim.Optimizer | None:
+    """Make the optimizer that settings name; ``None``: they name none, or nothing is trained.
+
+    Args:
+        settings: what to plan for.
+        model: whose parameters these are.
+        params: the trained ones.
+    """
+    if callable(settings.optimizer):
+        made: torch.optim.Optimizer = settings.optimizer(params)
+        return made
+    if settings.optimizer == "muon" and params:
+        return Muon(muon_groups(model))
+    make = {**_OPTIMIZERS, **_OURS}.get(settings.optimizer)
+    return make(params) if make is not None and params else None
+
+
+def make_batch(settings: Settings, model: nn.Module, name: str) -> Any:
+    """Make one microbatch for a model whose class has this name, of random tokens or pixels."""
     size = settings.batch_size
     if callable(settings.batch):
-        made = settings.batch(size)
-        return map_tensors(functools.partial(fake.adopt, mode), made)
+        return settings.batch(size)
     config: Any = getattr(model, "config", None)
     takes = getattr(model, "main_input_name", None)
     if takes == "pixel_values":
         side: Any = settings.image_size or getattr(config, "image_size", USUAL_IMAGE)
         height, width = (side, side) if isinstance(side, int) else side
-        pixels = torch.zeros(size, getattr(config, "num_channels", 3), height, width)
-        return {"pixel_values": pixels, "labels": torch.zeros(size, dtype=torch.long)}
+        pixels = torch.randn(size, getattr(config, "num_channels", 3), height, width)
+        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (size,))}
     if takes != "input_ids":
         found = f"none, for a {name}, which takes neither tokens nor images"
         raise SettingsError("batch", found, "a function from a number of samples to a batch")
-    tokens = torch.zeros(size, settings.seq_length or 1, dtype=torch.long)
+    tokens = torch.randint(config.vocab_size, (size, settings.seq_length or 1))
     return {"input_ids": tokens, "labels": tokens}
 
 
-def _loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tensor:
+def compute_loss(settings: Settings, model: nn.Module, batch: Any) -> torch.Tensor:
+    """Compute the loss of a model on a batch, as settings or the model say.
+
+    Raises:
+        SettingsError: it is no loss.
+    """
     if callable(settings.step):
         return _checked(settings.step(model, batch))
     if isinstance(batch, dict):
@@ -394,7 +415,7 @@ def _step(
         with loss_parallel() if TENSOR in settings.world.names else contextlib.nullcontext():
             recorder.enter(StepPhase.FORWARD)
             with _explaining("forward", model):
-                loss = _loss(settings, model, batch)
+                loss = compute_loss(settings, model, batch)
             recorder.enter(StepPhase.BACKWARD)
             with _explaining("backward", model):
                 (loss / len(batches)).backward()  # type: ignore[no-untyped-call]

@@ -1,0 +1,92 @@
+"""``shardwise prove``: a model of the user's, on one process and sharded, side by side."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from shardwise.app.cli.options import Options, with_options
+from shardwise.app.cli.plan import MODEL_ARGUMENT, reporting
+from shardwise.app.recipes.core.installed import check_extras
+from shardwise.elastic.errors import say
+from shardwise.elastic.rank import importing
+from shardwise.elastic.world import most_ranks
+from shardwise.frontends.strategies import DATA, WantedMesh
+from shardwise.insight.planning.settings import PlannedStep, Settings
+from shardwise.insight.schema.option import OUTPUT, TRAINING, Bounds, Config, require, setting
+from shardwise.insight.schema.sharding import StrategyConfig
+
+_EXAMPLES = """
+[bold]Examples[/bold]
+
+A module of your own code, on two processes of this machine:
+  [cyan]shardwise prove my_models:build --batch my_models:make_batch --nproc 2[/cyan]
+
+A small Llama that computes in bf16:
+  [cyan]shardwise prove llama-tiny --seq-length 128 --param-dtype bf16[/cyan]
+"""
+
+_TEXT = """Train your model on one process, with torch's FSDP2 and with Shardwise.
+
+Prints side by side how losses, gradients, memory, time and resuming compare,
+and what happens when a rank skips a backward or is killed. Writes a page, too.
+The exit code is 0 only if all that is promised holds.
+"""
+
+#: What not all ways can do.
+_WITHOUT = frozenset(
+    {"runtime", "stepping", "offload", "offload_parameters", "master_dtype", "collective_wire"}
+    | {"compile", "shard_dtype"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveConfig(Config):
+    """What ``shardwise prove`` is asked for."""
+
+    nproc: Annotated[int, Bounds(least=2)] = setting(2, "Ranks on this host.")
+    steps: Annotated[int, Bounds(least=4)] = setting(10, "Steps of each training.", TRAINING)
+    sharding: StrategyConfig = field(default=StrategyConfig(shard_dtype=None))
+    step: PlannedStep = field(default=PlannedStep())
+    json: bool = setting(False, "Print JSON, for programs.", OUTPUT)
+    html: Path = setting(Path("proof.html"), "The page.", OUTPUT, metavar="FILE")
+
+    def run(self, model: str) -> int:
+        """Prove, print and write what was found, and return the exit code.
+
+        Raises:
+            UserError: an option is wrong, or the model cannot be trained.
+        """
+        check_extras(["transformers"])
+        most, expected = most_ranks()
+        require(self.nproc <= most, "--nproc", self.nproc, expected)
+        folder = self.html.absolute().parent
+        require(folder.is_dir(), "--html", self.html, f"a file in a folder that exists: {folder}")
+        with reporting():
+            mesh = WantedMesh.parse(f"{DATA}={self.nproc}")
+            settings = Settings.of(self.sharding, self.step, mesh=mesh)
+            with importing():
+                from shardwise.insight.proof import prove
+            proof = prove(model, settings, self.steps, say)
+        proof.to_html(self.html)
+        print(json.dumps(proof.to_json()) if self.json else proof)
+        say(f"written to {self.html}")
+        return 1 if proof.failures else 0
+
+
+def add_to(cli: typer.Typer, *_: str) -> None:
+    """Register the command."""
+    options = Options(default=ProveConfig(), without=_WITHOUT)
+
+    def prove(given: Mapping[str, Any]) -> None:
+        # Code that is named on the command line is looked for where the command is called.
+        sys.path.insert(0, "")
+        raise typer.Exit(options.read(given).run(given["model"]))
+
+    cli.command("prove", epilog=_EXAMPLES)(with_options(prove, [options], _TEXT, (MODEL_ARGUMENT,)))

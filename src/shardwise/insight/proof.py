@@ -1,0 +1,544 @@
+"""A proof: one training on one process, by torch's FSDP2 and by Shardwise, side by side.
+
+    one process     the microbatches of all ranks, one after the other
+    torch           torch's own fully_shard
+    shardwise       ours
+
+Every way begins with the same values and draws the same batches, so losses and gradients are equal
+but for rounding. Each is a job of its own, and goes on from a checkpoint that it wrote in the
+middle. In further jobs, a rank skips a backward, or is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.text import Text
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from shardwise._torch import dtensor
+from shardwise.base import devices
+from shardwise.base.errors import RankFailedError, RanksDivergedError
+from shardwise.base.html import document, escape
+from shardwise.base.units import binary_size, seconds
+from shardwise.checkpoint.ranks.loading import load
+from shardwise.checkpoint.ranks.saving import save
+from shardwise.elastic.call import launch
+from shardwise.frontends.blocks import checkpoint_blocks
+from shardwise.frontends.meta import materialize
+from shardwise.frontends.strategies import Runtime
+from shardwise.frontends.watch_ranks import watch_ranks
+from shardwise.insight.inspect.text import Cells, rendered
+from shardwise.insight.planning.api import make_plan, with_functions, with_sequence
+from shardwise.insight.planning.models import find_model
+from shardwise.insight.planning.rehearsal import (
+    compute_loss,
+    make_batch,
+    make_optimizer,
+    shard_model,
+)
+from shardwise.insight.planning.settings import Settings, UntraceableError
+from shardwise.insight.schema.sharding import PrecisionName
+from shardwise.optim.norms import clip_grad_norm_
+from shardwise.sharding.tree import every_tensor_in
+
+#: The largest difference of gradients from one process, as a share of the largest value. Rounding
+#: alone makes some, and more in bf16, in which one process does not compute.
+GRADIENTS = {None: 1e-4, PrecisionName.FP32: 1e-4, PrecisionName.BF16: 0.05}
+#: The same of losses, of which each step adds to the differences of the one before.
+LOSSES = {None: 1e-3, PrecisionName.FP32: 1e-3, PrecisionName.BF16: 0.05}
+#: Gradients below this share of the largest one of the model are compared with that share: what is
+#: zero but for rounding has no difference of its own.
+_SMALLEST = 1e-3
+_WARMUP = 2  # steps that are not timed
+_TROUBLE = 1  # the step in which a rank does something else, and the steps after it
+_AFTER = 2
+#: Seconds after which a collective without its peers fails, and in which a job has to end.
+_PATIENCE = 60.0
+
+
+class Trouble(enum.Enum):
+    """What goes wrong on the last rank."""
+
+    NONE = "nothing"
+    SKIPPED = "a rank skips a backward"
+    KILLED = "a rank is killed"
+
+    @property
+    def error(self) -> type[Exception]:
+        """What the caller of the job gets."""
+        return RanksDivergedError if self is Trouble.SKIPPED else RankFailedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A training that every rank of a job runs.
+
+    Attributes:
+        model: its name, as for :func:`~shardwise.insight.planning.models.find_model`.
+        settings: how it is sharded and stepped; functions by their names.
+        runtime: what shards it; ``None``: nothing, on one process.
+        steps: how many.
+        folder: what jobs leave for each other.
+        trouble: what goes wrong.
+    """
+
+    model: str
+    settings: Settings
+    runtime: Runtime | None
+    steps: int
+    folder: Path
+    trouble: Trouble = Trouble.NONE
+
+    @property
+    def name(self) -> str:
+        """The name of the way."""
+        return "one process" if self.runtime is None else self.runtime.value
+
+    def checkpoint(self, runtime: Runtime | None) -> Path:
+        """Return the folder of the checkpoint that a way writes in the middle."""
+        return self.folder / f"checkpoint-{'one' if runtime is None else runtime.value}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialOutcome:
+    """What a rank found.
+
+    Attributes:
+        losses: of each step.
+        resumed: of the steps after the checkpoint, once more.
+        seconds: of a step, the median.
+        peak: bytes of tensors, at most.
+        differences: of the first gradients from those of one process, by parameter, as shares.
+    """
+
+    losses: Sequence[float]
+    resumed: Sequence[float]
+    seconds: float
+    peak: int
+    differences: Mapping[str, float] = field(default_factory=dict)
+
+
+# -- on a rank -------------------------------------------------------------------------------------
+
+
+class _Training:
+    """A model, its optimizer and its steps.
+
+    Args:
+        trial: what to train, and how.
+        device: where.
+    """
+
+    def __init__(self, trial: Trial, device: torch.device) -> None:
+        self._device = device
+        self._runtime = trial.runtime
+        settings = with_functions(trial.settings)
+        torch.manual_seed(0)
+        blueprint = find_model(trial.model, device)
+        self._settings = with_sequence(blueprint, settings)
+        self._name = type(blueprint.model).__name__
+        self.model = materialize(blueprint.model, device=device).to(device).train()
+        if trial.runtime is None:
+            mode = settings.activation_checkpointing
+            checkpoint_blocks(blueprint.blocks, mode, settings.recompute_every)
+            self._first, self._ranks = 0, settings.mesh.size
+        else:
+            world = settings.world
+            mesh = init_device_mesh(device.type, world.shape, mesh_dim_names=world.names)
+            blocks = list(blueprint.blocks)
+            shard_model(self.model, blocks, blueprint, settings, mesh)
+            self._first, self._ranks = dist.get_rank(), 1
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        self.optimizer = make_optimizer(settings, self.model, params)
+
+    def backward(self, step: int) -> float:
+        """Run the microbatches of this process, and return their mean loss."""
+        count = self._settings.accumulate
+        losses = []
+        model: Any = self.model
+        for at in range(self._ranks * count):
+            if self._runtime is not None and count > 1:
+                model.set_requires_gradient_sync(at == count - 1)
+            loss = self.forward(step, at)
+            (loss / (self._ranks * count)).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.item())
+        return statistics.fmean(losses)
+
+    def forward(self, step: int, at: int) -> torch.Tensor:
+        """Run the forward of a microbatch; what it draws depends on its number alone."""
+        number = self._first * self._settings.accumulate + at
+        torch.manual_seed((step << 20) + number + 1)
+        with self._device:
+            batch = make_batch(self._settings, self.model, self._name)
+        return compute_loss(self._settings, self.model, batch)
+
+    def update(self) -> None:
+        """Step with the gradients, and drop them."""
+        if self._settings.clip_grad:
+            clip_grad_norm_(list(self.model.parameters()), self._settings.clip_grad)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.model.zero_grad()
+
+    def step(self, step: int) -> float:
+        """Take a step, and return the mean loss of this process."""
+        loss = self.backward(step)
+        self.update()
+        return loss
+
+    def peak(self, step: int) -> tuple[float, int]:
+        """Take a step, and return its loss, and the most bytes of tensors in it.
+
+        On CPUs, without what ranks share.
+        """
+        if self._device.type != devices.CPU.type:
+            devices.reset_peak_memory(self._device)
+            return self.step(step), devices.peak_memory(self._device)
+        states = [] if self.optimizer is None else list(self.optimizer.state.values())
+        held = (*self.model.parameters(), *self.model.buffers(), *every_tensor_in(states))
+        before = sum(dtensor.plain(each).nbytes for each in held)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            loss = self.step(step)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            profiled.export_chrome_trace(str(path))
+            events = json.loads(path.read_text())["traceEvents"]
+        now = most = 0
+        for event in sorted(events, key=lambda event: event.get("ts", 0)):
+            if event["name"] == "[memory]":
+                now += event["args"]["Bytes"]
+                most = max(most, now)
+        return loss, before + most
+
+
+def run(trial: Trial) -> TrialOutcome:
+    """Run a trial as one rank of its job.
+
+    Raises:
+        Exception: what the model raises, or the runtime where something goes wrong.
+    """
+    device = devices.CPU
+    if (accelerator := devices.accelerator()) is not None:
+        device = devices.take(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    with contextlib.ExitStack() as stack:
+        if trial.runtime is not None:
+            patience = timedelta(seconds=_PATIENCE)
+            dist.init_process_group(devices.backends_for(device), timeout=patience)
+            if trial.trouble is Trouble.NONE:
+                stack.callback(dist.destroy_process_group)
+        training = _Training(trial, device)
+        if trial.trouble is not Trouble.NONE:
+            if trial.runtime is Runtime.TORCH:
+                stack.enter_context(watch_ranks(training.model, seconds=_PATIENCE / 4))
+            _get_into_trouble(trial, training)
+        return _train(trial, training, device)
+
+
+def _get_into_trouble(trial: Trial, training: _Training) -> None:
+    """Train until the last rank does something else, and until all notice.
+
+    Raises:
+        Exception: as the runtime reports it.
+    """
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    for step in range(_TROUBLE + _AFTER):
+        if step == _TROUBLE:
+            (trial.folder / "trouble").touch()
+            if is_last and trial.trouble is Trouble.KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if is_last:
+                training.forward(step, 0)
+                continue
+        training.step(step)
+    time.sleep(_PATIENCE)  # the others still wait for this rank, and notice it
+
+
+def _train(trial: Trial, training: _Training, device: torch.device) -> TrialOutcome:
+    """Train, and once more from the checkpoint in the middle."""
+    losses, times, peak = [], [], 0
+    differences: dict[str, float] = {}
+    middle = trial.steps // 2
+    for step in range(trial.steps):
+        if step == middle:
+            save(trial.checkpoint(trial.runtime), training.model, training.optimizer)
+        began = time.perf_counter()
+        if step == 0:
+            losses.append(training.backward(step))
+            differences = _compare(trial, training.model)
+            training.update()
+        elif step == trial.steps - 1:
+            loss, peak = training.peak(step)
+            losses.append(loss)
+        else:
+            losses.append(training.step(step))
+            devices.synchronize(device)
+            times.append(time.perf_counter() - began)
+    del training
+    again = _Training(trial, device)
+    load(trial.checkpoint(trial.runtime), again.model, again.optimizer)
+    return TrialOutcome(
+        losses=losses,
+        resumed=[again.step(step) for step in range(middle, trial.steps)],
+        seconds=statistics.median(times[_WARMUP - 1 :] or times),
+        peak=peak,
+        differences=differences,
+    )
+
+
+def go_on(trial: Trial, written_by: Runtime) -> list[float]:
+    """Train on one process from the checkpoint of another way, and return the losses."""
+    training = _Training(trial, devices.accelerator() or devices.CPU)
+    load(trial.checkpoint(written_by), training.model, training.optimizer)
+    return [training.step(step) for step in range(trial.steps // 2, trial.steps)]
+
+
+def _compare(trial: Trial, model: nn.Module) -> dict[str, float]:
+    """Compare gradients with those of one process, which writes its own."""
+    path = trial.folder / "gradients.pt"
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    if trial.runtime is None:
+        torch.save({name: grad for name, grad in grads.items() if grad is not None}, path)
+        return {}
+    expected = torch.load(path, mmap=True, weights_only=True)
+    largest = {name: each.abs().max().item() for name, each in expected.items() if each.numel()}
+    least = _SMALLEST * max(largest.values(), default=0.0) or 1.0
+    found = {}
+    for name, grad in grads.items():
+        full = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        if (full is None) != (name not in expected):
+            found[name] = float("inf")  # a gradient on one side alone
+        elif full is not None and full.numel():
+            off = (full.cpu() - expected[name].cpu()).abs().max().item()
+            found[name] = off / max(largest[name], least)
+    return found
+
+
+# -- the proof -------------------------------------------------------------------------------------
+
+
+class Holds(enum.Enum):
+    """What a cell says of the promise of its row."""
+
+    YES = "holds"
+    NO = "FAILS"
+    SHOWN = "shown"  # for comparison
+
+
+@dataclass(frozen=True)
+class ProofCell:
+    """What was found of one way.
+
+    Attributes:
+        text: in words.
+        holds: whether it is as promised.
+    """
+
+    text: str
+    holds: Holds = Holds.SHOWN
+
+    @classmethod
+    def check(cls, text: str, condition: object) -> ProofCell:
+        """Return what was found, and whether it is as promised."""
+        return cls(text, Holds.YES if condition else Holds.NO)
+
+    def __str__(self) -> str:
+        return f"{self.text} FAILS" if self.holds is Holds.NO else self.text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was promised and found.
+
+    Attributes:
+        model: its name.
+        ranks: how many.
+        steps: how many each way took.
+        rows: what was found of each way, in their order, by what was looked at.
+        differences: of gradients, by parameter, for torch and Shardwise.
+    """
+
+    model: str
+    ranks: int
+    steps: int
+    rows: Mapping[str, Sequence[ProofCell]]
+    differences: Mapping[str, Sequence[float]]
+
+    @property
+    def failures(self) -> int:
+        """The number of cells that are not as promised."""
+        return sum(each.holds is Holds.NO for row in self.rows.values() for each in row)
+
+    def to_json(self) -> dict[str, Any]:
+        """Convert the proof to values that ``json`` can write."""
+        rows = {
+            name: [{"found": each.text, "holds": each.holds.value} for each in row]
+            for name, row in self.rows.items()
+        }
+        return {**asdict(self), "rows": rows, "failures": self.failures}
+
+    def __str__(self) -> str:
+        return rendered([Text(self._verdict), Text(), self._table.for_terminal()])
+
+    def to_html(self, path: Path) -> None:
+        """Write the proof as a page that loads nothing else.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        heads = ("largest difference of the first gradients", *(each.value for each in _SHARDED))
+        worst = sorted(self.differences.items(), key=lambda item: -max(item[1]))
+        grads = Cells(heads, [(name, *map(_share, each)) for name, each in worst])
+        body = (
+            f"<header><h1>Proof</h1><p>{escape(self._verdict)}</p></header>",
+            self._table.for_page(),
+            "<h2>Gradients</h2>",
+            grads.for_page(),
+        )
+        path.write_text(document(f"Proof of {self.model}", body), encoding="utf-8")
+
+    @property
+    def _verdict(self) -> str:
+        said = f"{self.failures} FAIL" if self.failures else "all that is promised holds"
+        return f"{self.model}, {self.steps} steps on {self.ranks} ranks: {said}"
+
+    @property
+    def _table(self) -> Cells:
+        rows = [(name, *map(str, row)) for name, row in self.rows.items()]
+        return Cells(("", "one process", *(each.value for each in _SHARDED)), rows)
+
+
+_SHARDED = (Runtime.TORCH, Runtime.SHARDWISE)
+
+
+def prove(
+    model: str, settings: Settings, steps: int, say: Callable[[str], None] = lambda _: None
+) -> Proof:
+    """Train a model in all ways, and compare.
+
+    Args:
+        model: its name, as for ``shardwise plan``.
+        settings: how it is sharded and stepped; functions by their names.
+        steps: of each training.
+        say: called with what is done next.
+
+    Raises:
+        ModelError, SettingsError, RehearsalError: as for plans.
+        Exception: what the model raises.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of ranks says nothing then
+    planned: dict[Runtime, int] = {}
+    with contextlib.suppress(UntraceableError):  # of a module whose shapes depend on values
+        for runtime in _SHARDED:
+            plan = make_plan(find_model(model), with_functions(replace(settings, runtime=runtime)))
+            planned[runtime] = plan.needed
+    with tempfile.TemporaryDirectory(prefix="shardwise-prove-") as name:
+        folder = Path(name)
+        trial = Trial(model=model, settings=settings, runtime=None, steps=steps, folder=folder)
+        found: dict[Runtime | None, list[TrialOutcome]] = {}
+        for each in (None, *_SHARDED):
+            way = _by(trial, each)
+            say(f"training: {way.name}")
+            found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
+        say("resuming on one process")
+        resumed = {each: launch(go_on, (trial, each))[0] for each in _SHARDED}
+        rows = dict(compared(found, resumed, planned, settings))
+        for trouble in (Trouble.SKIPPED, Trouble.KILLED):
+            say(trouble.value)
+            trials = [replace(_by(trial, each), trouble=trouble) for each in _SHARDED]
+            name = f"{trouble.value}: {trouble.error.__name__}"
+            rows[name] = [ProofCell(""), *map(_in_trouble, trials)]
+    ours = [found[each][0].differences for each in _SHARDED]
+    return Proof(
+        model=model,
+        ranks=settings.mesh.size,
+        steps=steps,
+        rows=rows,
+        differences={name: [each[name] for each in ours] for name in ours[0]},
+    )
+
+
+def _by(trial: Trial, runtime: Runtime | None) -> Trial:
+    """Return the same training in another way."""
+    settings = replace(trial.settings, runtime=runtime or Runtime.SHARDWISE)
+    return replace(trial, runtime=runtime, settings=settings)
+
+
+def compared(
+    found: Mapping[Runtime | None, Sequence[TrialOutcome]],
+    resumed: Mapping[Runtime, Sequence[float]],
+    planned: Mapping[Runtime, int],
+    settings: Settings,
+) -> Iterator[tuple[str, list[ProofCell]]]:
+    """Compare what all ways found, row by row."""
+    tolerance = LOSSES[settings.compute_dtype]
+
+    def shares(values: Iterable[float], most: float = tolerance) -> list[ProofCell]:
+        return [ProofCell(""), *(ProofCell.check(_share(each), each <= most) for each in values)]
+
+    losses = {
+        each: [statistics.fmean(step) for step in zip(*(r.losses for r in ranks), strict=True)]
+        for each, ranks in found.items()
+    }
+    one = losses[None]
+    yield "loss of step 1", [ProofCell(f"{each[0]:.6f}") for each in losses.values()]
+    yield f"loss of step {len(one)}", [ProofCell(f"{each[-1]:.6f}") for each in losses.values()]
+    off = [_largest(losses[each], one) for each in _SHARDED]
+    yield "losses differ by at most", shares(off)
+    grads = [max(found[each][0].differences.values(), default=0.0) for each in _SHARDED]
+    yield "gradients of step 1 differ by", shares(grads, GRADIENTS[settings.compute_dtype])
+    same = [
+        all(list(rank.losses[-len(rank.resumed) :]) == list(rank.resumed) for rank in ranks)
+        for ranks in found.values()
+    ]
+    words = {True: "same bits", False: "other losses"}
+    yield "resumed from a checkpoint", [ProofCell.check(words[each], each) for each in same]
+    off = [_largest(resumed[each], one[-len(resumed[each]) :]) for each in _SHARDED]
+    yield "resumed on one process, off by", shares(off)
+    peaks = {each: max(rank.peak for rank in ranks) for each, ranks in found.items()}
+    yield "memory of tensors at most", [ProofCell(binary_size(each)) for each in peaks.values()]
+    if planned:
+        checks = [(binary_size(planned[each]), peaks[each] <= planned[each]) for each in _SHARDED]
+        yield "planned, with slack", [ProofCell(""), *(ProofCell.check(*each) for each in checks)]
+    times = [max(rank.seconds for rank in ranks) for ranks in found.values()]
+    yield "a step", [ProofCell(seconds(each)) for each in times]
+    yield "of torch's step", [ProofCell(f"{each / times[1]:.2f}") for each in times]
+
+
+def _largest(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Return the largest difference of losses, as a share."""
+    pairs = zip(found, expected, strict=True)
+    return max(abs(a - b) / (abs(b) or 1.0) for a, b in pairs)
+
+
+def _share(value: float) -> str:
+    return f"{value:.1e}" if value else "0"
+
+
+def _in_trouble(trial: Trial) -> ProofCell:
+    """Run a trial in which a rank does something else, and return how it ends."""
+    try:
+        launch(run, (trial,), nproc=trial.settings.mesh.size)
+    except Exception as error:
+        took = time.time() - (trial.folder / "trouble").stat().st_mtime
+        if isinstance(error, trial.trouble.error):
+            return ProofCell.check(seconds(took), took < _PATIENCE)
+        return ProofCell(type(error).__name__, Holds.NO)
+    return ProofCell("no error", Holds.NO)
