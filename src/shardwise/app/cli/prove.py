@@ -35,8 +35,8 @@ A small Llama that computes in bf16:
 _TEXT = """Train your model on one process, with torch's FSDP2 and with Shardwise.
 
 Prints side by side how losses, gradients, memory, time and resuming compare,
-and what happens when a rank skips a backward or is killed. Writes a page, too.
-The exit code is 0 only if all that is promised holds.
+and what happens when a rank skips a backward or is killed. The same is on a
+page. The exit code is 0 only if all that is promised holds.
 """
 
 #: What not all ways can do.
