@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from shardwise.optim.deal import DealtRows, Matrix, deal, matrices_of, rounds
+from shardwise.optim.deal import Unit, UnitPart, deal, rounds, units_of
 from shardwise.optim.part import full_part, placed
 
 
-def _everywhere(count: int, ranks: int) -> list[Matrix]:
+def _everywhere(count: int, ranks: int) -> list[Unit]:
     """Matrices of which every rank holds a row."""
-    pieces = {rank: DealtRows((), ((rank, 1),), ((0, 1),)) for rank in range(ranks)}
-    return [Matrix(number, (), (ranks, 1), pieces) for number in range(count)]
+    pieces = {rank: UnitPart((), (((rank, 1),), ((0, 1),))) for rank in range(ranks)}
+    return [Unit(number, (), (ranks, 1), pieces) for number in range(count)]
 
 
 def test_expensive_matrices_are_dealt_first() -> None:
@@ -39,9 +39,9 @@ def test_every_matrix_has_one_owner_and_no_rank_much_more_than_others(
 
 
 def test_experts_stay_where_they_are_unless_others_have_nothing_to_do() -> None:
-    def experts(count: int) -> list[Matrix]:
+    def experts(count: int) -> list[Unit]:
         parts = {rank: placed((count, 8, 8), [Shard(0)], (4,), (rank,)) for rank in range(4)}
-        return list(matrices_of(0, (count, 8, 8), parts))
+        return list(units_of(0, (count, 8, 8), parts, 2))
 
     at_home = deal(experts(8), 4, lambda matrix: 10**6)
     assert all(set(matrix.pieces) == {rank} for rank in range(4) for matrix in at_home[rank])
@@ -69,13 +69,13 @@ def test_pieces_make_up_every_matrix_exactly_once(
         rank: placed(shape, placements, sizes, coordinate)
         for rank, coordinate in enumerate(coordinates)
     }
-    found = list(matrices_of(0, shape, parts))
+    found = list(units_of(0, shape, parts, 2))
     assert len(found) == shape[0]
     for matrix in found:
         covered = torch.zeros(matrix.shape, dtype=torch.int64)
         for piece in matrix.sources(owner % len(coordinates)).values():
-            for row, height in piece.rows:
-                for column, width in piece.columns:
+            for row, height in piece.spans[0]:
+                for column, width in piece.spans[1]:
                     covered[row : row + height, column : column + width] += 1
         assert covered.eq(1).all()
 
@@ -86,13 +86,13 @@ def test_the_owner_sends_its_own_piece_and_its_neighbors_send_theirs() -> None:
         rank: placed((4, 4), [Replicate(), Shard(0)], (2, 2), (rank // 2, rank % 2))
         for rank in range(4)
     }
-    (matrix,) = matrices_of(0, (4, 4), parts)
+    (matrix,) = units_of(0, (4, 4), parts, 2)
     assert [sorted(matrix.sources(owner)) for owner in range(4)] == [[0, 1], [0, 1], [1, 2], [2, 3]]
 
 
 @pytest.mark.parametrize(("limit", "expected"), [(1, [1, 1, 1]), (2, [2, 1]), (100, [3])])
 def test_rounds_are_bounded_unless_a_matrix_is_larger(limit: int, expected: list[int]) -> None:
-    (matrix,) = matrices_of(0, (2, 2), {0: full_part((2, 2))})
+    (matrix,) = units_of(0, (2, 2), {0: full_part((2, 2))}, 2)
     found = rounds(((matrix,) * 3, (matrix,)), lambda matrix: 1, limit)
     assert [len(first) for first, _ in found] == expected
     assert [len(second) for _, second in found] == [1, *[0] * (len(expected) - 1)]

@@ -180,14 +180,15 @@ SEEN: dict[str, str | tuple[str, ...]] = {
     "optim/muon.py _adamw_step: torch.zeros((), dtype=torch.float32, device=device)": "muon",
     "optim/checked.py shard_of_state: "
     "torch.zeros_like(param, memory_format=torch.preserve_format)": "muon",
-    "optim/matrices.py Orthogonalization.run: "
-    "self._prepare(matrix, matrix.pieces[0]).to(DTYPE, copy=True)": "muon_alone",
-    "optim/matrices.py Orthogonalization._send: sent.new_empty(sum(_sizes(from_)))": "muon",
-    "optim/matrices.py Orthogonalization._steps: work.wait()": "muon",
-    "optim/matrices.py Orthogonalization._steps: work.wait() (2)": "muon_in_backward",
-    "optim/matrices.py _joined: received.new_empty(matrix.shape)": "muon",
-    "optim/matrices.py Orthogonalization._empty: "
-    "torch.empty(sum(_sizes(by_rank)), dtype=DTYPE, device=device)": "muon",
+    "optim/matrices.py Orthogonalization.run: update.to(DTYPE, copy=True)": "muon_alone",
+    "optim/shared_work.py SharedWork._send: sent.new_empty(sum(sizes[1]))": "muon",
+    "optim/shared_work.py SharedWork._steps: work.wait()": "muon",
+    "optim/shared_work.py SharedWork._steps: work.wait() (2)": "muon_in_backward",
+    "optim/shared_work.py _joined: received.new_empty(unit.shape)": "muon",
+    "optim/shared_work.py SharedWork._prepared: "
+    "self._like.new_empty(sum(_sizes(each.sent_to_owners, self._layers)))": "muon",
+    "optim/shared_work.py SharedWork._cut: "
+    "self._like.new_empty(sum(_sizes(each.sent_to_holders, 1)))": "muon",
     "transport/all_to_all.py AllToAll.exchange_numbers: "
     "self.start(sent, received, label).wait()": "muon",
     # States on the host.
@@ -218,6 +219,7 @@ _OWN = "its owner keeps it, and uses it on one stream"
 _PASSING = "it is freed on the stream that wrote it, and no other one sees it"
 _NO_STREAMS = "it is for devices without streams"
 _STEPPED = "it adds up a norm and keeps hyperparameters, which only values show"
+_ONE_STREAM = "the stream of the step makes it, uses it and frees it"
 _PART = "a part of a gradient is missing, which only values show"
 
 #: By place: why no scenario can report that it is gone.
@@ -299,7 +301,15 @@ UNSEEN = {
     "optim/step_in_backward.py GroupSteps.finish: self._parts.finish()": _STEPPED,
     "optim/step_in_backward.py GroupSteps.step_rest: self.finish()": _STEPPED,
     "optim/step_in_backward.py OptimizerInBackward._end_step: self._clipping.finish()": _STEPPED,
-    "optim/matrices.py Orthogonalization.run: whole.contiguous()": "a copy is contiguous already",
+    "optim/matrices.py Orthogonalization.run: "
+    "update.to(DTYPE, copy=True).contiguous()": "a copy is contiguous already",
+    "optim/cells.py _on_device: dtensor.plain(value).to(to)": _LOADED,
+    "optim/on_shards.py _WholeWork._compute: slope.to(each.grad.dtype)": _ONE_STREAM,
+    "optim/on_shards.py _WholeWork._compute: value.to(each.value.dtype)": _ONE_STREAM,
+    "optim/trials.py _outcomes: tensors[0].clone()": _ONE_STREAM,
+    "optim/trials.py _outcomes: tensors[1 + step].clone()": _ONE_STREAM,
+    "optim/trials.py _random: "
+    'values.to("cpu" if param.is_meta else param.device, param.dtype)': _LOADED,
     "sharding/ledger.py Ledger.hold: delivery.finish()": _PART,
     "sharding/ledger.py Ledger._move_on: left[0].finish()": _PART,
     "base/devices.py _has_streams: "

@@ -39,7 +39,7 @@ from shardwise.base.scratch import file as scratch_file
 from shardwise.checkpoint.ranks import saving, state
 from shardwise.diloco import DiLoCo, Streaming, members
 from shardwise.diloco.settings import WireFormat
-from shardwise.optim import Muon, deal, in_backward, matrices, muon_groups, offload
+from shardwise.optim import Muon, deal, in_backward, muon_groups, offload, shared_work
 from shardwise.optim.offloaded import optimizer
 from shardwise.transport import select
 from shardwise.transport.carrier import Announced, Carrier, carried_by
@@ -383,8 +383,11 @@ def _step_in_backward(run: Run, net: Any) -> None:
 @contextmanager
 def _small_rounds() -> Iterator[None]:
     """Let Muon work on one matrix in a round, so that rounds follow each other in one step."""
-    rounds = functools.partial(deal.rounds, limit=1)
-    with mock.patch.object(matrices, "rounds", rounds):
+
+    def rounds(dealt: deal.Dealt, nbytes: Callable[[deal.Unit], int], _: int) -> list[deal.Dealt]:
+        return deal.rounds(dealt, nbytes, limit=1)
+
+    with mock.patch.object(shared_work, "rounds", rounds):
         yield
 
 

@@ -37,6 +37,7 @@ from shardwise.frontends.state_dict import (
     wrappers_in,
 )
 from shardwise.frontends.summon import is_first
+from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.optim.pool import group_over
 from shardwise.sharding.group_param import GroupParam
 
@@ -270,6 +271,11 @@ def _save_by_name(
     settings: StateDictSettings,
 ) -> StateDict:
     """The state of an optimizer by parameter name; empty on ranks that do not keep it."""
+    if isinstance(optimizer, OptimizerOnShards) and optimizer.has_whole_states:
+        raise ValueError(
+            "optim_state_dict: found an optimizer of shardwise.optim.whole, which has states of "
+            "different parameters on each rank, expected all on all ranks; use shardwise.checkpoint"
+        )
     names = _names_by_key(model, optimizer)
     config = settings.optim_state_dict_config
     rank0_only = getattr(config, "rank0_only", False)

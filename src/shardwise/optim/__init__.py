@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.optim.muon import Muon
     from shardwise.optim.norms import ClipBy, NonFinite
     from shardwise.optim.offloaded.optimizer import OffloadedOptimizer, offload
+    from shardwise.optim.on_shards import OptimizerOnShards, local, whole
     from shardwise.optim.step_in_backward import OptimizerInBackward, in_backward
 
 __all__ = [
@@ -25,11 +26,14 @@ __all__ = [
     "OffloadError",
     "OffloadedOptimizer",
     "OptimizerInBackward",
+    "OptimizerOnShards",
     "StepInterruptedError",
     "in_backward",
+    "local",
     "muon_groups",
     "offload",
     "param_groups",
+    "whole",
 ]
 
 

@@ -103,7 +103,7 @@ class PartialSteps:
             for param, name in zip(group[_PARAMS], group.get(_PARAM_NAMES) or (), strict=False)
         }
         # The hyperparameters of parameter groups before the step, and after it.
-        self._before = [_hyperparameters(group) for group in groups]
+        self._before = [hyperparameters(group) for group in groups]
         self._after: dict[int, dict[str, Any]] = {}
 
     def __contains__(self, param: torch.Tensor) -> bool:
@@ -139,7 +139,7 @@ class PartialSteps:
         finally:
             self._optimizer.param_groups = every
         for number, group in shown.items():
-            self._after[number] = _hyperparameters(group)
+            self._after[number] = hyperparameters(group)
 
     def finish(self) -> None:
         """Keep the hyperparameters that the step has changed."""
@@ -156,5 +156,6 @@ def needs_closure(optimizer: torch.optim.Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+def hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a parameter group, without its parameters and their names."""
     return {key: value for key, value in group.items() if key not in (_PARAMS, _PARAM_NAMES)}

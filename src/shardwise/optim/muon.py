@@ -14,15 +14,13 @@ from torch.optim.optimizer import ParamsT
 
 from shardwise._torch import dtensor
 from shardwise.optim.checked import CheckedOptimizer, gradient, shard_of_state, with_gradients
-from shardwise.optim.matrices import MatrixParam, MatrixPlan, Orthogonalization
+from shardwise.optim.matrices import MatrixParam, Orthogonalization
 from shardwise.optim.pool import Pools, RankPool
+from shardwise.optim.shared_work import WorkPlan, WorkPlans
 
 #: Keller Jordan's coefficients.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _DOING = "the step of Muon"
-#: Sets of parameters with gradients whose plans are kept. With a step in backward, each group of
-#: parameters is one.
-_PLANS = 512
 
 
 class Algorithm(enum.Enum):
@@ -167,7 +165,7 @@ class Muon(CheckedOptimizer):
 
     def _forget_plans(self) -> None:
         self._pools = Pools()
-        self._plans: dict[tuple[object, ...], MatrixPlan] = {}
+        self._plans = WorkPlans()
 
     def _agree(
         self, matrices: Sequence[MatrixParam], error: Exception | None
@@ -185,16 +183,10 @@ class Muon(CheckedOptimizer):
             found.setdefault(self._pools.of(each.param), []).append(each)
         return iter(found.items())
 
-    def _plan(self, own: Sequence[MatrixParam], pool: RankPool | None) -> MatrixPlan:
+    def _plan(self, own: Sequence[MatrixParam], pool: RankPool | None) -> WorkPlan:
         """Return who does what, the same as in earlier steps with the same gradients."""
         key = (pool, *((id(each.param), each.ns_steps) for each in own))
-        plan = self._plans.pop(key, None)
-        if plan is None:
-            plan = MatrixPlan.of(own, pool)
-            if len(self._plans) >= _PLANS:
-                del self._plans[next(iter(self._plans))]
-        self._plans[key] = plan  # the last one used is the last to be forgotten
-        return plan
+        return self._plans.get(key, lambda: Orthogonalization.planned(own, pool))
 
 
 def _adamw_step(

@@ -58,17 +58,6 @@ class RankPool:
         """This process's rank in the pool."""
         return self.all_to_all.rank
 
-    def parts(self, param: DTensor) -> dict[int, Part]:
-        """Return the part of a parameter that each rank of the pool holds."""
-        spec = dtensor.spec_of(param)
-        with dtensor.real_tensors():
-            ranks = spec.mesh.mesh.flatten().tolist()
-        coordinates = itertools.product(*(range(size) for size in spec.mesh.shape))
-        return {
-            self.members.index(rank): placed(param.shape, spec.placements, spec.mesh.shape, at)
-            for rank, at in zip(ranks, coordinates, strict=True)
-        }
-
     def agree(self, names: Sequence[str], doing: str, error: Exception | None = None) -> None:
         """Check that all ranks are about to work on the same tensors. All ranks call it.
 
@@ -105,6 +94,25 @@ class RankPool:
             "as backward leaves them: set and clear gradients alike. Nothing was changed on any "
             "rank"
         )
+
+
+def ranks_of(mesh: DeviceMesh) -> list[int]:
+    """Return the ranks of a mesh, whatever its shape, in its order."""
+    with dtensor.real_tensors():
+        ranks: list[int] = mesh.mesh.flatten().tolist()
+    return ranks
+
+
+def parts_of(param: torch.Tensor) -> dict[int, Part]:
+    """Return the part of a sharded parameter that each rank of its pool holds."""
+    spec = dtensor.spec_of(param)
+    ranks = ranks_of(spec.mesh)
+    members = sorted(ranks)
+    coordinates = itertools.product(*(range(size) for size in spec.mesh.shape))
+    return {
+        members.index(rank): placed(param.shape, spec.placements, spec.mesh.shape, at)
+        for rank, at in zip(ranks, coordinates, strict=True)
+    }
 
 
 class Pools:
@@ -176,8 +184,7 @@ def group_over(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return a process group of all ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
-    with dtensor.real_tensors():
-        members = tuple(sorted(mesh.mesh.flatten().tolist()))
+    members = tuple(sorted(ranks_of(mesh)))
     world = Peers()
     if len(members) == world.size:
         group = world.group

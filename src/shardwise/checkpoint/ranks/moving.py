@@ -47,6 +47,7 @@ from shardwise.checkpoint.ranks.state import (
 )
 from shardwise.optim.checked import CheckedOptimizer
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.sharding import states
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.param import forms_of
@@ -164,7 +165,7 @@ class Departure:
         for form in forms_of(self.model.parameters()):
             form.leave()
         for each in inside_of(self._optimizer):
-            if isinstance(each, OffloadedOptimizer):
+            if isinstance(each, OffloadedOptimizer | OptimizerOnShards):
                 each.drop_states()
         self.model, self._optimizer = nn.Module(), None
 

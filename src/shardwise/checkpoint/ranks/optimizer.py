@@ -63,11 +63,12 @@ def optimizer_tree(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]
     Raises:
         ValueError: the optimizer has a parameter that is not one of the model's.
     """
-    packed = optimizer.state_dict()
+    packed = dict(optimizer.state_dict())
     by_number = dict(zip(keys_in_order(packed), names_in_order(optimizer, names), strict=True))
+    state = {by_number.get(key, key): value for key, value in packed.pop(STATE).items()}
     return {
         **packed,
-        STATE: {by_number.get(key, key): value for key, value in packed[STATE].items()},
+        **({STATE: state} if state else {}),  # other ranks may have one
         GROUPS: [
             {**group, PARAMS: [by_number[number] for number in group[PARAMS]]}
             for group in packed[GROUPS]
@@ -157,12 +158,15 @@ def destinations(
     # Here, since a training that only saves does not need them.
     from shardwise.optim.forms import OwnStates
     from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+    from shardwise.optim.on_shards import OptimizerOnShards
 
     mine = {name: param for param, name in names.items()}
     held = {id(param) for param in parameters_in_order(optimizer)}
     inside = list(inside_of(optimizer))
     own = next((each for each in inside if isinstance(each, OwnStates)), None)
     offloaded = next((each for each in inside if isinstance(each, OffloadedOptimizer)), None)
+    on_shards = next((each for each in inside if isinstance(each, OptimizerOnShards)), None)
+    kept = on_shards.kept() if on_shards is not None and on_shards.has_whole_states else None
 
     @functools.cache
     def made(param: Tensor) -> dict[str, Tensor]:
@@ -174,6 +178,9 @@ def destinations(
         param = mine.get(str(entry.path[2]))
         if param is None or id(param) not in held:
             raise CheckpointError(f"{entry.fqn}: the optimizer has no parameter of this name")
+        if kept is not None:
+            made_whole = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
+            return made_whole if param in kept else None
         if whole_path(entry.path) is not None:
             needed = is_needed(entry.path, param)
             return torch.empty(entry.shape, dtype=torch_dtype(entry.dtype)) if needed else None

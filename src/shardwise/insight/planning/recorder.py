@@ -486,6 +486,7 @@ _KINDS = {
     "sharding/param.py": Memory.GRADIENTS,
     "optim/offloaded/stores.py": Memory.OPTIMIZER,
     "optim/matrices.py": Memory.TRANSPORT,
+    "optim/shared_work.py": Memory.TRANSPORT,
     "transport/memory.py": Memory.FULL_PARAMETERS,
     # Of torch's own FSDP2:
     "_fsdp_collectives.py": Memory.TRANSPORT,

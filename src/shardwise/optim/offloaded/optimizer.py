@@ -23,6 +23,7 @@ from shardwise.optim.forms import OwnStates, taking_states
 from shardwise.optim.offloaded.masters import MASTER, Masters
 from shardwise.optim.offloaded.states import OffloadedStates, kept_form
 from shardwise.optim.offloaded.stores import DiskStore, HostStore, Store
+from shardwise.optim.on_shards import OptimizerOnShards
 from shardwise.sharding.param import check_origin, forms_of
 
 #: Elements of this rank's parameters that step together. AdamW has 32 MiB of states for them.
@@ -69,7 +70,8 @@ def offload(
 
     Sources: Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857.
     """
-    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, AroundOptimizer):
+    others = AroundOptimizer | OptimizerOnShards
+    if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, others):
         raise TypeError(
             f"offload: found {type(optimizer).__name__}, expected an optimizer with states of its "
             "own; pass what offload returns to in_backward or DiLoCo"

@@ -1,0 +1,436 @@
+"""Any optimizer on shards: it computes what it computes on one process, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardwise import (
+    PeerLostError,
+    RanksDivergedError,
+    checkpoint,
+    fully_shard,
+    init_mesh,
+    relayout,
+)
+from shardwise.optim import in_backward, local, offload, whole
+from tests.corpus.gathering import in_full
+from tests.harness import run_ranks
+from tests.optim.nets import Mesh, Net, set_gradients, train_on_microbatches
+from tests.worlds import on_processes, on_threads
+
+Way = Callable[..., torch.optim.Optimizer]
+
+
+class Averages(torch.optim.Optimizer):
+    """Element by element: a lerp, with a count in the group, as in many optimizers."""
+
+    def __init__(self, params: Any, lr: float = 0.05, beta: float = 0.7) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                state = self.state[param]
+                if not state:
+                    state["average"] = torch.zeros_like(param)
+                state["average"].lerp_(param.grad, 1 - group["beta"])
+                param.sub_(state["average"] * group["lr"] / math.sqrt(group["count"]))
+
+
+class MiniShampoo(torch.optim.Optimizer):
+    """A factor for each dimension: a list of tensors of other shapes."""
+
+    def __init__(self, params: Any, lr: float = 0.05, eps: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "eps": eps})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad, state = param.grad.float(), self.state[param]
+                if not state:
+                    state["step"] = 0
+                    state["factors"] = [group["eps"] * torch.eye(n) for n in param.shape]
+                state["step"] += 1
+                for dim, factor in enumerate(state["factors"]):
+                    flat = grad.movedim(dim, 0).flatten(1) if grad.ndim > 1 else grad[:, None]
+                    factor.add_(flat @ flat.T)
+                    inverse = torch.linalg.inv(factor)
+                    grad = torch.tensordot(inverse, grad.movedim(dim, 0), 1).movedim(0, dim)
+                param.sub_(grad.to(param.dtype), alpha=group["lr"])
+
+
+class Coupled(torch.optim.Optimizer):
+    """The norm of all gradients scales each update, as with ``max_grad_norm`` of LAMB."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([param.grad.float().norm() for param in every]).norm()
+        for group in self.param_groups:
+            group["norm"] = float(norm)
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad / norm.to(param.dtype), alpha=group["lr"])
+
+
+class ByNorm(torch.optim.Optimizer):
+    """The norm of a parameter scales its update, as with LARS."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad * param.norm() / param.grad.norm(), alpha=group["lr"])
+
+
+MESHES = (
+    Mesh({"dp": 3}),
+    Mesh({"dp": 3}, dim=1),
+    Mesh({"replicate": 2, "shard": 2}),
+    Mesh({"dp": 2, "tp": 2}),
+)
+OPTIMIZERS: dict[str, tuple[Way, Any, dict[str, Any]]] = {
+    "local-adamw": (local, torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "local-averages": (local, Averages, {}),
+    "local-sgd": (local, torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "local-adagrad": (local, torch.optim.Adagrad, {"lr": 0.1}),
+    "whole-averages": (whole, Averages, {}),
+    "whole-adagrad": (whole, torch.optim.Adagrad, {"lr": 0.1}),
+    "whole-adafactor": (whole, torch.optim.Adafactor, {"lr": 0.1}),
+    "whole-shampoo": (whole, MiniShampoo, {}),
+    "whole-norms": (whole, ByNorm, {}),
+    "whole-coupled": (whole, Coupled, {}),
+}
+
+
+def _groups(net: nn.Module) -> list[dict[str, Any]]:
+    """Two groups with other hyperparameters; a frozen parameter is in one."""
+    params = dict(net.named_parameters())
+    params["norm.bias"].requires_grad_(False)
+    vectors = [param for param in params.values() if param.ndim < 2]
+    others = [param for param in params.values() if param.ndim > 1]
+    return [{"params": others}, {"params": vectors, "lr": 0.01}]
+
+
+def _has(step: int) -> Callable[[str], bool]:
+    """Which parameters have a gradient in a step: one begins later, one never has any."""
+    return lambda name: name != "norm.bias" and (name != "down.weight" or step > 1)
+
+
+def _take(net: nn.Module, optimizer: Any, steps: Iterable[int]) -> None:
+    """Train with a schedule."""
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in steps:
+        set_gradients(net, step, _has(step))
+        optimizer.step()
+        schedule.step()
+
+
+def _assert_same(net: nn.Module, wanted: nn.Module, what: str, error: float = 1e-6) -> None:
+    for name, param in wanted.named_parameters():
+        found = in_full(net.get_parameter(name)).detach()
+        off = (found - param.detach()).abs().max().item() if param.numel() else 0.0
+        assert off <= error, f"{what} {name} is off by {off:.1e}"
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(mesh.sizes) + str(mesh.dim))
+def test_the_update_is_that_of_one_process(name: str, mesh: Mesh) -> None:
+    if name == "whole-coupled" and "tp" in mesh.sizes:
+        pytest.skip("refused: see test_coupled_parameters_on_several_meshes_are_refused")
+    run_ranks(_updates, mesh.size, name, mesh)
+
+
+def _updates(rank: int, world_size: int, name: str, mesh: Mesh) -> None:
+    way, kind, settings = OPTIMIZERS[name]
+    for dtype in (torch.float32, torch.bfloat16):
+        wanted, net = Net().to(dtype), mesh.build(dtype)
+        _take(wanted, kind(_groups(wanted), **settings), range(3))
+        _take(net, way(kind, _groups(net), **settings), range(3))
+        # Torch rounds some elements of bfloat16 in another way, depending on where they lie.
+        error = 1e-6 if way is whole or dtype is torch.float32 else 2**-6
+        _assert_same(net, wanted, f"{name} on {mesh}, {dtype}:", error)
+
+
+def _saves(rank: int, world_size: int, folder: Path) -> None:
+    for name, (way, kind, settings) in OPTIMIZERS.items():
+        net = Mesh({"dp": 3}).build()
+        optimizer = way(kind, _groups(net), **settings)
+        _take(net, optimizer, range(2))
+        checkpoint.save(folder / name, net, optimizer)
+
+
+def _loads(rank: int, world_size: int, folder: Path, mesh: Mesh) -> None:
+    for name, (way, kind, settings) in OPTIMIZERS.items():
+        wanted = Net()
+        _take(wanted, kind(_groups(wanted), **settings), range(2))
+        net = mesh.build() if world_size > 1 else Net()
+        optimizer, its = way(kind, _groups(net), **settings), kind(_groups(wanted), **settings)
+        checkpoint.load(folder / name, net, optimizer)
+        plain = Net()
+        before = kind(_groups(plain), **settings)
+        _take(plain, before, range(2))
+        its.load_state_dict(before.state_dict())
+        for each, steps in ((net, optimizer), (wanted, its)):
+            for step in (2, 3):
+                set_gradients(each, step, _has(step))
+                steps.step()
+        _assert_same(net, wanted, f"{name} on {mesh}:")
+
+
+@pytest.mark.parametrize("mesh", [Mesh({"dp": 2}), Mesh({"replicate": 2, "shard": 2}), Mesh({})])
+def test_training_goes_on_from_a_checkpoint_on_another_mesh(mesh: Mesh, tmp_path: Path) -> None:
+    run_ranks(_saves, 3, tmp_path)
+    run_ranks(_loads, mesh.size, tmp_path, mesh)
+
+
+WAYS = {"local": (local, Averages), "whole": (whole, MiniShampoo), "together": (whole, Coupled)}
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_threads(2)
+def test_torchs_own_shards(rank: int, world_size: int, name: str) -> None:
+    way, kind = WAYS[name]
+    wanted, net = Net(), Net()
+    torch.distributed.fsdp.fully_shard(net.up)
+    torch.distributed.fsdp.fully_shard(net)
+    _take(wanted, kind(_groups(wanted)), range(3))
+    _take(net, way(kind, _groups(net)), range(3))
+    _assert_same(net, wanted, name)
+
+
+class Odd(nn.Module):
+    """A scalar, one element, a parameter that is not sharded, and fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        self.scalar = nn.Parameter(torch.tensor(2.0))
+        self.one = nn.Parameter(torch.tensor([3.0]))
+        self.rows = nn.Parameter(torch.randn(2, 5, generator=generator))
+        self.plain = nn.Parameter(torch.randn(3, 4, generator=generator))
+
+
+def _odd() -> tuple[Odd, Odd]:
+    net = Odd()
+    fully_shard(net, ignored_params={net.plain})
+    assert not isinstance(net.plain, DTensor)
+    return net, Odd()
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_threads(3)
+def test_scalars_plain_parameters_and_ranks_without_rows(
+    rank: int, world_size: int, name: str
+) -> None:
+    way, kind = WAYS[name]
+    net, wanted = _odd()
+    optimizer, its = way(kind, net.parameters()), kind(wanted.parameters())
+    for each, steps in ((net, optimizer), (wanted, its)):
+        for step in range(3):
+            set_gradients(each, step)
+            steps.step()
+    _assert_same(net, wanted, name)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_threads(2)
+def test_the_state_dict_of_a_rank_is_loaded_by_the_same_rank(
+    rank: int, world_size: int, name: str
+) -> None:
+    way, kind = WAYS[name]
+    wanted, net, other = Net(), Mesh({"dp": 2}).build(), Mesh({"dp": 2}).build()
+    first, second = (way(kind, _groups(each)) for each in (net, other))
+    its = kind(_groups(wanted))
+    _take(net, first, range(2))
+    _take(wanted, its, range(2))
+    other.load_state_dict(net.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert second.state_dict()["param_groups"] == first.state_dict()["param_groups"]
+    for each, steps in ((other, second), (wanted, its)):
+        set_gradients(each, 2)
+        steps.step()
+    _assert_same(other, wanted, name)
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_threads(2)
+def test_groups_hooks_closures_and_none_of_them_again(
+    rank: int, world_size: int, name: str
+) -> None:
+    way, kind = WAYS[name]
+    wanted, net = Net(), Mesh({"dp": 2}).build()
+    seen: list[str] = []
+
+    def closure() -> str:
+        seen.append("closure")
+        assert torch.is_grad_enabled()
+        return "loss"
+
+    for each, make in ((wanted, kind), (net, lambda *params: way(kind, *params))):
+        some, *rest = list(each.parameters())
+        optimizer = make([some])
+        optimizer.register_step_post_hook(lambda *_: seen.append("hook"))
+        set_gradients(each, 0)
+        assert optimizer.step(closure) in ("loss", None)  # the small ones call none
+        optimizer.add_param_group({"params": rest, "lr": 0.02})
+        set_gradients(each, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step() if kind is not Coupled else None  # which has no norm then
+    _assert_same(net, wanted, name)
+    assert seen.count("hook") == (4 if kind is Coupled else 6)
+    assert "closure" in seen
+
+
+@pytest.mark.parametrize("name", ["local", "whole"])
+@on_threads(2)
+def test_a_step_in_backward(rank: int, world_size: int, name: str) -> None:
+    way, kind = WAYS[name]
+    train_on_microbatches(
+        rank,
+        world_size,
+        lambda net: in_backward(net, lambda params: way(kind, params)),
+        lambda net: kind(net.parameters()),
+        lambda net, is_last: net.set_is_last_backward(is_last),
+    )
+
+
+@pytest.mark.parametrize("name", WAYS)
+@on_threads(4)
+def test_another_layout_in_memory(rank: int, world_size: int, name: str) -> None:
+    way, kind = WAYS[name]
+    wanted, net = Net(), Mesh({"dp": 4}).build()
+    optimizer, its = way(kind, _groups(net)), kind(_groups(wanted))
+    for each, steps in ((net, optimizer), (wanted, its)):
+        set_gradients(each, 0)
+        steps.step()
+        steps.zero_grad()
+    relayout(net, optimizer, mesh=init_mesh(device_type="cpu", replicate=2, shard=2))
+    for each, steps in ((net, optimizer), (wanted, its)):
+        set_gradients(each, 1)
+        steps.step()
+    _assert_same(net, wanted, name)
+
+
+@on_threads(2)
+def test_gradients_on_some_ranks_only_are_named(rank: int, world_size: int) -> None:
+    net = Mesh({"dp": 2}).build()
+    optimizer = whole(MiniShampoo, net.named_parameters())
+    set_gradients(net, 0, lambda name: rank == 0 or name != "up.bias")
+    before = {name: in_full(param).clone() for name, param in net.named_parameters()}
+    with pytest.raises(RanksDivergedError, match=r"up\.bias on rank 0"):
+        optimizer.step()
+    for name, param in net.named_parameters():
+        assert torch.equal(in_full(param), before[name])
+    local(Averages, net.parameters()).step()  # which sends nothing
+
+
+class Fails(MiniShampoo):
+    """Has no memory for one matrix."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.param_groups[0]["params"][0].shape == (16, 6):
+            raise MemoryError("no memory")
+        super().step()
+
+
+@on_processes(3, pg_timeout=60)
+def test_nobody_waits_for_a_rank_that_fails_in_the_middle(rank: int, world_size: int) -> None:
+    net = Mesh({"dp": 3}).build()
+    optimizer = whole(Fails, net.parameters())
+    set_gradients(net, 0)
+    with pytest.raises((MemoryError, PeerLostError)) as caught:
+        optimizer.step()
+    if net.up.weight not in optimizer.kept():
+        assert "during the all-to-all of step of shardwise.optim.whole(Fails)" in str(caught.value)
+
+
+class WithArgument(torch.optim.SGD):
+    """Wants more than gradients."""
+
+    def step(self, loss: Any) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def test_what_cannot_work_is_refused() -> None:
+    net = Net()
+    refusals = {
+        (local, ByNorm): "its update depends on how a parameter is cut",
+        (local, MiniShampoo): "its update depends on how a parameter is cut",
+        (local, Coupled): "its update depends on how a parameter is cut",
+        (local, torch.optim.LBFGS): "needs a closure",
+        (whole, torch.optim.LBFGS): "needs a closure",
+        (whole, WithArgument): "raised TypeError",
+    }
+    for (way, kind), message in refusals.items():
+        with pytest.raises(
+            ValueError, match=re.escape(f"{way.__name__}({kind.__name__})")
+        ) as error:
+            way(kind, net.parameters())
+        assert message in str(error.value)
+    optimizer = whole(MiniShampoo, net.parameters())
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(optimizer)
+    with pytest.raises(TypeError, match="states of its own"):
+        offload(optimizer, "host")
+
+
+@on_threads(4)
+def test_coupled_parameters_on_several_meshes_are_refused(rank: int, world_size: int) -> None:
+    net = Mesh({"dp": 2, "tp": 2}).build()
+    with pytest.raises(ValueError, match="parameters on 2 meshes, expected one"):
+        whole(Coupled, net.parameters())
+
+
+@on_threads(2)
+def test_coupled_parameters_step_together(rank: int, world_size: int) -> None:
+    net = Mesh({"dp": 2}).build()
+    optimizer = whole(Coupled, net.parameters())
+    set_gradients(net, 0)
+    shown = optimizer.param_groups[0]
+    optimizer.param_groups = [{**shown, "params": shown["params"][:2]}]
+    with pytest.raises(RuntimeError, match=r"a step of 2 of \d+ parameters"):
+        optimizer.step()
+
+
+@on_threads(3)
+def test_ranks_share_the_states(rank: int, world_size: int) -> None:
+    net = Mesh({"dp": 3}).build()
+    optimizer = whole(torch.optim.AdamW, net.parameters())
+    set_gradients(net, 0)
+    optimizer.step()
+    assert set(optimizer.state) == optimizer.kept()
+    held: list[Any] = [None] * 3
+    mine = [name for name, param in net.named_parameters() if param in optimizer.state]
+    torch.distributed.all_gather_object(held, mine)
+    assert sorted(name for own in held for name in own) == sorted(
+        name for name, _ in net.named_parameters()
+    )
+    assert all(held)
