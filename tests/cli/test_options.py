@@ -373,7 +373,7 @@ def test_options_become_a_configuration(monkeypatch: pytest.MonkeyPatch) -> None
         "diloco": None, "tokenizer": None, "streams": None, "shuffle_buffer": 0,
         "batch_tokens": None, "peak_flops": None, "peer_timeout": None, "over_hosts": False,
         "pretrained": None, "chat": [], "packing": "packed", "eval_data": [],
-        "lora": None, "frozen": None, "merge": False, "page": False, "timeline": None,
+        "lora": None, "base": None, "frozen": None, "merge": False, "page": False, "timeline": None,
     }  # fmt: skip
 
 

@@ -15,7 +15,13 @@ import torch
 from shardwise.app.recipes import lm
 from shardwise.app.recipes.core.plan import plan_training
 from shardwise.app.recipes.text.config import LmConfig, Packing
-from shardwise.app.recipes.text.published import Frozen, LoraSettings, fingerprint, parse_lora
+from shardwise.app.recipes.text.published import (
+    BaseFormat,
+    Frozen,
+    LoraSettings,
+    fingerprint,
+    parse_lora,
+)
 from shardwise.base import devices
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.manifest import read_manifest
@@ -263,6 +269,7 @@ def test_settings_that_cannot_be_are_refused(text: str, message: str) -> None:
     [
         ({"lora": None, "frozen": Frozen.KEEP}, "--frozen: found no --lora"),
         ({"lora": None, "frozen": None, "merge": True}, "--merge: found no --lora"),
+        ({"lora": None, "frozen": None, "base": BaseFormat.NF4}, "--base: found no --lora"),
         ({"pretrained": None, "model": "llama-tiny"}, "--lora: found no --from"),
     ],
 )

@@ -38,6 +38,7 @@ from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.meta import materialize
 from shardwise.frontends.pretrained import hf
 from shardwise.frontends.pretrained.building import Name, find
+from shardwise.frontends.pretrained.four_bits import four_bit_layers
 from shardwise.sharding.allocate import allocate, compute_device
 from shardwise.sharding.state import states_of
 
@@ -154,6 +155,12 @@ def _load(
     window = ReadWindow(buffer)
     state = tensors_of(model)
     ties = ties_of(model)
+    layers = dict(four_bit_layers(model))
+    packed: dict[str, str] = {}  # name of codes or scales -> plain name of their weight
+    for path in layers:
+        plain = names.get(f"{path}.codes", f"{path}.codes").removesuffix("codes") + "weight"
+        packed |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), plain)
+    names = {**names, **packed}
     with open_source(where) as source, torch.no_grad():
         conversions = hf.Conversions(inner, {names.get(n, n) for n in state})
         plan = _plan(conversions, source)
@@ -166,11 +173,32 @@ def _load(
                 if plain in plan.direct or plain in plan.converted:
                     found[each] = plain
                     break
-        _check_shapes(source, plan, state, found)
+        if lost := sorted(packed[each] for each in packed.keys() - found.keys()):
+            raise CheckpointError(
+                f"{source.where}: found no {listed(sorted({*lost}), 3)}, expected all weights of a "
+                "base in four bits: they are not initialized"
+            )
+        shapes = {each: tensor.shape for each, tensor in state.items()}
+        for path, layer in layers.items():
+            shape = torch.Size((layer.out_features, layer.in_features))
+            shapes |= dict.fromkeys((f"{path}.codes", f"{path}.scales"), shape)
+        _check_shapes(source, plan, shapes, found)
         if allocate(model, found):
             state = tensors_of(model)
         conversions.remember(inner)
-        first = {each: plain for each, plain in found.items() if ties.get(each, [each])[0] == each}
+        first = {
+            each: plain
+            for each, plain in found.items()
+            if ties.get(each, [each])[0] == each and each not in packed
+        }
+        for path, layer in layers.items():
+            plain, rows = packed[f"{path}.codes"], layer.empty_rows()
+            if plain in plan.direct:
+                read_part(rows, path, source, window, plan.direct[plain])
+            else:
+                _read_converted({plain: [rows]}, plan, conversions, source, window)
+            layer.pack(rows)
+            del rows  # before the next one is read
         for each, plain in first.items():
             if plain in plan.direct:
                 read_part(state[each], each, source, window, plan.direct[plain])
@@ -237,12 +265,15 @@ def _convert(job: _Conversion, conversions: hf.Conversions, source: Source) -> N
 
 
 def _check_shapes(
-    source: Source, plan: _FillPlan, state: Mapping[str, torch.Tensor], found: Mapping[str, str]
+    source: Source,
+    plan: _FillPlan,
+    shapes: Mapping[str, Sequence[int]],
+    found: Mapping[str, str],
 ) -> None:
     wrong = [
-        f"{name}: found shape {list(shape)}, expected {list(state[name].shape)}"
+        f"{name}: found shape {list(shape)}, expected {list(shapes[name])}"
         for name, plain in found.items()
-        if (shape := plan.shape_of(plain, source)) != tuple(state[name].shape)
+        if (shape := plan.shape_of(plain, source)) != tuple(shapes[name])
     ]
     if wrong:
         more = f"; and {len(wrong) - 3} more" if len(wrong) > 3 else ""

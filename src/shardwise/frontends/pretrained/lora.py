@@ -34,6 +34,7 @@ from shardwise.checkpoint.ranks.loading import own_part, tensors_of
 from shardwise.checkpoint.ranks.state import check_tensor, ties
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.filling import same_random_numbers
+from shardwise.frontends.pretrained.four_bits import four_bit_layers
 from shardwise.frontends.pretrained.merging import (
     ADAPTER_WEIGHTS,
     PREFIX,
@@ -237,6 +238,11 @@ class MergedAdapters:
     """
 
     def __init__(self, model: PeftModel) -> None:
+        if found := next(four_bit_layers(model), None):
+            raise CheckpointError(
+                f"{found[0]}: found a weight in four bits, expected a base to merge adapters into; "
+                "publish the adapters alone, or merge the files with `shardwise merge-lora`"
+            )
         self._model = model
         self._names = plain_names(model)
         base = hf.inner_model(model)

@@ -13,11 +13,18 @@ from shardwise import FSDPModule
 from shardwise.app.recipes.core.checkpointing import on_rank_zero
 from shardwise.app.recipes.core.recipe import TrainContext
 from shardwise.app.recipes.text.config import LmConfig
-from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes, parse_lora
+from shardwise.app.recipes.text.published import (
+    BaseFormat,
+    Frozen,
+    decided,
+    frozen_bytes,
+    parse_lora,
+)
 from shardwise.base import devices
 from shardwise.base.units import brief_size, one_line
 from shardwise.checkpoint.disk.commit import delete
 from shardwise.frontends import pretrained
+from shardwise.frontends.pretrained.four_bits import store_in_four_bits
 from shardwise.frontends.pretrained.lora import (
     add_adapters,
     initialize_adapters,
@@ -61,6 +68,8 @@ class Adapters:
             reason = one_line(error)
             expected = "layers that the model has and that peft can put adapters on"
             raise OptionError("--lora", f"{config.lora} ({reason})", expected) from error
+        if config.base is BaseFormat.NF4:
+            store_in_four_bits(self._model)
 
     def decide(self, sharded: FSDPModule, place: TrainContext) -> tuple[Frozen, str]:
         """Keep frozen parameters between forward and backward, if asked or if memory allows.

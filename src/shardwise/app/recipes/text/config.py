@@ -8,10 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from shardwise.app.recipes.core.installed import check_extras
+from shardwise.app.recipes.core.installed import check_extras, require_installed
 from shardwise.app.recipes.core.position import Every, TrainingSpan
 from shardwise.app.recipes.core.recipe import Inputs, RecipeConfig
-from shardwise.app.recipes.text.published import Frozen, find_pretrained, fingerprint, parse_lora
+from shardwise.app.recipes.text.published import (
+    BaseFormat,
+    Frozen,
+    find_pretrained,
+    fingerprint,
+    parse_lora,
+)
 from shardwise.elastic.world import World
 from shardwise.insight.planning.presets import LLAMAS, find_settings, longest_sequence
 from shardwise.insight.schema.option import (
@@ -106,6 +112,14 @@ class LmConfig(RecipeConfig):
         MODEL,
         metavar="SETTINGS",
         shown="all weights are trained",
+        fixed=True,
+    )
+    base: BaseFormat | None = setting(
+        None,
+        "Keep the frozen linear layers of --lora in four bits: {choices}.",
+        MODEL,
+        metavar="FORMAT",
+        shown="--shard-dtype",
         fixed=True,
     )
     frozen: Frozen | None = setting(
@@ -243,6 +257,8 @@ class LmConfig(RecipeConfig):
         """
         settings = self._check(world)
         needed = ["transformers", *(["peft"] if self.lora is not None else [])]
+        if self.base is not None:
+            require_installed(f"--base {self.base.value}", ["bitsandbytes"], self.base.value)
         check_extras(needed, self.train.output.logs)
         return LmInputs(with_microbatches(self, world.size), settings, self._find_text())
 
@@ -297,7 +313,8 @@ class LmConfig(RecipeConfig):
         return settings
 
     def _check_lora(self) -> None:
-        for name, given in (("--frozen", self.frozen), ("--merge", self.merge)):
+        beside = {"--base": self.base, "--frozen": self.frozen, "--merge": self.merge}
+        for name, given in beside.items():
             require(self.lora is not None or not given, name, "no --lora", "it beside --lora")
         if self.lora is None:
             return

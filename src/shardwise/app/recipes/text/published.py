@@ -150,6 +150,12 @@ class Frozen(enum.Enum):
     GATHER = "gather"
 
 
+class BaseFormat(enum.Enum):
+    """How the frozen linear layers below adapters are stored."""
+
+    NF4 = "nf4"
+
+
 def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
     """What happens to frozen parameters: what was asked for, or else what memory allows.
 
@@ -166,7 +172,8 @@ def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
 def frozen_bytes(model: nn.Module, compute: PrecisionName | None) -> int:
     """The bytes of all frozen parameters of a model as they are computed with."""
     itemsize = 2 if compute is PrecisionName.BF16 else 4
-    return itemsize * sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    return sum(p.numel() * (itemsize if p.is_floating_point() else p.itemsize) for p in frozen)
 
 
 @dataclass(frozen=True, kw_only=True)
