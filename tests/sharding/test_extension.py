@@ -254,6 +254,25 @@ def test_mixed_precision_computes_in_param_dtype(
             assert param.grad.dtype == torch.float32, name
 
 
+@pytest.mark.parametrize("kind", [Halved, HighLow])
+@on_threads(2)
+def test_inputs_get_gradients_through_a_weight_that_is_made_again(
+    rank: int, world_size: int, kind: type[Wrapper]
+) -> None:
+    whole = seeded(lambda: Twin(kind, 4))
+    net = fully_shard(seeded(lambda: Half(kind, 4)), reshard_after_forward=True)
+    x, same = (batches(world_size)[rank].requires_grad_() for _ in range(2))
+    loss_of(net, x).backward()
+    loss_of(whole, same).backward()
+    assert torch.equal(x.grad, same.grad)
+
+    loss = loss_of(net, x)
+    with torch.no_grad():
+        net.first.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @on_threads(2)
 def test_nothing_whole_is_left_after_a_step(rank: int, world_size: int) -> None:
     net = fully_shard(seeded(lambda: Half(HighLow, 4)), transport="c10d")

@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch import autograd
 from shardwise.base import observe
 from shardwise.base.errors import MisuseError
 from shardwise.base.observe import Memory
 from shardwise.sharding.group_param import GroupParam
 from shardwise.sharding.mesh import DataMesh
+from shardwise.sharding.param import Version
 from shardwise.sharding.policy import Precision
 
 _PRE = "fsdp_pre_all_gather"
@@ -44,7 +46,7 @@ class Extension:
         self._gathered: list[torch.Tensor] = []
         self._inner: list[torch.Tensor] = []
         self._metadata: Any = None
-        self._is_made = False
+        self._made_of: Version | None = None  # the shard, as it was when last gathered
         self._group = ""  # its name, for reports
         self._reported = 0  # bytes
 
@@ -93,16 +95,20 @@ class Extension:
         )
         self._sent = []
         metadata, self._metadata = self._metadata, None
-        if not self._is_made:
-            full, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
+        version, full = self._param.form.version, self._param.full
+        if full is None or self._made_of is None:
+            made, inner = local.fsdp_post_all_gather(gathered, metadata, self._dtype)
             self._inner = list(inner)
             layout = self._param.layout
-            self._param.adopt_full(torch.as_strided(full, layout.shape, layout.strides, 0))
-            self._is_made = True
+            self._param.adopt_full(torch.as_strided(made, layout.shape, layout.strides, 0))
         else:
             for tensor in self._inner:
                 _allocate(tensor)
-            local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=self._param.full)
+            versions = autograd.versions_of([full])
+            local.fsdp_post_all_gather(gathered, metadata, self._dtype, out=full)
+            if version == self._made_of:  # what autograd has saved gets the same values again
+                autograd.set_versions([full], versions)
+        self._made_of = version
         self._report()
 
     def free(self) -> None:
@@ -122,14 +128,15 @@ class Extension:
         layout = self._param.layout
         if layout.dim is None or layout.shape[layout.dim] % layout.world_size == 0:
             return
-        padded = list(layout.shape)
-        padded[layout.dim] = layout.chunk_rows
-        wrong = [tuple(tensor.shape) for tensor in sent if list(tensor.shape) != padded]
+        rows = layout.chunk_rows
+        wrong = [
+            tuple(each.shape) for each in sent if each.shape[layout.dim : layout.dim + 1] != (rows,)
+        ]
         if wrong:
             raise MisuseError(
                 f"{self._param.fqn} of shape {tuple(layout.shape)} is cut unevenly over "
                 f"{layout.world_size} ranks (this is rank {dist.get_rank()}): expected {_PRE} to "
-                f"return tensors padded to {tuple(padded)}, found {wrong}"
+                f"return tensors padded to {rows} in dimension {layout.dim}, found {wrong}"
             )
 
 
