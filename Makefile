@@ -37,8 +37,8 @@ docs: $(DEV) $(DOCS) ## run the code in the docs, and build their site into site
 	@NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 	@echo "open site/index.html in a browser"
 
-wheel: $(DEV) ## build the wheel, and try it in an empty environment
-	@$(BIN)/python tests/packaging/wheel.py
+wheel: $(DEV) ## build the wheel, and try it in an empty environment (make wheel ARGS=--newest: newest torch)
+	@$(BIN)/python tests/packaging/wheel.py $(ARGS)
 
 matrix: ## try all supported versions of Python and torch (an hour, 40 GB)
 	@$(PYTHON) tests/packaging/matrix.py $(ARGS)

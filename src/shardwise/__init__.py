@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from shardwise.weights.publish import Publication, publish
     from shardwise.weights.subscribe import Subscription, subscribe
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 __all__ = [
     "BackwardPrefetch",

@@ -1,6 +1,7 @@
 """Build the wheel, install it into an empty environment, and use it there as a user would.
 
-    python tests/packaging/wheel.py
+    python tests/packaging/wheel.py             with the versions that the project pins
+    python tests/packaging/wheel.py --newest    with what users get from pip today
 
 Run by ``make wheel`` and ``.ci/run``, not by pytest: it takes a minute. Needs mypy beside the
 Python that runs it; everything else comes from the package index, or from pip's cache.
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,9 +26,15 @@ PIP = ("-m", "pip", "--quiet", "--disable-pip-version-check")
 
 
 class Environment:
-    """An environment that holds the wheel and its dependencies, in a folder away from the clone."""
+    """An environment that holds the wheel and its dependencies, in a folder away from the clone.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        folder: where to make it.
+        versions: what pip is told about versions.
+    """
+
+    def __init__(self, folder: Path, versions: Sequence[str]) -> None:
+        self._versions = versions
         self.bin = folder / "env" / "bin"
         self.elsewhere = folder / "elsewhere"
         self.elsewhere.mkdir()
@@ -37,9 +44,9 @@ class Environment:
         run(sys.executable, "-m", "venv", str(folder / "env"))
 
     def install(self, *requirements: str) -> None:
-        """Install with the versions that the project pins. Compiled files are made when needed."""
-        pins = ("--constraint", str(ROOT / "constraints.txt"), "--no-compile")
-        run(str(self.bin / "python"), *PIP, "install", *pins, *requirements)
+        """Install packages. Compiled files are made when needed."""
+        how = (*self._versions, "--no-compile")
+        run(str(self.bin / "python"), *PIP, "install", *how, *requirements)
 
     def run(self, *command: str, code: int = 0, variables: Mapping[str, str] | None = None) -> str:
         """Run a command of the environment, elsewhere. Returns what it printed."""
@@ -180,10 +187,12 @@ def check_training(env: Environment) -> None:
 
 def main() -> None:
     """Build, install, try; say how long each took."""
+    pinned = ("--constraint", str(ROOT / "constraints.txt"))
+    versions = () if "--newest" in sys.argv else pinned
     with tempfile.TemporaryDirectory(prefix="shardwise-wheel-") as name:
         folder = Path(name)
         wheel = timed("build the wheel", lambda: build(folder))
-        env = timed("make an environment", lambda: Environment(folder))
+        env = timed("make an environment", lambda: Environment(folder, versions))
         timed("install the wheel", lambda: env.install(str(wheel)))
         timed("version and names", lambda: check_names(env))
         timed("a missing extra", lambda: check_missing_extra(env))
@@ -192,6 +201,7 @@ def main() -> None:
         timed("a program", lambda: check_program(env))
         timed("install its extra", lambda: env.install(f"{wheel}[train]"))
         timed("a training", lambda: check_training(env))
+        print(env.python("import torch; print('wheel: torch', torch.__version__)"), end="")
 
 
 def timed(what: str, do: Callable[[], _T]) -> _T:
