@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import shardwise
 from shardwise.app.recipes.text.data import SEPARATOR, byte_tokenizer
+from shardwise.frontends.pretrained.trainer import TrainerCheckpoints
 from tests.pretrained.small import assert_same, full_tensors, save_llama
 from tests.worlds import Ranks
 
@@ -90,12 +91,13 @@ def _by_trainer(folder: Path, world_size: int, loads: Loads) -> Any:
     )
 
 
-def _by_sft_trainer(folder: Path, world_size: int, loads: Loads) -> Any:
+def _by_sft_trainer(folder: Path, world_size: int, loads: Loads, **more: Any) -> Any:
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     own = {"max_length": 32, "gradient_checkpointing": False, "dataset_num_proc": None}
     return SFTTrainer(
+        **more,
         model=_load(folder / "model", world_size, loads),
         args=SFTConfig(**_arguments(world_size, folder / "sft"), **own),
         train_dataset=Dataset.from_list([{"text": text} for text in TEXTS]),
@@ -150,3 +152,29 @@ def test_trainer_trains_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
 def test_sft_trainer_trains_a_sharded_model(ranks: Ranks, tmp_path: Path) -> None:
     pytest.importorskip("trl", reason="needs trl: install .[ecosystem]")
     _same_as_alone(ranks, tmp_path, _by_sft_trainer, *Loads)
+
+
+def _resumed(rank: int, world_size: int, folder: Path, resume: str | None) -> list[float]:
+    """Train by ``SFTTrainer`` with checkpoints, or go on from one; return losses by step."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with contextlib.redirect_stdout(None):
+        callbacks = [TrainerCheckpoints()]
+        trainer = _by_sft_trainer(folder, world_size, Loads.SHARDWISE, callbacks=callbacks)
+        args = trainer.args
+        args.max_steps, args.save_steps, args.save_only_model = 6, 2, True
+        args.save_strategy = type(args.save_strategy).STEPS
+        trainer.train(resume_from_checkpoint=resume and str(folder / "sft" / resume))
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+def test_sft_trainer_resumes_on_other_numbers_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    """In the second epoch of 32 examples, 8 in a step."""
+    pytest.importorskip("trl", reason="needs trl: install .[ecosystem]")
+    save_llama(tmp_path / "model", vocab_size=SEPARATOR + 1, use_cache=False)
+    losses = ranks(_resumed, 2, tmp_path, None)[0]
+    assert len(losses) == 6
+    for world_size in (4, 1, 2):
+        found = ranks(_resumed, world_size, tmp_path, "checkpoint-4")[0]
+        assert found == pytest.approx(losses, rel=1e-4), world_size

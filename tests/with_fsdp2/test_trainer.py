@@ -25,10 +25,14 @@ STEPS, EXAMPLES, BATCH = 7, 16, 4
 RUNTIMES = {"ours": shardwise.fully_shard, "torch's": torch.distributed.fsdp.fully_shard}
 
 
+ADDS_LATER = {"max_steps": 1}
+
+
 def _train(
     rank: int, world_size: int, folder: Path, runtime: str, options: Mapping[str, Any], resume: Any
 ) -> tuple[list[float], str]:
     """Train; return losses by step, or what was refused."""
+    adds_later = options == ADDS_LATER
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -57,8 +61,10 @@ def _train(
                 model=model,
                 args=TrainingArguments(**given),
                 train_dataset=[{"input_ids": t, "labels": t} for t in tokens],  # type: ignore[arg-type]
-                callbacks=[TrainerCheckpoints()],
+                callbacks=[] if adds_later else [TrainerCheckpoints()],
             )
+            if adds_later:
+                trainer.add_callback(TrainerCheckpoints())
             trainer.train(resume_from_checkpoint=resume and str(folder / resume))
     except (ValueError, shardwise.ShardwiseError) as error:
         return [], str(error)
@@ -81,6 +87,8 @@ def test_what_would_go_wrong_later_is_refused(tmp_path: Path) -> None:
     save_llama(tmp_path / "model", vocab_size=64)
     one_epoch = {"max_steps": 2}
     assert run_ranks(_train, 2, tmp_path, "ours", one_epoch, None)[0][0]
+    error = run_ranks(_train, 2, tmp_path, "ours", ADDS_LATER, None)[0][1]
+    assert "found a trainer that was made without it" in error
     more = {"gradient_accumulation_steps": 2, "max_steps": 4}
     for options, message in (
         ({"save_only_model": False}, "save_only_model=True"),  # transformers says it first

@@ -40,6 +40,9 @@ class TrainerCheckpoints(TrainerCallback):
     ``ignore_data_skip=True``. States of random number generators are not kept.
     """
 
+    def __init__(self) -> None:
+        self._model: nn.Module | None = None  # whose trainer was made with this
+
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Let the trainer load a checkpoint without the tensors that are sharded.
 
@@ -51,7 +54,7 @@ class TrainerCheckpoints(TrainerCallback):
                 "TrainerCheckpoints: found save_only_model=False, expected True in the arguments "
                 "of the trainer: it cannot save the shards of an optimizer, which this does"
             )
-        model: nn.Module = given["model"]
+        self._model = model = given["model"]
         sharded = {name for name, param in model.named_parameters() if isinstance(param, DTensor)}
 
         def leave_out(module: nn.Module, saved: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -59,7 +62,7 @@ class TrainerCheckpoints(TrainerCallback):
                 if not isinstance(saved[name], DTensor):
                     del saved[name]
 
-        model.register_load_state_dict_pre_hook(leave_out)  # type: ignore[no-untyped-call]
+        model.register_load_state_dict_pre_hook(leave_out)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Save the shards beside what the trainer has saved, which replaces an earlier run's."""
@@ -73,8 +76,14 @@ class TrainerCheckpoints(TrainerCallback):
 
         Raises:
             CheckpointError: there are none, or they are damaged.
-            ValueError: a step has another number of examples, so others would be skipped.
+            ValueError: a step has another number of examples, so others would be skipped; or the
+                trainer was made without this callback.
         """
+        if self._model is None:
+            raise ValueError(
+                "TrainerCheckpoints: found a trainer that was made without it, as add_callback "
+                "does, expected callbacks=[TrainerCheckpoints()] where the trainer is made"
+            )
         if not state.global_step:
             return
         folder = _folder(args, state)
