@@ -182,10 +182,7 @@ def _resume(run: _Run) -> Position:
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
     if newest is None:
         return Position()
-    if run.inputs.train.output.keep_best:
-        run.checkpoints.best = on_rank_zero(
-            "finding the best checkpoint", lambda: _best(run, newest)
-        )
+    _find_best(run, newest)
     try:
         return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
     except UserError as error:
@@ -196,24 +193,25 @@ def _resume(run: _Run) -> Position:
 
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
-    output = run.inputs.train.output
-    resumed = dataclasses.replace(output, existing=Existing.RESUME)
+    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
     on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
     extra = transfer(before, (run.task.module, run.task.optimizer))
     position = run.checkpoints.go_on(extra, run.files.root)
-    if output.keep_best:
-        run.checkpoints.best = on_rank_zero(
-            "finding the best checkpoint", lambda: _best(run, position.step)
-        )
+    _find_best(run, position.step)
     return position
 
 
-def _best(run: _Run, newest: int) -> Best | None:
-    """Return the best checkpoint up to the one that the run goes on from."""
-    if not run.files.metrics.exists():
-        return None
-    steps = [step for step in run.checkpoints.steps() if step <= newest]
-    return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+def _find_best(run: _Run, newest: int) -> None:
+    """Find the best checkpoint up to the one that the run goes on from, if the best is kept."""
+
+    def best() -> Best | None:
+        if not run.files.metrics.exists():
+            return None
+        steps = [step for step in run.checkpoints.steps() if step <= newest]
+        return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+
+    if run.inputs.train.output.keep_best:
+        run.checkpoints.best = on_rank_zero("finding the best checkpoint", best)
 
 
 def _how_to_go_on_without(run: _Run, newest: int) -> str:
