@@ -258,7 +258,6 @@ def _take_folder(run: _Run) -> int | None:
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
     """Train on rank 0, and write the files of the run."""
     # Here, and not before: other ranks have no use for them.
-    from shardwise.app.recipes.core.journal import open_sinks, report_under_way, write_report
     from shardwise.insight.inspect.page import page as inspect_page
     from shardwise.insight.inspect.read import inspect
 
@@ -283,10 +282,11 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     failed: BaseException | None = None
     try:
         logs, config = run.inputs.train.output.logs, facts["config"]
-        sinks = open_sinks(logs, files.root, position.step, record.identity, config)
+        sinks = journal.open_sinks(logs, files.root, position.step, record.identity, config)
         log = journal.FileJournal(files, record, task.unit, position.step, sinks)
         write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
-        with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
+        output = run.inputs.train.output
+        with journal.report_under_way(files) if output.page else contextlib.nullcontext():
             results = _train(run, position, log, signals)
     except BaseException as error:
         failed = error
@@ -301,9 +301,9 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         if log is not None:
             log.close(failed)
         if failed is not None:
-            write_report(files)
+            journal.write_report(files)
     record.end("finished", **results)
-    write_report(files)
+    journal.write_report(files)
     say(f"report     {files.report}")
     say(f"run        {files.root}")
 
