@@ -189,7 +189,7 @@ def test_the_shortest_stream_is_long_enough(tmp_path: Path) -> None:
     needed = Sequences.tokens_needed(10)
     sequences = Sequences(stream_of(tmp_path, bytes(needed - 1)), 10, seed=0)
     for position in range(50):
-        assert sequences.read(position, 1).shape == (1, 11)
+        assert sequences.batch(position, 1).shape == (1, 11)
     with pytest.raises(ValueError, match="too few for sequences of 10"):
         Sequences(stream_of(tmp_path, bytes(needed - 2)), 10, seed=0)
 
@@ -205,10 +205,10 @@ def test_ranks_share_the_same_examples_whatever_the_world(tmp_path: Path, world_
     # 8 examples a step: however many ranks take them, in however many microbatches.
     stream = stream_of(tmp_path, bytes(np.random.default_rng(0).integers(0, 256, 5000, np.uint8)))
     sequences = Sequences(stream, 10, seed=1)
-    whole = sequences.read(16, 8)
+    whole = sequences.batch(16, 8)
     size = 4 // world_size
     parts = [
-        sequences.read(16 + (micro * world_size + rank) * size, size)
+        sequences.batch(16 + (micro * world_size + rank) * size, size)
         for micro in range(2)
         for rank in range(world_size)
     ]

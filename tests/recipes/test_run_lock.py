@@ -47,15 +47,28 @@ def test_a_lock_alone_is_no_run_and_no_other_file(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_lock_ends_with_the_process_that_held_it(tmp_path: Path) -> None:
+    """Even if a process that it has forked, which has its descriptors, lives on."""
     files = RunDir(tmp_path)
+    lives, ended = os.pipe()
+    told, tell = os.pipe()
     pid = os.fork()
     if pid == 0:
-        locked(files).__enter__()
-        os.kill(os.getpid(), signal.SIGKILL)
+        with locked(files):
+            if os.fork() == 0:
+                os.close(ended)
+                os.write(tell, b"forked")
+                os.read(lives, 1)  # until the test has ended
+                os._exit(0)
+            os.read(told, 6)
+            with contextlib.suppress(OptionError), locked(files):
+                os._exit(1)  # it was not held
+            os.kill(os.getpid(), signal.SIGKILL)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
     assert files.lock.read_text().startswith(f"process {pid} on ")
     with locked(files):
         assert files.lock.read_text().startswith(f"process {os.getpid()} on ")
+    for each in (lives, ended, told, tell):
+        os.close(each)
 
 
 def test_a_file_system_without_locks_is_named(

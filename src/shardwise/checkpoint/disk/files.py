@@ -228,11 +228,26 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-class LockedFile(Closing):
-    """A file that one process at a time can lock, and that says which one has.
+class LockHandle(Closing):
+    """An open file whose lock ends with this process, whatever processes it has forked.
 
-    The kernel releases the lock when the process ends, whatever processes it has forked. It is
-    also released once nothing refers to this object.
+    The lock is also released once nothing refers to this object.
+
+    Args:
+        handle: descriptor of the file, which is closed with this.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._release = weakref.finalize(self, os.close, handle)
+        _locked.add(self)
+
+    def close(self) -> None:
+        """Release the lock."""
+        self._release()
+
+
+class LockedFile(LockHandle):
+    """A file that one process at a time can lock, and that says which one has.
 
     Args:
         path: path of the file; made if it does not exist.
@@ -246,8 +261,7 @@ class LockedFile(Closing):
     def __init__(self, path: Path, doing: str) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         handle = os.open(path, flags, 0o600)
-        self._release = weakref.finalize(self, os.close, handle)
-        _locked.add(self)
+        super().__init__(handle)
         try:
             lock_soon(handle)
         except BlockingIOError:
@@ -262,12 +276,8 @@ class LockedFile(Closing):
             raise
         name_holder(handle)
 
-    def close(self) -> None:
-        """Release the lock."""
-        self._release()
 
-
-_locked: weakref.WeakSet[LockedFile] = weakref.WeakSet()
+_locked: weakref.WeakSet[LockHandle] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:

@@ -193,10 +193,8 @@ class ReplicaCheckpoints(Checkpoints):
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
-        self._device = devices.current(mesh.device_type)
         self._position = None if data is None else _CollectedData(data)
-        self._root, self._keep = folder, keep_last
-        super().__init__(folder, keep_last)
+        super().__init__(folder, keep_last, device=devices.current(mesh.device_type))
 
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
@@ -243,7 +241,7 @@ class ReplicaCheckpoints(Checkpoints):
             for first in (False, True):
                 own_turn = (self._number == 0) == first
                 ranks.all(doing, part if own_turn else lambda: None)
-            kept = ranks.first(doing, lambda: steps(self._root))
+            kept = ranks.first(doing, lambda: steps(self._folder))
             ranks.all(doing, lambda: self._delete_but(kept))
 
         return all_parts
@@ -273,7 +271,7 @@ class ReplicaCheckpoints(Checkpoints):
         """Return the checkpoints of a replica. The first one decides what the others keep."""
         checkpoints = Checkpoints(
             self._folder_of(number),
-            self._keep if number == 0 else None,
+            self._keep_last if number == 0 else None,
             self._position,
             group=self.own_group,
             replicas=self._count,
@@ -283,7 +281,7 @@ class ReplicaCheckpoints(Checkpoints):
         return checkpoints
 
     def _folder_of(self, number: int) -> Path:
-        return self._root if number == 0 else self._root / REPLICAS / str(number)
+        return self._folder if number == 0 else self._folder / REPLICAS / str(number)
 
 
 class RoundsFile:

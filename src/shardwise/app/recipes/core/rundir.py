@@ -27,6 +27,7 @@ from shardwise.app.runs.metrics import without_nan
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.companions import TOKENIZER
 from shardwise.checkpoint.disk.files import (
+    LockHandle,
     content_of_lock,
     lock_soon,
     name_holder,
@@ -337,11 +338,9 @@ def locked(files: RunDir) -> Iterator[None]:
     """
     files.make()
     handle = _open(files)
-    try:
+    with LockHandle(handle):
         _lock(handle, files)
         yield
-    finally:
-        os.close(handle)
 
 
 def _open(files: RunDir) -> int:

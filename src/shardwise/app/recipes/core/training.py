@@ -182,10 +182,7 @@ def _resume(run: _Run) -> Position:
     newest = on_rank_zero(f"beginning in {run.files.root}", lambda: _take_folder(run))
     if newest is None:
         return Position()
-    if run.inputs.train.output.keep_best:
-        run.checkpoints.best = on_rank_zero(
-            "finding the best checkpoint", lambda: _best(run, newest)
-        )
+    _find_best(run, newest)
     try:
         return run.checkpoints.load(newest, run.task.module, run.task.optimizer)
     except UserError as error:
@@ -196,24 +193,25 @@ def _resume(run: _Run) -> Position:
 
 def _take_over(run: _Run, before: Departure | None) -> Position:
     """Take over what the ranks of the world before have in memory; return how far the run is."""
-    output = run.inputs.train.output
-    resumed = dataclasses.replace(output, existing=Existing.RESUME)
+    resumed = dataclasses.replace(run.inputs.train.output, existing=Existing.RESUME)
     on_rank_zero(f"going on in {run.files.root}", lambda: run.files.begin(resumed))
     extra = transfer(before, (run.task.module, run.task.optimizer))
     position = run.checkpoints.go_on(extra, run.files.root)
-    if output.keep_best:
-        run.checkpoints.best = on_rank_zero(
-            "finding the best checkpoint", lambda: _best(run, position.step)
-        )
+    _find_best(run, position.step)
     return position
 
 
-def _best(run: _Run, newest: int) -> Best | None:
-    """Return the best checkpoint up to the one that the run goes on from."""
-    if not run.files.metrics.exists():
-        return None
-    steps = [step for step in run.checkpoints.steps() if step <= newest]
-    return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+def _find_best(run: _Run, newest: int) -> None:
+    """Find the best checkpoint up to the one that the run goes on from, if the best is kept."""
+
+    def best() -> Best | None:
+        if not run.files.metrics.exists():
+            return None
+        steps = [step for step in run.checkpoints.steps() if step <= newest]
+        return Best.among(journal.read_metrics(run.files.metrics, newest), steps)
+
+    if run.inputs.train.output.keep_best:
+        run.checkpoints.best = on_rank_zero("finding the best checkpoint", best)
 
 
 def _how_to_go_on_without(run: _Run, newest: int) -> str:
@@ -260,7 +258,6 @@ def _take_folder(run: _Run) -> int | None:
 def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> None:
     """Train on rank 0, and write the files of the run."""
     # Here, and not before: other ranks have no use for them.
-    from shardwise.app.recipes.core.journal import open_sinks, report_under_way, write_report
     from shardwise.insight.inspect.page import page as inspect_page
     from shardwise.insight.inspect.read import inspect
 
@@ -285,10 +282,11 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     failed: BaseException | None = None
     try:
         logs, config = run.inputs.train.output.logs, facts["config"]
-        sinks = open_sinks(logs, files.root, position.step, record.identity, config)
+        sinks = journal.open_sinks(logs, files.root, position.step, record.identity, config)
         log = journal.FileJournal(files, record, task.unit, position.step, sinks)
         write_text(files.layout, inspect_page(inspect(task.module, name=task.model_name)))
-        with report_under_way(files) if run.inputs.train.output.page else contextlib.nullcontext():
+        output = run.inputs.train.output
+        with journal.report_under_way(files) if output.page else contextlib.nullcontext():
             results = _train(run, position, log, signals)
     except BaseException as error:
         failed = error
@@ -303,9 +301,9 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         if log is not None:
             log.close(failed)
         if failed is not None:
-            write_report(files)
+            journal.write_report(files)
     record.end("finished", **results)
-    write_report(files)
+    journal.write_report(files)
     say(f"report     {files.report}")
     say(f"run        {files.root}")
 

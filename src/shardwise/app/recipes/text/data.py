@@ -343,21 +343,16 @@ class Sequences:
         draw = self._order.at(position)
         return draw.key % self._length + self._length * draw.index
 
-    def read(self, position: int, count: int) -> NDArray[np.int64]:
+    def batch(self, position: int, count: int) -> torch.Tensor:
         """Return sequences ``position`` .. + ``count``, int64 of shape (count, length + 1)."""
         import numpy as np
+        import torch
 
         rows = [
             self._stream.read(self.start(p), self._length + 1)
             for p in range(position, position + count)
         ]
-        return np.stack(rows)
-
-    def batch(self, position: int, count: int) -> torch.Tensor:
-        """Return the same as a tensor."""
-        import torch
-
-        return torch.from_numpy(self.read(position, count))
+        return torch.from_numpy(np.stack(rows))
 
 
 _ROWS = 64  # the rows of an embedding are a multiple of this: kernels like that
