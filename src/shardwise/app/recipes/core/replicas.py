@@ -241,7 +241,7 @@ class ReplicaCheckpoints(Checkpoints):
             for first in (False, True):
                 own_turn = (self._number == 0) == first
                 ranks.all(doing, part if own_turn else lambda: None)
-            kept = ranks.first(doing, lambda: steps(self._folder))
+            kept = ranks.first(doing, lambda: steps(self.folder))
             ranks.all(doing, lambda: self._delete_but(kept))
 
         return all_parts
@@ -271,17 +271,17 @@ class ReplicaCheckpoints(Checkpoints):
         """Return the checkpoints of a replica. The first one decides what the others keep."""
         checkpoints = Checkpoints(
             self._folder_of(number),
-            self._keep_last if number == 0 else None,
+            self.keep_last if number == 0 else None,
             self._position,
             group=self.own_group,
             replicas=self._count,
-            device=self._device,
+            device=self.device,
         )
         checkpoints.best = self.best
         return checkpoints
 
     def _folder_of(self, number: int) -> Path:
-        return self._folder if number == 0 else self._folder / REPLICAS / str(number)
+        return self.folder if number == 0 else self.folder / REPLICAS / str(number)
 
 
 class RoundsFile:
