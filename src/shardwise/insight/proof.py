@@ -74,6 +74,9 @@ _AFTER = 2
 _PATIENCE = 60.0
 
 
+_SHARDED = (Runtime.TORCH, Runtime.SHARDWISE)
+
+
 class Trouble(enum.Enum):
     """What goes wrong on the last rank."""
 
@@ -303,11 +306,14 @@ def _train(trial: Trial, training: _Training, device: torch.device) -> TrialOutc
     )
 
 
-def go_on(trial: Trial, written_by: Runtime) -> list[float]:
-    """Train on one process from the checkpoint of another way, and return the losses."""
-    training = _Training(trial, devices.accelerator() or devices.CPU)
-    load(trial.checkpoint(written_by), training.model, training.optimizer)
-    return [training.step(step) for step in range(trial.steps // 2, trial.steps)]
+def go_on(trial: Trial) -> dict[Runtime, list[float]]:
+    """Train on one process from the checkpoint of each other way, and return the losses."""
+    found = {}
+    for each in _SHARDED:
+        training = _Training(trial, devices.accelerator() or devices.CPU)
+        load(trial.checkpoint(each), training.model, training.optimizer)
+        found[each] = [training.step(step) for step in range(trial.steps // 2, trial.steps)]
+    return found
 
 
 def _compare(trial: Trial, model: nn.Module) -> dict[str, float]:
@@ -425,9 +431,6 @@ class Proof:
         return Cells(("", "one process", *(each.value for each in _SHARDED)), rows)
 
 
-_SHARDED = (Runtime.TORCH, Runtime.SHARDWISE)
-
-
 def prove(
     model: str, settings: Settings, steps: int, say: Callable[[str], None] = lambda _: None
 ) -> Proof:
@@ -458,7 +461,7 @@ def prove(
             say(f"training: {way.name}")
             found[each] = launch(run, (way,), nproc=1 if each is None else settings.mesh.size)
         say("resuming on one process")
-        resumed = {each: launch(go_on, (trial, each))[0] for each in _SHARDED}
+        (resumed,) = launch(go_on, (trial,))
         rows = dict(compared(found, resumed, planned, settings))
         for trouble in (Trouble.SKIPPED, Trouble.KILLED):
             say(trouble.value)
