@@ -139,7 +139,8 @@ class Loop:
                     if outcome.saved:
                         self._wait_for_checkpoint()
                     if self.task.replicas is not None and not self._left(position):
-                        self.task.replicas.end()
+                        self.task.replicas.diloco.flush()  # which makes all of them equal
+                        self.task.replicas.diloco.leave()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop == MOVE_ON:
@@ -315,7 +316,7 @@ class Loop:
 
     def _evaluate(self, position: Position) -> dict[str, float]:
         replicas = self.task.replicas
-        with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
+        with contextlib.nullcontext() if replicas is None else replicas.diloco.outer_parameters():
             values = self.task.evaluate()
         self.journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())

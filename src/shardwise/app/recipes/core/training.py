@@ -227,7 +227,8 @@ def _joined(run: _Run, position: Position) -> Position:
     replicas = run.task.replicas
     if replicas is None:
         return position
-    step = replicas.join(position.step)
+    replicas.diloco.join()
+    step = replicas.reached(position.step)
     return Position(step, position.examples + (step - position.step) * run.per_step)
 
 
@@ -242,8 +243,9 @@ def _take_folder(run: _Run) -> int | None:
         # The launcher has looked at the folder. What is in it may be of an earlier start.
         run.files.make()
         saved, replicas = run.checkpoints.steps(), run.task.replicas
-        has_peers = replicas is not None and replicas.has_peers()  # further than any checkpoint
-        return saved[-1] if saved and not has_peers else None
+        if replicas is not None and replicas.diloco.has_peers:  # further than any checkpoint
+            return None
+        return saved[-1] if saved else None
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
