@@ -101,6 +101,7 @@ class Checkpoints:
     Attributes:
         best: the checkpoint that is kept beside the last ones, the one to be saved next included;
             None: none is.
+        collected: the position of the data to save; None: what the data say themselves.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class Checkpoints:
         self._replicas = replicas
         self._device = device
         self.best: Best | None = None
+        self.collected: dict[str, Any] | None = None
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
@@ -326,7 +328,7 @@ class Checkpoints:
         if self._base is not None:
             extra[_BASE] = {"name": self._base}
         if self._data is not None:
-            extra[_DATA] = self._data.state()
+            extra[_DATA] = self._data.state() if self.collected is None else self.collected
         return extra
 
     def _ranks(self) -> Ranks:

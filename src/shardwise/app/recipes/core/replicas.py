@@ -18,8 +18,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -134,29 +134,10 @@ def replicas_of(
     return diloco, Replicas(diloco, mesh, replica, config.local_steps, tokens)
 
 
-@dataclass
-class _CollectedData:
-    """The data of this rank; a checkpoint of each replica gets the positions of all ranks."""
-
-    data: Resumable
-    collected: dict[str, Any] = field(default_factory=dict)
-
-    def collect(self) -> None:
-        """Collect the positions of all ranks. Every rank calls it."""
-        parts = Peers().gather_objects(self.data.state(), "the positions of streams")
-        self.collected = {name: value for part in parts for name, value in part.items()}
-
-    def state(self) -> dict[str, Any]:
-        """Return what was collected."""
-        return self.collected
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from a collected position."""
-        self.data.load_state(state, where)
-
-
 class ReplicaCheckpoints(Checkpoints):
     """The checkpoints of a run whose replicas train apart: one for each replica.
+
+    Each gets the positions of the data of all ranks.
 
     Args:
         folder: where they are.
@@ -170,9 +151,8 @@ class ReplicaCheckpoints(Checkpoints):
     ) -> None:
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
-        self._position = None if data is None else _CollectedData(data)
         device = devices.current(mesh.device_type)
-        super().__init__(folder, keep_last, replicas=mesh.size(0), device=device)
+        super().__init__(folder, keep_last, data, replicas=mesh.size(0), device=device)
 
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
@@ -207,8 +187,9 @@ class ReplicaCheckpoints(Checkpoints):
         """Do what all ranks do together, before replicas save in turn."""
         if isinstance(optimizer, DiLoCo):
             optimizer.finish_exchanges()
-        if self._position is not None:
-            self._position.collect()
+        if self._data is not None:
+            parts = Peers().gather_objects(self._data.state(), "the positions of streams")
+            self.collected = {name: value for part in parts for name, value in part.items()}
 
     def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
         """Return a function that does this replica's part; the first replica comes last."""
@@ -250,12 +231,12 @@ class ReplicaCheckpoints(Checkpoints):
         checkpoints = Checkpoints(
             self._folder_of(number),
             self._keep_last if number == 0 else None,
-            self._position,
+            self._data,
             group=self.own_group,
             replicas=self._replicas,
             device=self._device,
         )
-        checkpoints.best = self.best
+        checkpoints.best, checkpoints.collected = self.best, self.collected
         return checkpoints
 
     def _folder_of(self, number: int) -> Path:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ from shardwise.checkpoint.ranks.moving import Departure, transfer
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
-from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
+from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
 from shardwise.insight.schema.option import OptionError, naming, option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
@@ -321,7 +320,6 @@ def _train(
         checkpoints=run.checkpoints,
         journal=log,
         signals=signals,
-        how_to_resume=_how_to_resume(),
         timeline=_timeline(run, position),
     )
     position, results = loop.run(position)
@@ -404,15 +402,6 @@ def _session(run: _Run, position: Position) -> dict[str, Any]:
         "mesh": dict(zip(plan.names, plan.shape, strict=True)),
         "transport": transport_name(run.task.module),
     }
-
-
-def _how_to_resume() -> str:
-    if not launched_here():
-        return "To go on, start the same with --resume."
-    if "--auto-resume" in sys.argv:
-        return "To go on:\n  " + journal.command_line(sys.argv[1:])
-    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
-    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])
 
 
 # -- the device and the memory of this rank --------------------------------------------------------

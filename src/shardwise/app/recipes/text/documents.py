@@ -279,9 +279,8 @@ def _remedy(documents: Documents, error: Exception) -> str:
             "; look for a slip in the name; a private or gated dataset needs `hf auth login` "
             "(or HF_TOKEN) of somebody who may read it"
         )
-    is_local = documents.files or isinstance(
-        error, ValueError
-    )  # as of a configuration that is none
+    # As of a configuration that is none.
+    is_local = documents.files or isinstance(error, ValueError)
     return "" if is_local else "; the hub needs the network, local files do not"
 
 
