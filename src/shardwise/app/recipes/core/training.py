@@ -267,20 +267,20 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts["model"]["parameters"] = count(task.module.parameters())
     _introduce(run, position)
     record = journal.RunRecord(files, facts, _session(run, position))
-    if run.options:
-        write_text(files.options, run.options)
-    if planned := os.environ.get(PLAN_FILE):
-        write_text(files.plan, Path(planned).read_text(encoding="utf-8"))
-    if task.model_config is not None:
-        write_text(files.model_config, task.model_config)
-    if task.generation_config is not None:
-        write_text(files.generation_config, task.generation_config)
+    planned = os.environ.get(PLAN_FILE)
+    for file, text in (
+        (files.options, run.options),
+        (files.plan, Path(planned).read_text(encoding="utf-8") if planned else None),
+        (files.model_config, task.model_config),
+        (files.generation_config, task.generation_config),
+    ):
+        if text:
+            write_text(file, text)
     if task.save_tokenizer is not None:
         files.keep_tokenizer(task.save_tokenizer)
     if (best := run.checkpoints.best) is not None:
         record.best(best)
     log: journal.FileJournal | None = None
-    failed: BaseException | None = None
     try:
         logs, config = run.inputs.train.output.logs, facts["config"]
         sinks = journal.open_sinks(logs, files.root, position.step, record.identity, config)
@@ -290,19 +290,17 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         with journal.report_under_way(files) if output.page else contextlib.nullcontext():
             results = _train(run, position, log, signals)
     except BaseException as error:
-        failed = error
         # The error matters more than a failure to record it.
         with contextlib.suppress(OSError, UserError):
             if isinstance(error, Stopped):
                 record.end("stopped", signal=error.signum)
             else:
                 record.failed(error)
-        raise
-    finally:
         if log is not None:
-            log.close(failed)
-        if failed is not None:
-            journal.write_report(files)
+            log.close(error)
+        journal.write_report(files)
+        raise
+    log.close()
     record.end("finished", **results)
     journal.write_report(files)
     say(f"report     {files.report}")
