@@ -75,6 +75,17 @@ class TorchGroup:
     modules: tuple[nn.Module, ...]
     params: list[tuple[str, Any]]
     _group: Any
+    _state: Any
+
+    @property
+    def held(self) -> list[torch.Tensor]:
+        """The sharded parameters that it has now, in the order of ``params``."""
+        return [each.sharded_param for each in self._group.fsdp_params]
+
+    @property
+    def completes(self) -> bool:
+        """Whether this backward completes gradients; see ``set_is_last_backward``."""
+        return self._state._state_ctx.is_last_backward and self.all_reduces
 
     @property
     def collectives(self) -> tuple[Any, Any, Any]:
@@ -121,7 +132,7 @@ def torch_groups(model: nn.Module) -> list[TorchGroup]:
                 continue
             held = (each.sharded_param for each in group.fsdp_params)
             params = [(names.get(id(param), ""), param) for param in held]
-            found[group] = TorchGroup(module_name, tuple(group.modules), params, group)
+            found[group] = TorchGroup(module_name, tuple(group.modules), params, group, state)
     return list(found.values())
 
 

@@ -271,7 +271,7 @@ def _save_by_name(
     settings: StateDictSettings,
 ) -> StateDict:
     """The state of an optimizer by parameter name; empty on ranks that do not keep it."""
-    if isinstance(optimizer, OptimizerOnShards) and optimizer.has_whole_states:
+    if isinstance(optimizer, OptimizerOnShards) and optimizer.kept() is not None:
         raise ValueError(
             "optim_state_dict: found an optimizer of shardwise.optim.whole, which has states of "
             "different parameters on each rank, expected all on all ranks; use shardwise.checkpoint"

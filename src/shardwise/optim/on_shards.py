@@ -239,7 +239,7 @@ class OptimizerOnShards(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
         self.drop_states()
         kept = self.kept()
-        self.state.update({param: state for param, state in found.items() if param in kept})
+        self.state.update({p: state for p, state in found.items() if kept is None or p in kept})
 
     def drop_states(self) -> None:
         """Forget the states of all parameters, and how these are sharded."""
@@ -247,17 +247,14 @@ class OptimizerOnShards(torch.optim.Optimizer):
         self.state.clear()
         self._plans = WorkPlans()
 
-    @property
-    def has_whole_states(self) -> bool:
-        """Whether each rank has states of some parameters only, whole; see :meth:`kept`."""
-        return self._way is Way.WHOLE
-
-    def kept(self) -> set[Tensor]:
-        """Find the parameters whose states this rank has, as they are sharded now.
+    def kept(self) -> set[Tensor] | None:
+        """Find the parameters whose whole states this rank has, as they are sharded now.
 
         Returns:
-            Those of ``local``, all; of ``whole``, those that this rank updates.
+            Those that this rank updates; ``None`` of ``local``, whose states are sharded.
         """
+        if self._way is Way.LOCAL:
+            return None
         owners = self._owners()
         members = {mesh: sorted(ranks_of(mesh)) for mesh, _ in owners.values()}
         others = {p for p, (mesh, own) in owners.items() if members[mesh][own] != dist.get_rank()}
@@ -299,11 +296,8 @@ class OptimizerOnShards(torch.optim.Optimizer):
         Returns:
             Their new values.
         """
-        if self._is_coupled and entries:
-            return self._work_together(method, entries)
-        return [value for each in entries for value in self._work_together(method, [each])]
-
-    def _work_together(self, method: str, entries: Sequence[ParamCall]) -> list[Tensor]:
+        if len(entries) != 1 and not (self._is_coupled and entries):
+            return [value for each in entries for value in self.work(method, [each])]
         cell = self._cells.get(entries[0].param)
         if cell is None:
             states = {each.param: self.state.get(each.param, {}) for each in entries}
@@ -317,12 +311,6 @@ class OptimizerOnShards(torch.optim.Optimizer):
                     for key, value in state.items()
                 }
         return results
-
-    def _work_alone(self, method: str, entries: Sequence[ParamCall]) -> None:
-        """Call a method for this rank's parts of parameters."""
-        for each, result in zip(entries, self.work(method, entries), strict=True):
-            if result.data_ptr() != each.value.data_ptr():
-                each.value.copy_(result)
 
     def _owners(self) -> _Owners:
         """Return the mesh of each parameter that ranks share, and which of them updates it."""
@@ -372,12 +360,14 @@ class OptimizerOnShards(torch.optim.Optimizer):
                 alone.append(each)
             elif self._is_coupled or each.param.requires_grad or each.grad is not None:
                 shares.setdefault(owners[each.param][0], []).append(each)
-            elif each.param in kept:
+            elif kept is not None and each.param in kept:
                 none = dtensor.without_memory(each.value, each.param.shape)
                 idle.append(replace(each, value=none))
         pools = {self._pools.of(param) for param in shown} - {None}
         try:
-            self._work_alone(method, alone)
+            for each, result in zip(alone, self.work(method, alone), strict=True):
+                if result.data_ptr() != each.value.data_ptr():
+                    each.value.copy_(result)
             self.work(method, idle)
             for own in shares.values():
                 _WholeWork(self._plan(own, owners), doing, self, method, own).run()

@@ -18,10 +18,13 @@ from shardwise.base.optim_names import names_in_order, parameters_in_order
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.norms import ClipBy, Clipping, NonFinite
 from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
+from shardwise.optim.torch_steps import TorchStepGroup, torch_step_groups
 from shardwise.sharding.group import ParamGroup
-from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
+from shardwise.sharding.stepping import Steppable
 
+#: Parameters that are reduced together, by our runtime or by torch's own FSDP2.
+Group = ParamGroup | TorchStepGroup
 #: The key of ``param_groups`` under which state dicts carry the norm that clips the next step.
 PREVIOUS_NORM = "previous_norm"
 
@@ -43,10 +46,12 @@ def in_backward(
     call ``set_requires_gradient_sync(False)`` or ``set_is_last_backward(False)`` before all of them
     but the last.
 
-    Every rank calls this, after ``fully_shard`` and before the next forward.
+    Every rank calls this, after ``fully_shard`` and before the next forward. With torch's own
+    ``fully_shard``, a group steps when the next one is reduced, so gradients of two exist together.
 
     Args:
-        model: a module that ``fully_shard`` was applied to, or that contains such modules.
+        model: a module that ``fully_shard``, ours or torch's, was applied to, or that contains such
+            modules.
         make: makes the optimizer from ``list(model.parameters())``. It may leave some out, which
             then keep their gradients, or have several parameter groups.
         max_norm: the largest norm of gradients that is not clipped; ``math.inf`` to compute
@@ -73,7 +78,7 @@ def in_backward(
             f"in_backward: found that make returned {type(inner).__name__}, expected an optimizer"
         )
     clipping = Clipping(max_norm, clip_by, nonfinite)
-    groups = list(groups_of(model))
+    groups: list[Group] = [*groups_of(model), *torch_step_groups(model)]
     _check(model, inner, groups)
     _check_clipping(model, inner, groups, clipping)
     return OptimizerInBackward(inner, groups, clipping)
@@ -95,7 +100,7 @@ class OptimizerInBackward(AroundOptimizer):
     _step_supports_amp_scaling = True
 
     def __init__(
-        self, inner: torch.optim.Optimizer, groups: Sequence[ParamGroup], clipping: Clipping
+        self, inner: torch.optim.Optimizer, groups: Sequence[Group], clipping: Clipping
     ) -> None:
         super().__init__(inner)
         self._clipping = clipping
@@ -229,7 +234,7 @@ class OptimizerInBackward(AroundOptimizer):
                 group[PREVIOUS_NORM] = self._clipping.previous
 
 
-def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[ParamGroup]) -> None:
+def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Group]) -> None:
     """Check that ``inner`` can step with one group after the other.
 
     Raises:
@@ -263,7 +268,7 @@ def _check(model: nn.Module, inner: torch.optim.Optimizer, groups: Sequence[Para
 def _check_clipping(
     model: nn.Module,
     inner: torch.optim.Optimizer,
-    groups: Sequence[ParamGroup],
+    groups: Sequence[Group],
     clipping: Clipping,
 ) -> None:
     """Check that all trained parameters are in groups, if gradients are clipped.
@@ -300,7 +305,7 @@ class GroupSteps:
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        groups: Sequence[ParamGroup],
+        groups: Sequence[Group],
         clipping: Clipping,
         ended: Callable[[], None],
     ) -> None:
@@ -359,7 +364,7 @@ class GroupSteps:
                     "that"
                 )
 
-    def step(self, name: str, forms: Sequence[ShardedParam]) -> None:
+    def step(self, name: str, forms: Sequence[Steppable]) -> None:
         """Step with the gradients of a group, and drop them.
 
         Raises:

@@ -14,7 +14,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from shardwise.sharding.param import ShardedParam
+import torch
+
+
+class Steppable(Protocol):
+    """A sharded parameter: of a group of our runtime, or of torch's own FSDP2.
+
+    Attributes:
+        steps_in_backward: how many it has made.
+    """
+
+    steps_in_backward: int
+
+    @property
+    def fqn(self) -> str:
+        """Its name."""
+
+    @property
+    def parameter(self) -> torch.Tensor:
+        """What the optimizer updates."""
 
 
 class Stepper(Protocol):
@@ -35,7 +53,7 @@ class Stepper(Protocol):
             StepInterruptedError: an exception left some groups a step ahead of others.
         """
 
-    def step(self, name: str, forms: Sequence[ShardedParam]) -> None:
+    def step(self, name: str, forms: Sequence[Steppable]) -> None:
         """Update shards whose gradients are complete, and drop those gradients.
 
         Args:

@@ -166,7 +166,7 @@ def destinations(
     own = next((each for each in inside if isinstance(each, OwnStates)), None)
     offloaded = next((each for each in inside if isinstance(each, OffloadedOptimizer)), None)
     on_shards = next((each for each in inside if isinstance(each, OptimizerOnShards)), None)
-    kept = on_shards.kept() if on_shards is not None and on_shards.has_whole_states else None
+    kept = None if on_shards is None else on_shards.kept()
 
     @functools.cache
     def made(param: Tensor) -> dict[str, Tensor]:

@@ -51,8 +51,8 @@ from shardwise.optim.offloaded.optimizer import OffloadedOptimizer
 from shardwise.optim.offloaded.stores import PlannedStore
 from shardwise.sharding.allocate import allocate
 from shardwise.sharding.mesh import DataMesh
-from shardwise.sharding.param import ShardedParam
 from shardwise.sharding.state import groups_of
+from shardwise.sharding.stepping import Steppable
 from shardwise.sharding.tree import every_tensor_in, map_tensors
 from shardwise.transport.peers import Peers
 from shardwise.transport.shm.transport import ShmTransport
@@ -296,7 +296,7 @@ class _GroupSteps:
     def check_whole(self) -> None:
         """Do nothing: no backward is interrupted here."""
 
-    def step(self, name: str, forms: Sequence[ShardedParam]) -> None:
+    def step(self, name: str, forms: Sequence[Steppable]) -> None:
         """Update the shards of a group, and drop their gradients."""
         params = [form.parameter for form in forms]
         if self._clip_grad:

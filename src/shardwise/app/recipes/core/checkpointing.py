@@ -99,6 +99,10 @@ class Checkpoints:
             all parameters.
 
     Attributes:
+        folder: where they are.
+        keep_last: how many to keep; ``None``: all.
+        data: data that save a position of their own.
+        device: where this rank trains; ``None``: on the CPU.
         best: the checkpoint that is kept beside the last ones, the one to be saved next included;
             None: none is.
         collected: the position of the data to save; None: what the data say themselves.
@@ -116,27 +120,27 @@ class Checkpoints:
         base: str | None = None,
     ) -> None:
         self._base = base
-        self._folder = folder
-        self._keep_last = keep_last
-        self._data = data
+        self.folder = folder
+        self.keep_last = keep_last
+        self.data = data
         self._group = group
         self._replicas = replicas
-        self._device = device
+        self.device = device
         self.best: Best | None = None
         self.collected: dict[str, Any] | None = None
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, oldest first."""
-        return steps(self._folder)
+        return steps(self.folder)
 
     def damage(self) -> tuple[Path, str] | None:
         """Return the newest checkpoint and what is wrong with it; None: it is complete."""
-        return damage(self._folder)
+        return damage(self.folder)
 
     def path(self, step: int) -> Path:
         """Return the folder of the checkpoint of a step."""
-        return step_folder(self._folder, step)
+        return step_folder(self.folder, step)
 
     def replicas(self, step: int) -> int:
         """Return how many replicas trained apart when the checkpoint of a step was saved.
@@ -266,7 +270,7 @@ class Checkpoints:
             position = self.go_on(extra, path)
             before = (read_manifest(path).world_size, _replicas(extra))
             if before == (dist.get_world_size(self._group), self._replicas):
-                _set_random_state(self._device, extra, path)
+                _set_random_state(self.device, extra, path)
         return position
 
     def go_on(self, extra: Mapping[str, Any], where: Path) -> Position:
@@ -275,8 +279,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is no such thing.
         """
-        if self._data is not None:
-            self._data.load_state(extra.get(_DATA, {}), where)
+        if self.data is not None:
+            self.data.load_state(extra.get(_DATA, {}), where)
         return _position(extra, where)
 
     def improves(self, step: int, loss: float) -> bool:
@@ -291,7 +295,7 @@ class Checkpoints:
 
     def _options(self) -> dict[str, Any]:
         return {
-            "keep_last": self._keep_last,
+            "keep_last": self.keep_last,
             "keep": [] if self.best is None else [self.path(self.best.step)],
             "ignore_frozen_params": self._base is not None,
             "group": self._group,
@@ -322,13 +326,13 @@ class Checkpoints:
         """Return what belongs to a training beside its model and optimizer."""
         extra: dict[str, Any] = {
             _POSITION: asdict(position),
-            _RANDOM: _random_state(self._device),
+            _RANDOM: _random_state(self.device),
             _REPLICAS: {"count": self._replicas},
         }
         if self._base is not None:
             extra[_BASE] = {"name": self._base}
-        if self._data is not None:
-            extra[_DATA] = self._data.state() if self.collected is None else self.collected
+        if self.data is not None:
+            extra[_DATA] = self.data.state() if self.collected is None else self.collected
         return extra
 
     def _ranks(self) -> Ranks:

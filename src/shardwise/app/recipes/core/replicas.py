@@ -149,10 +149,10 @@ class ReplicaCheckpoints(Checkpoints):
     def __init__(
         self, folder: Path, keep_last: int, mesh: DeviceMesh, data: Resumable | None
     ) -> None:
+        self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
-        device = devices.current(mesh.device_type)
-        super().__init__(folder, keep_last, data, replicas=mesh.size(0), device=device)
+        super().__init__(folder, keep_last, data, device=devices.current(mesh.device_type))
 
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
@@ -162,13 +162,9 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        self._prepare(optimizer)
-
-        def part() -> None:
-            self._of(self._number).write(position, model, optimizer)
-
+        own = self._own(optimizer)
         try:
-            self._in_turn(position, part)()
+            self._in_turn(position, lambda: own.write(position, model, optimizer))()
         except CheckpointError as error:
             raise SaveError(str(error)) from error
 
@@ -180,16 +176,17 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             CheckpointError: what is in the way of it cannot be deleted.
         """
-        self._prepare(optimizer)
-        return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
+        return self._in_turn(position, self._own(optimizer).copied(position, model, optimizer))
 
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what all ranks do together, before replicas save in turn."""
+    def _own(self, optimizer: torch.optim.Optimizer) -> Checkpoints:
+        """Return this replica's checkpoints, once all ranks are ready to save in turn."""
         if isinstance(optimizer, DiLoCo):
             optimizer.finish_exchanges()
-        if self._data is not None:
-            parts = Peers().gather_objects(self._data.state(), "the positions of streams")
-            self.collected = {name: value for part in parts for name, value in part.items()}
+        own = self._of(self._number)
+        if self.data is not None:
+            parts = Peers().gather_objects(self.data.state(), "the positions of streams")
+            own.collected = {name: value for part in parts for name, value in part.items()}
+        return own
 
     def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
         """Return a function that does this replica's part; the first replica comes last."""
@@ -200,7 +197,7 @@ class ReplicaCheckpoints(Checkpoints):
             for first in (False, True):
                 own_turn = (self._number == 0) == first
                 ranks.all(doing, part if own_turn else lambda: None)
-            kept = ranks.first(doing, lambda: steps(self._folder))
+            kept = ranks.first(doing, lambda: steps(self.folder))
             ranks.all(doing, lambda: self._delete_but(kept))
 
         return all_parts
@@ -230,17 +227,17 @@ class ReplicaCheckpoints(Checkpoints):
         """Return the checkpoints of a replica. The first one decides what the others keep."""
         checkpoints = Checkpoints(
             self._folder_of(number),
-            self._keep_last if number == 0 else None,
-            self._data,
+            self.keep_last if number == 0 else None,
+            self.data,
             group=self.own_group,
-            replicas=self._replicas,
-            device=self._device,
+            replicas=self._count,
+            device=self.device,
         )
-        checkpoints.best, checkpoints.collected = self.best, self.collected
+        checkpoints.best = self.best
         return checkpoints
 
     def _folder_of(self, number: int) -> Path:
-        return self._folder if number == 0 else self._folder / REPLICAS / str(number)
+        return self.folder if number == 0 else self.folder / REPLICAS / str(number)
 
 
 class RoundsFile:
