@@ -8,7 +8,14 @@ import pytest
 from torch import nn
 
 from shardwise.insight.inspect.grid import Grid, Tiling
-from shardwise.insight.inspect.report import ParameterReport, ParamKind, Report, folded, unfolded
+from shardwise.insight.inspect.report import (
+    MEANINGS,
+    ParameterReport,
+    ParamKind,
+    Report,
+    folded,
+    unfolded,
+)
 from shardwise.optim.part import Part, full_part
 from tests.inspect.plans import planned_report
 
@@ -261,4 +268,4 @@ def test_json_of_some_parameters_has_their_tilings_only() -> None:
 
 
 def test_every_kind_is_explained() -> None:
-    assert len({kind.meaning for kind in ParamKind}) == len(ParamKind)
+    assert len({MEANINGS[kind] for kind in ParamKind}) == len(ParamKind)

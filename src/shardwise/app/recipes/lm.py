@@ -35,7 +35,7 @@ from shardwise.app.recipes.core.rundir import write_text
 from shardwise.app.recipes.text.batches import open_data
 from shardwise.app.recipes.text.config import LmConfig, LmInputs, Packing
 from shardwise.app.recipes.text.data import Tokenizer, Vocabulary, load_vocabulary
-from shardwise.app.recipes.text.published import Frozen, decided, frozen_bytes
+from shardwise.app.recipes.text.published import Frozen, allowed, frozen_bytes
 from shardwise.base.errors import CheckpointError
 from shardwise.base.units import listed, printable
 from shardwise.elastic.errors import UserError
@@ -205,7 +205,8 @@ def example(config: LmConfig) -> Example:
 
     def keeps(model: nn.Module, free: int) -> bool:
         needed = frozen_bytes(model, config.train.sharding.compute_dtype)
-        return config.lora is not None and decided(config.frozen, needed, free) is Frozen.KEEP
+        how = config.frozen or allowed(needed, free)
+        return config.lora is not None and how is Frozen.KEEP
 
     return Example(batch=batch, loss=next_token_loss, seq_length=config.seq_length, keeps=keeps)
 

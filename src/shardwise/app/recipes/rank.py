@@ -36,16 +36,10 @@ def command_of(job: TrainingJob, words: Sequence[str], folder: Path) -> list[str
     return [sys.executable, "-P", "-m", "shardwise.app.recipes.rank", str(file)]
 
 
-def received(file: Path) -> tuple[TrainingJob, Sequence[str]]:
-    """Return the job that a rank is given, and the command line that asked for it."""
-    job: tuple[TrainingJob, Sequence[str]] = pickle.loads(file.read_bytes())
-    return job
-
-
 def main() -> NoReturn:
     """Be the rank that the environment names."""
-    job, words = received(Path(sys.argv[1]))
-    sys.argv[1:] = words
+    given: tuple[TrainingJob, Sequence[str]] = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job, sys.argv[1:] = given
     world = find_world()
     assert world is not None, "this is no rank"
     # The name of a file may be what no text can hold; it is shown nevertheless.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.checkpoint.disk.companions import TOKENIZER
+from shardwise.checkpoint.disk.files import content_of_lock
 
 
 class _RunPath:
@@ -85,9 +86,6 @@ class RunFiles:
         return [self.root / p.name for p in vars(RunFiles).values() if isinstance(p, kind)]
 
 
-_MOST_BYTES = 1024  # of a lock
-
-
 class Lock(enum.Enum):
     """Whether a training holds the lock of its folder."""
 
@@ -108,7 +106,7 @@ def lock_of(file: Path) -> Lock:
         return Lock.UNKNOWN
     try:
         fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        holder = os.pread(handle, _MOST_BYTES, 0).decode(errors="replace").strip()
+        holder = content_of_lock(handle).decode(errors="replace").strip()
     except BlockingIOError:
         return Lock.HELD
     except OSError:  # no locks on this file system, or not a file

@@ -1,8 +1,8 @@
 """Models of ``transformers`` with published weights, loaded straight into shards.
 
-``api.py`` does it in one call. ``building.py`` makes the model without memory, ``filling.py`` reads
-this rank's rows of its weights from the files, and ``hf.py`` asks ``transformers`` what is what.
-``saving.py`` writes shards as ``transformers`` would write the full model.
+``api.py`` does it in one call, and saves shards as ``transformers`` would save the full model.
+``building.py`` makes the model without memory, ``filling.py`` reads this rank's rows of its weights
+from the files, and ``hf.py`` asks ``transformers`` what is what.
 """
 
 from typing import TYPE_CHECKING

@@ -227,7 +227,7 @@ def _plan(conversions: hf.Conversions, source: Source) -> _FillPlan:
     jobs: dict[str, _Conversion] = {}
     for name in hf.natural_order(stored):
         target, pattern = conversions.target_of(name)
-        if not conversions.has(target):
+        if target not in conversions.names:
             plan.unexpected.append(target)
         elif pattern is None:
             plan.direct.setdefault(target, stored[name])

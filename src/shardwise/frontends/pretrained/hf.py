@@ -116,24 +116,20 @@ class Conversions:
 
     Args:
         model: the model, sharded or not.
-        names: names of its tensors as they are in a plain model.
+        names: names of its tensors as they are in a plain model; an attribute, too.
     """
 
     def __init__(self, model: PreTrainedModel, names: Collection[str]) -> None:
         # Conversions are looked up by the names of classes, which sharding changes, and ask the
         # model for shapes. So a plain model on the meta device is built to answer for it.
         self.plain = build(fsdp.original_class(model), copy.deepcopy(model.config), torch.float32)
-        self._names = dict.fromkeys(names, True)
+        self.names = dict.fromkeys(names, True)
         self._all = get_model_conversion_mapping(self.plain)
         self._renamings = [each for each in self._all if isinstance(each, WeightRenaming)]
         self._converters = [each for each in self._all if isinstance(each, WeightConverter)]
         self._by_pattern = {
             pattern: each for each in self._converters for pattern in each.source_patterns
         }
-
-    def has(self, name: str) -> bool:
-        """Whether the model has a tensor of this name."""
-        return name in self._names
 
     def tied_to(self, name: str) -> list[str]:
         """The names of the weights that one is tied to in a plain model."""
@@ -154,10 +150,10 @@ class Conversions:
         """
         prefix = self.plain.base_model_prefix
         renamed, pattern = rename_source_key(
-            name, self._renamings, self._converters, prefix, self._names
+            name, self._renamings, self._converters, prefix, self.names
         )
-        if renamed not in self._names and name in self._names:
-            renamed, pattern = rename_source_key(name, [], [], prefix, self._names)
+        if renamed not in self.names and name in self.names:
+            renamed, pattern = rename_source_key(name, [], [], prefix, self.names)
         return str(renamed), pattern
 
     def convert(self, target: str, sources: Mapping[str, list[Any]]) -> dict[str, Any]:

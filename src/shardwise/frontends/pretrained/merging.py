@@ -12,10 +12,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
+from peft import get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
+from transformers import PreTrainedModel
 
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.disk.boxes import Box
@@ -38,9 +42,6 @@ from shardwise.checkpoint.ranks.state import ties as ties_of
 from shardwise.frontends.pretrained import hf, opening
 from shardwise.frontends.pretrained.building import Name, build, explaining, find
 from shardwise.frontends.pretrained.opening import ADAPTER_CONFIG
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 #: What ``peft`` puts before the names of the plain model.
@@ -245,8 +246,6 @@ def _assign(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 def _wrappers(module: Any) -> Iterator[Any]:
     """The layers of ``peft`` around a plain module, from the outermost one."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
     while isinstance(module, BaseTunerLayer):
         outer: Any = module
         yield outer
@@ -296,8 +295,6 @@ def _plan(
     adapted: Any, values: Source, base: Source, stored: Mapping[str, StatePath]
 ) -> _MergePlan:
     """Find what becomes of each tensor, and check that adapters and base belong together."""
-    from peft import get_peft_model_state_dict
-
     named = dict(adapted.named_parameters(remove_duplicate=False))
     names = {id(param): name for name, param in named.items()}
     saved = get_peft_model_state_dict(adapted, state_dict=named, save_embedding_layers=False)
@@ -338,9 +335,6 @@ def _plan(
 
 def adapters_of(adapted: nn.Module) -> dict[str, nn.Module]:
     """The outermost layers of peft in a model, by name."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     kinds: Any = (BaseTunerLayer, AuxiliaryTrainingWrapper)
     found: dict[str, nn.Module] = {}
     for name, module in adapted.named_modules():
@@ -367,9 +361,6 @@ def planned_merge(
     Raises:
         CheckpointError: peft cannot merge a layer.
     """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
     merged: dict[str, tuple[MergedLayer[S], str]] = {}
     replaced: dict[str, S] = {}
     for name, module in adapters_of(adapted).items():

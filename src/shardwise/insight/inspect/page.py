@@ -18,7 +18,7 @@ from shardwise.base.html import document, escape
 from shardwise.base.lazy import resource
 from shardwise.base.units import brief_size, counted
 from shardwise.insight.inspect.grid import Block, Grid, Tiling
-from shardwise.insight.inspect.report import ParameterReport, Report, folded
+from shardwise.insight.inspect.report import MEANINGS, ParameterReport, Report, folded
 from shardwise.insight.inspect.text import blocks_of, totals_of
 from shardwise.insight.inspect.words import (
     Row,
@@ -456,7 +456,7 @@ def _about(row: Row[ParameterReport]) -> str:
         f"{shape_in_words(each.shape)} {each.dtype}",
         f"{brief_size(each.nbytes)}",
         ", ".join(f"{name} {placement}" for name, placement in each.placements)
-        or each.kind.meaning,
+        or MEANINGS[each.kind],
     ]
     if len(row.members) > 1:
         parts.append(f"{len(row.members)} alike")

@@ -35,13 +35,9 @@ class ParamKind(enum.Enum):
     TENSOR_PARALLEL = "tensor parallel only"
     PLAIN = "plain"
 
-    @property
-    def meaning(self) -> str:
-        """A phrase that explains the kind."""
-        return _MEANINGS[self]
 
-
-_MEANINGS = {
+#: A phrase that explains each kind.
+MEANINGS = {
     ParamKind.SHARDED: "sharded by fully_shard",
     ParamKind.REPLICATED: "managed by fully_shard but not sharded: a scalar, or a mesh that only "
     "replicates",

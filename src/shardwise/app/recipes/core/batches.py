@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from shardwise.app.recipes.core.checkpointing import Resumable
 from shardwise.app.recipes.core.position import Draw, Shuffle
@@ -57,14 +56,8 @@ class Readable(Data, Resumable, Protocol):
     """Data that know where they stand."""
 
 
-@dataclass(frozen=True)
-class _Read:
-    """What was read, and where the data stand behind it."""
-
-    position: int
-    count: int
-    batch: Any
-    state: dict[str, Any]
+#: Where a batch begins, its size, the batch itself, and where the data stand behind it.
+_Read: TypeAlias = tuple[int, int, Any, dict[str, Any]]
 
 
 class ReadAhead:
@@ -104,20 +97,21 @@ class ReadAhead:
         if isinstance(read, BaseException):
             self._queue.put(read)  # nothing follows it
             raise read
-        if (read.position, read.count) != (position, count):
+        first, size, batch, state = read
+        if (first, size) != (position, count):
             raise ValueError(
-                f"found {count} examples from {position} asked for, expected {read.count} from "
-                f"{read.position}, which were read ahead"
+                f"found {count} examples from {position} asked for, expected {size} from {first}, "
+                "which were read ahead"
             )
-        self._state = read.state
+        self._state = state
         self._room.release()
-        return read.batch
+        return batch
 
     def _read(self, position: int, count: int) -> None:
         try:
             while self._room.acquire() and not self._closed.is_set():
                 batch = self._data.batch(position, count)
-                self._queue.put(_Read(position, count, batch, self._data.state()))
+                self._queue.put((position, count, batch, self._data.state()))
                 position += self._ranks * count
         except BaseException as error:  # whatever it is, the step that needs the batch raises it
             self._queue.put(error)

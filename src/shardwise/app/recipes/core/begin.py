@@ -41,9 +41,8 @@ def decided(output: OutputConfig) -> OutputConfig:
     if output.existing is not Existing.AUTO and not files.was_begun_by(job_id()):
         return output
     if files.has_checkpoints():
-        return replace(
-            output, existing=Existing.RESUME
-        )  # refused later if none of them is complete
+        # Refused later if none of them is complete.
+        return replace(output, existing=Existing.RESUME)
     begins_anew = files.run_json.is_file()
     return replace(output, existing=Existing.OVERWRITE if begins_anew else Existing.REFUSE)
 

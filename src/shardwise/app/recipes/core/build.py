@@ -133,7 +133,9 @@ def make_optimizer(model: nn.Module, config: OptimizerConfig) -> torch.optim.Opt
             return optim.AdamW8bit(_decaying(model, config), lr=config.lr, betas=config.betas)
         case OptimizerName.MUON:
             return optim.Muon(
-                _divided(model, config, optim.muon_groups(model, adamw={"betas": config.betas})),
+                divided_groups(
+                    model, config, optim.muon_groups(model, adamw={"betas": config.betas})
+                ),
                 lr=config.lr,
                 weight_decay=config.weight_decay,
                 momentum=momentum,
@@ -154,19 +156,21 @@ def _decaying(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return _divided(model, config, groups)
+    return divided_groups(model, config, groups)
 
 
 #: The key of a parameter group for its peak learning rate, where that is not the one of all.
 _PEAK = "peak_lr"
 
 
-def _divided(
+def divided_groups(
     model: nn.Module,
     config: OptimizerConfig | SgdConfig,
     groups: Sequence[dict[str, Any]] | None = None,
 ) -> list[dict[str, Any]]:
     """Divide parameter groups, or one of all trained parameters, as ``--param-group`` says.
+
+    No values of the model are needed.
 
     Raises:
         UserError: a pattern does not fit the model.
@@ -183,19 +187,10 @@ def _divided(
     return divided
 
 
-def check_param_groups(model: nn.Module, config: OptimizerConfig | SgdConfig) -> None:
-    """Check that ``--param-group`` fits a model, of which no values are needed.
-
-    Raises:
-        UserError: a pattern does not fit.
-    """
-    _divided(model, config)
-
-
 def make_sgd(model: nn.Module, config: SgdConfig) -> torch.optim.SGD:
     """Return stochastic gradient descent with weight decay on all parameters."""
     return torch.optim.SGD(
-        _divided(model, config),
+        divided_groups(model, config),
         lr=config.lr,
         momentum=config.momentum,
         weight_decay=config.weight_decay,

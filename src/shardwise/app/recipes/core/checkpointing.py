@@ -101,9 +101,11 @@ class Checkpoints:
     Attributes:
         folder: where they are.
         keep_last: how many to keep; ``None``: all.
+        data: data that save a position of their own.
         device: where this rank trains; ``None``: on the CPU.
         best: the checkpoint that is kept beside the last ones, the one to be saved next included;
             None: none is.
+        collected: the position of the data to save; None: what the data say themselves.
     """
 
     def __init__(
@@ -120,11 +122,12 @@ class Checkpoints:
         self._base = base
         self.folder = folder
         self.keep_last = keep_last
-        self._data = data
+        self.data = data
         self._group = group
         self._replicas = replicas
         self.device = device
         self.best: Best | None = None
+        self.collected: dict[str, Any] | None = None
         self._under_way: tuple[int, Handle] | None = None
 
     def steps(self) -> list[int]:
@@ -276,8 +279,8 @@ class Checkpoints:
         Raises:
             CheckpointError: it is no such thing.
         """
-        if self._data is not None:
-            self._data.load_state(extra.get(_DATA, {}), where)
+        if self.data is not None:
+            self.data.load_state(extra.get(_DATA, {}), where)
         return _position(extra, where)
 
     def improves(self, step: int, loss: float) -> bool:
@@ -328,8 +331,8 @@ class Checkpoints:
         }
         if self._base is not None:
             extra[_BASE] = {"name": self._base}
-        if self._data is not None:
-            extra[_DATA] = self._data.state()
+        if self.data is not None:
+            extra[_DATA] = self.data.state() if self.collected is None else self.collected
         return extra
 
     def _ranks(self) -> Ranks:

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from shardwise import clip_grad_norm_
 from shardwise.app.recipes.core.build import set_lr
 from shardwise.app.recipes.core.checkpointing import Checkpoints, SaveError
-from shardwise.app.recipes.core.journal import Journal, StepMetrics
+from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_line
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
@@ -43,7 +44,7 @@ from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
 from shardwise.elastic.rank import MOVE_ON, StopSignals
-from shardwise.elastic.world import STAYS
+from shardwise.elastic.world import STAYS, launched_here
 from shardwise.insight.schema.sharding import Stepping
 from shardwise.insight.schema.training import TrainConfig
 from shardwise.transport.peers import Peers
@@ -89,7 +90,6 @@ class Loop:
         checkpoints: of the run.
         journal: where to record what happens.
         signals: which may ask to stop.
-        how_to_resume: for the message of a run that was stopped.
         timeline: records some of the steps.
     """
 
@@ -100,7 +100,6 @@ class Loop:
     checkpoints: Checkpoints
     journal: Journal
     signals: StopSignals
-    how_to_resume: str
     timeline: TimelineOfRun
 
     def __post_init__(self) -> None:
@@ -139,7 +138,8 @@ class Loop:
                     if outcome.saved:
                         self._wait_for_checkpoint()
                     if self.task.replicas is not None and not self._left(position):
-                        self.task.replicas.end()
+                        self.task.replicas.diloco.flush()  # which makes all of them equal
+                        self.task.replicas.diloco.leave()
                     evaluated = self._evaluate_if_due(before, position, outcome.stop)
                     self._save_if_due(position, outcome.stop)
                     if outcome.stop == MOVE_ON:
@@ -315,7 +315,7 @@ class Loop:
 
     def _evaluate(self, position: Position) -> dict[str, float]:
         replicas = self.task.replicas
-        with contextlib.nullcontext() if replicas is None else replicas.outer_parameters():
+        with contextlib.nullcontext() if replicas is None else replicas.diloco.outer_parameters():
             values = self.task.evaluate()
         self.journal.evaluated(position.step, values)
         shown = " ".join(f"{name}={value:.4f}" for name, value in values.items())
@@ -403,8 +403,17 @@ class Loop:
     def _farewell(self, position: Position, stop: int) -> str:
         return (
             f"Stopped by {signal_name(stop)} after {self.span.shown(position)}, which is saved. "
-            f"{self.how_to_resume}"
+            f"{_how_to_resume()}"
         )
+
+
+def _how_to_resume() -> str:
+    if not launched_here():
+        return "To go on, start the same with --resume."
+    if "--auto-resume" in sys.argv:
+        return "To go on:\n  " + command_line(sys.argv[1:])
+    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
+    return "To go on:\n  " + command_line([*arguments, "--resume"])
 
 
 def read_prediction() -> StepTime | None:

@@ -19,7 +19,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.app.recipes.core.build import DTYPES, check_param_groups
+from shardwise.app.recipes.core.build import DTYPES, divided_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
 from shardwise.base import devices
 from shardwise.base.units import binary_size, counted
@@ -77,7 +77,7 @@ def plan_training(
         RehearsalError, UntraceableError: the training cannot be rehearsed.
         UserError: a pattern of ``--param-group`` does not fit the model.
     """
-    check_param_groups(blueprint.model, config.optimizer)
+    divided_groups(blueprint.model, config.optimizer)  # which checks the patterns
     device, machine = _machine_for(config, world)
     settings = settings_for(config, example, world)
     free = devices.free_memory(device)

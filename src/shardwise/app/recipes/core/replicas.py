@@ -18,9 +18,8 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from shardwise.transport.peers import Peers
 MEET_EVERY = 10
 
 
+@dataclass(frozen=True)
 class Replicas:
     """The replicas of a run, as its training loop sees them.
 
@@ -57,7 +57,7 @@ class Replicas:
     first step of the next round. So all have the same learning rate, and no example that has
     changed the parameters comes again.
 
-    Args:
+    Attributes:
         diloco: of this rank.
         mesh: (replicate, shard); where replicas are worlds, the first has one rank.
         replica: the one that this world is; None: the world has all of them.
@@ -65,53 +65,31 @@ class Replicas:
         tokens: of an example.
     """
 
-    def __init__(
-        self,
-        diloco: DiLoCo,
-        mesh: DeviceMesh,
-        replica: ReplicaWorld | None,
-        local_steps: int,
-        tokens: int,
-    ) -> None:
-        self._diloco = diloco
-        self._local_steps = local_steps
-        self._tokens = tokens * mesh.size(1)
-        self._replica = replica
-        #: The ranks of this replica, which average gradients.
-        self.own_group: dist.ProcessGroup = mesh.get_group(SHARD)
+    diloco: DiLoCo
+    mesh: DeviceMesh
+    replica: ReplicaWorld | None
+    local_steps: int
+    tokens: int
+
+    @property
+    def own_group(self) -> dist.ProcessGroup:
+        """The ranks of this replica, which average gradients."""
+        return self.mesh.get_group(SHARD)
 
     def group_after(self, step: int) -> dist.ProcessGroup | None:
         """Return the ranks that exchange losses and signals after a step; ``None``: all."""
-        alone = self._replica is None and step % min(MEET_EVERY, self._local_steps)
+        alone = self.replica is None and step % min(MEET_EVERY, self.local_steps)
         return self.own_group if alone else None
 
     def count(self, examples: int) -> None:
         """Count the examples that a rank of this replica has trained on in a step."""
-        self._diloco.count_tokens(examples * self._tokens)
+        self.diloco.count_tokens(examples * self.tokens * self.mesh.size(1))
 
     def reached(self, step: int) -> int:
         """Return the step that this replica is at: at least the first one of the round."""
-        if self._replica is None:
+        if self.replica is None:
             return step  # all go together
-        return max(step, self._diloco.rounds[0] * self._local_steps)
-
-    def join(self, step: int) -> int:
-        """Take part from now on; return the step that this replica is at."""
-        self._diloco.join()
-        return self.reached(step)
-
-    def has_peers(self) -> bool:
-        """Whether other replicas train already, of whom this one gets its parameters."""
-        return self._diloco.has_peers
-
-    def outer_parameters(self) -> AbstractContextManager[None]:
-        """Return a context in which the model of every replica has the outer parameters."""
-        return self._diloco.outer_parameters()
-
-    def end(self) -> None:
-        """Make all replicas equal after the last step, and leave."""
-        self._diloco.flush()
-        self._diloco.leave()
+        return max(step, self.diloco.rounds[0] * self.local_steps)
 
 
 def replicas_of(
@@ -156,29 +134,10 @@ def replicas_of(
     return diloco, Replicas(diloco, mesh, replica, config.local_steps, tokens)
 
 
-@dataclass
-class _CollectedData:
-    """The data of this rank; a checkpoint of each replica gets the positions of all ranks."""
-
-    data: Resumable
-    collected: dict[str, Any] = field(default_factory=dict)
-
-    def collect(self) -> None:
-        """Collect the positions of all ranks. Every rank calls it."""
-        parts = Peers().gather_objects(self.data.state(), "the positions of streams")
-        self.collected = {name: value for part in parts for name, value in part.items()}
-
-    def state(self) -> dict[str, Any]:
-        """Return what was collected."""
-        return self.collected
-
-    def load_state(self, state: Mapping[str, Any], where: Path) -> None:
-        """Go on from a collected position."""
-        self.data.load_state(state, where)
-
-
 class ReplicaCheckpoints(Checkpoints):
     """The checkpoints of a run whose replicas train apart: one for each replica.
+
+    Each gets the positions of the data of all ranks.
 
     Args:
         folder: where they are.
@@ -193,8 +152,7 @@ class ReplicaCheckpoints(Checkpoints):
         self._count = mesh.size(0)
         self._number = mesh.get_local_rank(REPLICATE)
         self.own_group = mesh.get_group(SHARD)
-        self._position = None if data is None else _CollectedData(data)
-        super().__init__(folder, keep_last, device=devices.current(mesh.device_type))
+        super().__init__(folder, keep_last, data, device=devices.current(mesh.device_type))
 
     def write(self, position: Position, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Save every replica, the first one last. Every rank calls it.
@@ -204,13 +162,9 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             SaveError: a rank could not write; every rank raises it.
         """
-        self._prepare(optimizer)
-
-        def part() -> None:
-            self._of(self._number).write(position, model, optimizer)
-
+        own = self._own(optimizer)
         try:
-            self._in_turn(position, part)()
+            self._in_turn(position, lambda: own.write(position, model, optimizer))()
         except CheckpointError as error:
             raise SaveError(str(error)) from error
 
@@ -222,15 +176,17 @@ class ReplicaCheckpoints(Checkpoints):
         Raises:
             CheckpointError: what is in the way of it cannot be deleted.
         """
-        self._prepare(optimizer)
-        return self._in_turn(position, self._of(self._number).copied(position, model, optimizer))
+        return self._in_turn(position, self._own(optimizer).copied(position, model, optimizer))
 
-    def _prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Do what all ranks do together, before replicas save in turn."""
+    def _own(self, optimizer: torch.optim.Optimizer) -> Checkpoints:
+        """Return this replica's checkpoints, once all ranks are ready to save in turn."""
         if isinstance(optimizer, DiLoCo):
             optimizer.finish_exchanges()
-        if self._position is not None:
-            self._position.collect()
+        own = self._of(self._number)
+        if self.data is not None:
+            parts = Peers().gather_objects(self.data.state(), "the positions of streams")
+            own.collected = {name: value for part in parts for name, value in part.items()}
+        return own
 
     def _in_turn(self, position: Position, part: Callable[[], None]) -> Callable[[], None]:
         """Return a function that does this replica's part; the first replica comes last."""
@@ -272,7 +228,7 @@ class ReplicaCheckpoints(Checkpoints):
         checkpoints = Checkpoints(
             self._folder_of(number),
             self.keep_last if number == 0 else None,
-            self._position,
+            self.data,
             group=self.own_group,
             replicas=self._count,
             device=self.device,

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,7 @@ from shardwise.checkpoint.ranks.moving import Departure, transfer
 from shardwise.elastic.connect import connected
 from shardwise.elastic.errors import Stopped, UserError
 from shardwise.elastic.rank import StopSignals
-from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica, launched_here
+from shardwise.elastic.world import LOCKED, ReplicaWorld, World, find_replica
 from shardwise.insight.schema.option import OptionError, naming, option_names
 from shardwise.insight.schema.sharding import resolve_sharding
 from shardwise.insight.schema.training import AUTO, Existing, TrainConfig, steps_to_record
@@ -227,7 +226,8 @@ def _joined(run: _Run, position: Position) -> Position:
     replicas = run.task.replicas
     if replicas is None:
         return position
-    step = replicas.join(position.step)
+    replicas.diloco.join()
+    step = replicas.reached(position.step)
     return Position(step, position.examples + (step - position.step) * run.per_step)
 
 
@@ -242,8 +242,9 @@ def _take_folder(run: _Run) -> int | None:
         # The launcher has looked at the folder. What is in it may be of an earlier start.
         run.files.make()
         saved, replicas = run.checkpoints.steps(), run.task.replicas
-        has_peers = replicas is not None and replicas.has_peers()  # further than any checkpoint
-        return saved[-1] if saved and not has_peers else None
+        if replicas is not None and replicas.diloco.has_peers:  # further than any checkpoint
+            return None
+        return saved[-1] if saved else None
     output = decided(asked)
     resumes = output.existing is Existing.RESUME
     newest = newest_step(run.checkpoints, run.files) if resumes else None
@@ -266,20 +267,20 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
     facts["model"]["parameters"] = count(task.module.parameters())
     _introduce(run, position)
     record = journal.RunRecord(files, facts, _session(run, position))
-    if run.options:
-        write_text(files.options, run.options)
-    if planned := os.environ.get(PLAN_FILE):
-        write_text(files.plan, Path(planned).read_text(encoding="utf-8"))
-    if task.model_config is not None:
-        write_text(files.model_config, task.model_config)
-    if task.generation_config is not None:
-        write_text(files.generation_config, task.generation_config)
+    planned = os.environ.get(PLAN_FILE)
+    for file, text in (
+        (files.options, run.options),
+        (files.plan, Path(planned).read_text(encoding="utf-8") if planned else None),
+        (files.model_config, task.model_config),
+        (files.generation_config, task.generation_config),
+    ):
+        if text:
+            write_text(file, text)
     if task.save_tokenizer is not None:
         files.keep_tokenizer(task.save_tokenizer)
     if (best := run.checkpoints.best) is not None:
         record.best(best)
     log: journal.FileJournal | None = None
-    failed: BaseException | None = None
     try:
         logs, config = run.inputs.train.output.logs, facts["config"]
         sinks = journal.open_sinks(logs, files.root, position.step, record.identity, config)
@@ -289,19 +290,17 @@ def _train_and_record(run: _Run, position: Position, signals: StopSignals) -> No
         with journal.report_under_way(files) if output.page else contextlib.nullcontext():
             results = _train(run, position, log, signals)
     except BaseException as error:
-        failed = error
         # The error matters more than a failure to record it.
         with contextlib.suppress(OSError, UserError):
             if isinstance(error, Stopped):
                 record.end("stopped", signal=error.signum)
             else:
                 record.failed(error)
-        raise
-    finally:
         if log is not None:
-            log.close(failed)
-        if failed is not None:
-            journal.write_report(files)
+            log.close(error)
+        journal.write_report(files)
+        raise
+    log.close()
     record.end("finished", **results)
     journal.write_report(files)
     say(f"report     {files.report}")
@@ -319,7 +318,6 @@ def _train(
         checkpoints=run.checkpoints,
         journal=log,
         signals=signals,
-        how_to_resume=_how_to_resume(),
         timeline=_timeline(run, position),
     )
     position, results = loop.run(position)
@@ -402,15 +400,6 @@ def _session(run: _Run, position: Position) -> dict[str, Any]:
         "mesh": dict(zip(plan.names, plan.shape, strict=True)),
         "transport": transport_name(run.task.module),
     }
-
-
-def _how_to_resume() -> str:
-    if not launched_here():
-        return "To go on, start the same with --resume."
-    if "--auto-resume" in sys.argv:
-        return "To go on:\n  " + journal.command_line(sys.argv[1:])
-    arguments = [a for a in sys.argv[1:] if a not in ("--overwrite", "--resume")]
-    return "To go on:\n  " + journal.command_line([*arguments, "--resume"])
 
 
 # -- the device and the memory of this rank --------------------------------------------------------

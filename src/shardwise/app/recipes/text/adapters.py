@@ -16,7 +16,7 @@ from shardwise.app.recipes.text.config import LmConfig
 from shardwise.app.recipes.text.published import (
     BaseFormat,
     Frozen,
-    decided,
+    allowed,
     frozen_bytes,
     parse_lora,
 )
@@ -86,7 +86,7 @@ class Adapters:
             return Frozen.KEEP, f"{brief_size(needed)} stay in memory, by --strategy"
         if asked is None:
             least = min(Peers().gather_objects(free, "the comparison of free memory"))
-            asked = decided(asked, needed, least)
+            asked = allowed(needed, least)
             why = f", as {brief_size(least)} are free" if least else ""
         else:
             why = ", as --frozen says"

@@ -70,18 +70,13 @@ class ByteStream:
     """
 
     def __init__(self, documents: Iterable[Document]) -> None:
-        self._documents = tuple(documents)
+        self.documents = tuple(documents)
         # Position in the stream of each document's separator, and of the end.
-        self._starts = [0, *accumulate(document.size + 1 for document in self._documents)]
+        self._starts = [0, *accumulate(document.size + 1 for document in self.documents)]
 
     def __len__(self) -> int:
         """Return the number of tokens."""
         return self._starts[-1]
-
-    @property
-    def documents(self) -> tuple[Document, ...]:
-        """The documents of the stream."""
-        return self._documents
 
     def read(self, start: int, length: int) -> NDArray[np.int64]:
         """Return tokens ``start`` .. ``start + length``, int64 of shape (length,).
@@ -98,7 +93,7 @@ class ByteStream:
         filled = 0
         index = bisect.bisect_right(self._starts, start) - 1
         while filled < length:
-            document = self._documents[index]
+            document = self.documents[index]
             at = start + filled - self._starts[index]  # 0 is the separator
             if at == 0:
                 tokens[filled] = SEPARATOR
@@ -114,7 +109,7 @@ class ByteStream:
     def fingerprint(self) -> str:
         """Return a text that changes when names, sizes or order of the documents change."""
         digest = hashlib.sha256()
-        for document in self._documents:
+        for document in self.documents:
             digest.update(f"{document.path.name}\0{document.offset}\0{document.size}\n".encode())
         return digest.hexdigest()[:16]
 

@@ -250,7 +250,8 @@ def _load(documents: Documents) -> tuple[Mapping[str, Any], str | None]:
     import datasets
 
     datasets.disable_progress_bars()
-    leave_retries_to_us()
+    # Requests that huggingface_hub makes again, whole, stay: they lose nothing.
+    datasets.config.STREAMING_READ_MAX_RETRIES = datasets.config.STREAMING_OPEN_MAX_RETRIES = 1
     given: dict[str, Any] = {"name": documents.configuration, "revision": documents.commit}
     if documents.files:
         given = {"data_files": {"train": [str(file) for file in documents.files]}}
@@ -279,9 +280,8 @@ def _remedy(documents: Documents, error: Exception) -> str:
             "; look for a slip in the name; a private or gated dataset needs `hf auth login` "
             "(or HF_TOKEN) of somebody who may read it"
         )
-    is_local = documents.files or isinstance(
-        error, ValueError
-    )  # as of a configuration that is none
+    # As of a configuration that is none.
+    is_local = documents.files or isinstance(error, ValueError)
     return "" if is_local else "; the hub needs the network, local files do not"
 
 
@@ -317,17 +317,6 @@ class ConnectionLostError(UserError):
 
     exit_code = 1
     passing = True
-
-
-def leave_retries_to_us() -> None:
-    """Have ``datasets`` raise at once when a connection is lost, in this process.
-
-    Requests that ``huggingface_hub`` makes again, whole, stay: they lose nothing.
-    """
-    from datasets import config
-
-    config.STREAMING_READ_MAX_RETRIES = 1
-    config.STREAMING_OPEN_MAX_RETRIES = 1
 
 
 def rows(dataset: Any, where: Mapping[str, Any] | None) -> Iterator[Any]:

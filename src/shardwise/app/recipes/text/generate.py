@@ -6,10 +6,11 @@ import contextlib
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM, PreTrainedModel, TextStreamer
 
 from shardwise import fully_shard
 from shardwise.app.recipes.core.model import Sampling, generate_tokens
@@ -26,9 +27,6 @@ from shardwise.frontends.pretrained import opening
 from shardwise.frontends.pretrained.building import find
 from shardwise.frontends.wrap import AUTO, apply_wrap
 from shardwise.insight.planning.presets import longest_sequence
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,7 @@ def _generate(request: Request, device: torch.device) -> None:
         return
     if not request.chat:
         _print(request.prompt)
-    stream = _streamer(tokenizer)
+    stream: Any = _Words(tokenizer, skip_special_tokens=True)
     for token in tokens:
         stream.put(torch.tensor([token]))
     stream.end()
@@ -125,8 +123,6 @@ def _generate(request: Request, device: torch.device) -> None:
 
 def _load(request: Request, device: torch.device) -> PreTrainedModel:
     """Load the model: full in a process on its own, else its shards."""
-    from transformers import AutoModelForCausalLM
-
     model = pretrained.build(
         request.source, model_class=AutoModelForCausalLM, dtype=request.dtype or "auto"
     )
@@ -193,15 +189,11 @@ def _ends(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     return frozenset(each for each in (*listed, tokenizer.eos_token_id) if each is not None)
 
 
-def _streamer(tokenizer: Any) -> Any:
-    """An object of ``transformers`` that prints words as soon as they are complete."""
-    from transformers import TextStreamer
+class _Words(TextStreamer):
+    """Prints words as soon as they are complete."""
 
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            _print(text + "\n" * stream_end)
-
-    return Streamer(tokenizer, skip_special_tokens=True)
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        _print(text + "\n" * stream_end)
 
 
 def _print(text: str) -> None:

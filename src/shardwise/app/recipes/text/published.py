@@ -156,16 +156,13 @@ class BaseFormat(enum.Enum):
     NF4 = "nf4"
 
 
-def decided(asked: Frozen | None, needed: int, free: int) -> Frozen:
-    """What happens to frozen parameters: what was asked for, or else what memory allows.
+def allowed(needed: int, free: int) -> Frozen:
+    """What happens to frozen parameters as far as memory allows, unless ``--frozen`` decides.
 
     Args:
-        asked: ``--frozen``.
         needed: bytes of all frozen parameters as they are computed with.
         free: bytes that are free for each rank.
     """
-    if asked is not None:
-        return asked
     return Frozen.KEEP if 2 * needed <= free else Frozen.GATHER
 
 
