@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,6 @@ import pytest
 
 from shardwise.app.cli import run as cli_run
 from shardwise.app.recipes.core.rundir import RunDir, free_folder, locked, newest_folder
-from shardwise.app.recipes.rank import received
 from tests.cli.shell import call
 
 Capture = pytest.CaptureFixture[str]
@@ -23,7 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     folders: list[Path] = []
 
     def run_job(command: Callable[[int], list[str]], *_: object) -> int:
-        job, words = received(Path(command(0)[-1]))
+        job, words = pickle.loads(Path(command(0)[-1]).read_bytes())
         out = job.config.train.output.out
         folders.append(out)
         assert ("--out" in words) == (out != Path("runs/lm")), "shown as what goes on with it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from shardwise.app.cli import train as cli_train
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
-from shardwise.app.recipes.rank import received
 from shardwise.elastic.hosts import UNNUMBERED, Nodes, OnJoin, Terms
 from shardwise.insight.schema.option import OptionError
 from tests.cli import shell
@@ -150,7 +150,7 @@ def test_ranks_are_asked_for_the_same_in_every_attempt(
     asked: list[Any] = []
 
     def launch(command: Callable[[int], list[str]], *_: object) -> int:
-        jobs = [received(Path(command(attempt)[-1])) for attempt in (0, 1)]
+        jobs = [pickle.loads(Path(command(attempt)[-1]).read_bytes()) for attempt in (0, 1)]
         asked.extend(job.config for job, _ in jobs)
         return 0
 

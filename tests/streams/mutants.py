@@ -29,6 +29,7 @@ HOST_ONLY = {
     "optim/forms.py": "makes states on the stream of the step, or on the host",
     "optim/lion.py": "works on the stream of the step alone",
     "optim/offloaded/masters.py": "works on the stream of the step alone",
+    "optim/torch_steps.py": "torch's own FSDP2 calls it on the stream of its reductions",
     "optim/reductions.py": "works on the stream of the step, where its all-reduces run too",
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import shardwise
-from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, in_backward, muon_groups, offload
+from shardwise.optim import Adafactor, AdamW8bit, Lion, Muon, muon_groups, offload
 from tests.harness import run_ranks
 from tests.with_fsdp2.models import WAYS, Way, full, shard, train
 
@@ -39,16 +38,6 @@ def _optimized(rank: int, world_size: int, way: Way, name: str) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_train_as_on_our_runtime(way: Way, name: str) -> None:
     run_ranks(_optimized, 2 if len(way.shape) == 1 else 4, way, name)
-
-
-def _stepped_in_backward(rank: int, world_size: int) -> None:
-    model = shard(Way())
-    with pytest.raises((TypeError, ValueError), match="fully_shard"):
-        in_backward(model, functools.partial(torch.optim.AdamW, fused=True))
-
-
-def test_in_backward_names_what_it_needs() -> None:
-    run_ranks(_stepped_in_backward, 2)
 
 
 # -- models of transformers ------------------------------------------------------------------------
