@@ -89,16 +89,17 @@ def test_all_ways_agree(capsys: Capture, tmp_path: Path) -> None:
     assert "blocks.1.3.weight" in text
 
 
-@pytest.mark.parametrize(("model", "holds"), [("build", True), ("build_other", False)])
-def test_gradients_that_differ_are_found(model: str, holds: bool, tmp_path: Path) -> None:
+def test_gradients_that_differ_are_found(tmp_path: Path) -> None:
     settings = Settings(mesh=WantedMesh.parse("dp=2"), batch=f"{_HERE}:batch", step=f"{_HERE}:loss")
     trials = [
-        Trial(model=f"{_HERE}:{model}", settings=settings, runtime=each, steps=4, folder=tmp_path)
+        Trial(
+            model=f"{_HERE}:build_other", settings=settings, runtime=each, steps=4, folder=tmp_path
+        )
         for each in (None, Runtime.SHARDWISE)
     ]
     one, ours = (launch(proof.run, (each,), 2 if each.runtime else 1) for each in trials)
     differences = ours[0].differences
-    assert (max(differences.values()) < 1e-6) is holds
+    assert max(differences.values()) > 1e-3
     assert one[0].resumed == one[0].losses[2:]
 
 
