@@ -453,6 +453,25 @@ def test_the_first_trained_tensor_of_an_output_stands_for_the_loss() -> None:
     assert rehearse(Blueprint("several", Several(4, 4), []), _small()).flops > 0
 
 
+class _Words(nn.Module):
+    """Takes tokens, and has no configuration that says how many there are."""
+
+    main_input_name = "input_ids"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1, 4)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.embed(input_ids)
+        return found
+
+
+def test_tokens_are_made_without_the_size_of_a_vocabulary() -> None:
+    log = rehearse(Blueprint("words", _Words(), []), _small(batch=None, seq_length=3))
+    assert log.tokens == 3
+
+
 def test_a_rehearsal_and_modes_of_its_caller_do_not_change_each_other() -> None:
     drawn = random.getstate()
     expected = memory(rehearse(_of(nn.Linear(4, 4)), _small()))

@@ -77,10 +77,15 @@ class TorchGroup:
     _group: Any
     _state: Any
 
+    def held(self, number: int) -> torch.Tensor:
+        """Return the sharded parameter that it has now in this place of ``params``."""
+        found: torch.Tensor = self._group.fsdp_params[number].sharded_param
+        return found
+
     @property
-    def held(self) -> list[torch.Tensor]:
-        """The sharded parameters that it has now, in the order of ``params``."""
-        return [each.sharded_param for each in self._group.fsdp_params]
+    def shapes(self) -> list[tuple[str, torch.Size, torch.dtype]]:
+        """Name, shape and dtype of each parameter, for labels."""
+        return [(name, param.shape, param.dtype) for name, param in self.params]
 
     @property
     def completes(self) -> bool:

@@ -78,6 +78,12 @@ def take(kind: str, index: int) -> torch.device:
     return current(kind)
 
 
+def of_rank() -> torch.device:
+    """Take the accelerator of this rank, which its launcher has numbered; the CPU without one."""
+    found = accelerator()
+    return CPU if found is None else take(found.type, int(os.environ["LOCAL_RANK"]))
+
+
 #: Types of devices of other packages -> what to install. Torch loads it by itself.
 _PACKAGES = {
     "hpu": "habana_frameworks",

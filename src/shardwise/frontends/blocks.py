@@ -236,7 +236,7 @@ def shard_blocks(
         transport: as for ``fully_shard``.
         offload_policy: as for ``fully_shard``.
         wire: as for ``fully_shard``.
-        runtime: whose ``fully_shard`` does it: torch's own in rehearsals alone. It takes no
+        runtime: whose ``fully_shard`` does it: torch's own in plans and proofs alone. It takes no
             ``transport`` and no ``wire``.
     """
     shard: Callable[..., object] = functools.partial(fully_shard, transport=transport, wire=wire)

@@ -83,8 +83,7 @@ class _ObservedGroup:
     def __init__(self, group: fsdp.TorchGroup, carried: Carried) -> None:
         self._group = group
         self._carried = carried
-        shapes = ((name, param.shape, param.dtype) for name, param in group.params)
-        self._label = Label.of_group(group.name, shapes)
+        self._label = Label.of_group(group.name, group.shapes)
         self._forwards: list[int] = []
         self._backward = self._reduction = 0
         self._all_reduce: Issued | None = None

@@ -73,7 +73,6 @@ _AFTER = 2
 #: Seconds after which a collective without its peers fails, and in which a job has to end.
 _PATIENCE = 60.0
 
-
 _SHARDED = (Runtime.TORCH, Runtime.SHARDWISE)
 
 
@@ -238,21 +237,19 @@ def run(trial: Trial) -> TrialOutcome:
     Raises:
         Exception: what the model raises, or the runtime where something goes wrong.
     """
-    device = devices.CPU
-    if (accelerator := devices.accelerator()) is not None:
-        device = devices.take(accelerator.type, int(os.environ["LOCAL_RANK"]))
+    device = devices.of_rank()
     with contextlib.ExitStack() as stack:
         if trial.runtime is not None:
             patience = timedelta(seconds=_PATIENCE)
             dist.init_process_group(devices.backends_for(device), timeout=patience)
             if trial.trouble is Trouble.NONE:
                 stack.callback(dist.destroy_process_group)
-        training = _Training(trial, device)
         if trial.trouble is not Trouble.NONE:
+            training = _Training(trial, device)
             if trial.runtime is Runtime.TORCH:
                 stack.enter_context(watch_ranks(training.model, seconds=_PATIENCE / 4))
             _get_into_trouble(trial, training)
-        return _train(trial, training, device)
+        return _train(trial, device)
 
 
 def _get_into_trouble(trial: Trial, training: _Training) -> None:
@@ -274,8 +271,9 @@ def _get_into_trouble(trial: Trial, training: _Training) -> None:
     time.sleep(_PATIENCE)  # the others still wait for this rank, and notice it
 
 
-def _train(trial: Trial, training: _Training, device: torch.device) -> TrialOutcome:
+def _train(trial: Trial, device: torch.device) -> TrialOutcome:
     """Train, and once more from the checkpoint in the middle."""
+    training = _Training(trial, device)
     losses, times, peak = [], [], 0
     differences: dict[str, float] = {}
     middle = trial.steps // 2
@@ -294,7 +292,7 @@ def _train(trial: Trial, training: _Training, device: torch.device) -> TrialOutc
             losses.append(training.step(step))
             devices.synchronize(device)
             times.append(time.perf_counter() - began)
-    del training
+    del training  # two models at once may not fit
     again = _Training(trial, device)
     load(trial.checkpoint(trial.runtime), again.model, again.optimizer)
     return TrialOutcome(
@@ -310,7 +308,7 @@ def go_on(trial: Trial) -> dict[Runtime, list[float]]:
     """Train on one process from the checkpoint of each other way, and return the losses."""
     found = {}
     for each in _SHARDED:
-        training = _Training(trial, devices.accelerator() or devices.CPU)
+        training = _Training(trial, devices.of_rank())
         load(trial.checkpoint(each), training.model, training.optimizer)
         found[each] = [training.step(step) for step in range(trial.steps // 2, trial.steps)]
     return found
@@ -448,9 +446,10 @@ def prove(
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler of ranks says nothing then
     planned: dict[Runtime, int] = {}
+    blueprint, with_code = find_model(model), with_functions(settings)
     with contextlib.suppress(UntraceableError):  # of a module whose shapes depend on values
         for runtime in _SHARDED:
-            plan = make_plan(find_model(model), with_functions(replace(settings, runtime=runtime)))
+            plan = make_plan(blueprint, replace(with_code, runtime=runtime))
             planned[runtime] = plan.needed
     with tempfile.TemporaryDirectory(prefix="shardwise-prove-") as name:
         folder = Path(name)

@@ -43,7 +43,7 @@ class TorchParam:
     @property
     def parameter(self) -> torch.Tensor:
         """The sharded parameter that the group has now."""
-        return self._group.held[self._number]
+        return self._group.held(self._number)
 
 
 class TorchStepGroup:
@@ -61,8 +61,7 @@ class TorchStepGroup:
 
     def __init__(self, group: fsdp.TorchGroup, backward: _Backward) -> None:
         self.fqn = group.name
-        shapes = ((name, param.shape, param.dtype) for name, param in group.params)
-        self.label = Label.of_group(group.name, shapes)
+        self.label = Label.of_group(group.name, group.shapes)
         self.params = [TorchParam(group, number) for number in range(len(group.params))]
         self._group = group
         self._backward = backward
@@ -93,7 +92,9 @@ class TorchStepGroup:
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if self._stepper is not None and not autograd.in_backward():
             self._backward.drop(self._stepper)
-            self._stepper.check()
+            if self._backward.first is self:  # it looks at the parameters of all groups
+                self._stepper.check()
+            self._stepper.check_whole()
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if autograd.in_backward():  # activation checkpointing runs it again
@@ -123,9 +124,14 @@ class TorchStepGroup:
 
 
 class _Backward:
-    """The backward that runs: the group whose gradients are being reduced."""
+    """The backward that runs: the group whose gradients are being reduced.
+
+    Attributes:
+        first: the first group of the model, the root if that is one.
+    """
 
     def __init__(self) -> None:
+        self.first: TorchStepGroup | None = None
         self._group: TorchStepGroup | None = None
         self._reduced: list[TorchParam] = []
         self._runs = False
@@ -164,4 +170,6 @@ class _Backward:
 def torch_step_groups(model: nn.Module) -> Sequence[TorchStepGroup]:
     """Return the groups of torch's own FSDP2 in a model, to step in backward."""
     backward = _Backward()
-    return [TorchStepGroup(group, backward) for group in fsdp.torch_groups(model)]
+    groups = [TorchStepGroup(group, backward) for group in fsdp.torch_groups(model)]
+    backward.first = groups[0] if groups else None
+    return groups

@@ -361,11 +361,15 @@ def make_batch(settings: Settings, model: nn.Module, name: str) -> Any:
         side: Any = settings.image_size or getattr(config, "image_size", USUAL_IMAGE)
         height, width = (side, side) if isinstance(side, int) else side
         pixels = torch.randn(size, getattr(config, "num_channels", 3), height, width)
-        return {"pixel_values": pixels, "labels": torch.randint(config.num_labels, (size,))}
+        return {
+            "pixel_values": pixels,
+            "labels": torch.randint(getattr(config, "num_labels", 1), (size,)),
+        }
     if takes != "input_ids":
         found = f"none, for a {name}, which takes neither tokens nor images"
         raise SettingsError("batch", found, "a function from a number of samples to a batch")
-    tokens = torch.randint(config.vocab_size, (size, settings.seq_length or 1))
+    words = getattr(config, "vocab_size", 1)  # what has several models in it may not say
+    tokens = torch.randint(words, (size, settings.seq_length or 1))
     return {"input_ids": tokens, "labels": tokens}
 
 

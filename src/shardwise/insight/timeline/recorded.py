@@ -11,7 +11,6 @@ hardly change. Where it has several, and on accelerators, it is the time on the 
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections import Counter, defaultdict
@@ -155,10 +154,8 @@ def costs_of_ranks(ranks: int) -> dict[str, float]:
 def _record(trainings: Sequence[SmallTraining], steps: int) -> list[Sequence[RankTimeline]]:
     """Record steps of each training on one rank; return what all ranks recorded, on rank 0."""
     devices.keep_freed_memory()
-    device, now = devices.CPU, time.perf_counter_ns
-    if (accelerator := devices.accelerator()) is not None:
-        device = devices.take(accelerator.type, int(os.environ["LOCAL_RANK"]))
-    elif torch.get_num_threads() == 1:
+    device, now = devices.of_rank(), time.perf_counter_ns
+    if device == devices.CPU and torch.get_num_threads() == 1:
         now = time.process_time_ns
     found: list[Sequence[RankTimeline]] = []
     dist.init_process_group(devices.backends_for(device))
