@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -82,7 +83,8 @@ def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         seconds.append(how_long)
         signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(life.time, "sleep", sleep)
+    # Of this module alone: threads that other tests have left sleep, too.
+    monkeypatch.setattr(life, "time", SimpleNamespace(sleep=sleep))
     return seconds
 
 

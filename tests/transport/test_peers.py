@@ -62,8 +62,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(peers_module.time, "monotonic", clock.monotonic)
-    monkeypatch.setattr(peers_module.time, "sleep", clock.sleep)
+    monkeypatch.setattr(peers_module, "time", clock)
     return clock
 
 
