@@ -103,8 +103,13 @@ def _through_all(rank: int, world_size: int, name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_layout_becomes_any_other(ranks: Ranks, name: str) -> None:
-    for found in ranks(_through_all, 4, name):
+def test_any_layout_becomes_any_other(threads: Ranks, name: str) -> None:
+    for found in threads(_through_all, 4, name):
+        assert not found, "\n".join(found)
+
+
+def test_any_layout_becomes_any_other_in_processes(ranks: Ranks) -> None:
+    for found in ranks(_through_all, 4, "llama-tied"):
         assert not found, "\n".join(found)
 
 
