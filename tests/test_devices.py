@@ -7,6 +7,7 @@ import os
 import types
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -223,8 +224,14 @@ def test_random_states_go_by_the_type_of_the_device(
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The file in which the kernel shows the version of the driver; there is none yet."""
+    """The file in which the kernel shows the version of the driver; there is none yet.
+
+    Torch is as it is built for CPUs.
+    """
     path = tmp_path / "version"
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", Mock(side_effect=OSError("nothing is loaded")))
     for name in ("_NVIDIA", "_AMD"):
         monkeypatch.setattr(devices, name, (path, getattr(devices, name)[1]))
     return path

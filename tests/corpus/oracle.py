@@ -112,8 +112,12 @@ class Case:
 
     @property
     def reduces_in(self) -> torch.dtype:
-        """The dtype in which gradients are added up: from torch 2.15 on as stored by default."""
-        default = self.dtype if REDUCES_AS_STORED else self.param_dtype
+        """The dtype in which gradients are added up.
+
+        By default that of forward and backward; of FSDP2 from torch 2.15 on, that of shards.
+        """
+        as_stored = REDUCES_AS_STORED and not self.door.startswith("wrapper")
+        default = self.dtype if as_stored else self.param_dtype
         return self.reduce_dtype or default or self.dtype
 
     def __str__(self) -> str:

@@ -124,6 +124,10 @@ class Stream(Timeline):
         """Whether the work so far is known to be over: never, unless somebody waited."""
         return False
 
+    def is_capturing(self) -> bool:
+        """Whether a graph is captured, which torch 2.15 asks: never."""
+        return False
+
     def __enter__(self) -> Self:
         self._model.enter(self)
         return self

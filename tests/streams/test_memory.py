@@ -52,7 +52,7 @@ def _peaks(
     ):
         with torch.device(NAME):
             net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(depth)))
-        policy = MixedPrecisionPolicy(param_dtype=dtype)
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)
         for layer in net:
             fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         fully_shard(net, mesh=mesh, mp_policy=policy)

@@ -29,7 +29,10 @@ class _WorldOfThread(threading.local):
         self.group_count = 0
         self.pg_config_info: list[Any] = []  # for torch's logs
         self.comms: list[Any] = []
-        for name in ("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"):
+        for name in (
+            *("map", "names", "group_ranks", "backend_config", "to_tag", "coalesce_state"),
+            "flight_recorder_hooks",  # as of torch 2.15
+        ):
             setattr(self, f"pg_{name}", {})
         self.tags_to_pg: dict[str, list[dist.ProcessGroup]] = {}
 

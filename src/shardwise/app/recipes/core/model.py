@@ -124,6 +124,8 @@ class Utilization:
 
 # Up to this size the parameters stay whole from token to token; a larger model is gathered anew.
 KEEP_WHOLE_BYTES = 2**28
+#: What models call the keys and values of earlier tokens; ``cache`` as of transformers 5.24.
+_CACHES = ("cache", "past_key_values")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,17 +207,18 @@ def generate_tokens(
     draw = sampling.drawing()
     model.eval()
     context = list(prompt)[-window:]
-    cache = None
+    cache: dict[str, Any] = {}
     keep = getattr(model, "keep_unsharded", None) if size <= KEEP_WHOLE_BYTES else None
     with kept_between_forwards(model) if keep is None else keep():
         for _ in range(count):
             if len(context) > window:
-                context, cache = context[-max(1, window // 2) :], None
+                context, cache = context[-max(1, window // 2) :], {}
             # With a cache the model remembers all but the newest token.
-            fresh = context if cache is None else context[-1:]
+            fresh = context[-1:] if cache else context
             inputs = torch.tensor([fresh], device=device)
-            output = model(input_ids=inputs, past_key_values=cache, use_cache=True)
-            cache = getattr(output, "past_key_values", None)
+            output = model(input_ids=inputs, use_cache=True, **cache)
+            name = next((each for each in _CACHES if getattr(output, each, None) is not None), "")
+            cache = {name: getattr(output, name)} if name else {}
             logits = output.logits[0, -1, :vocab_size].float().cpu()
             if logits.isnan().any() or not logits.max().isfinite():
                 raise CheckpointError(
