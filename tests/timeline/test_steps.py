@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from shardwise.base.observe import Activity
@@ -51,13 +49,13 @@ def test_what_lies_outside_of_a_step_does_not_count() -> None:
 
 
 def test_waits_of_several_threads_count_once() -> None:
-    other = dataclasses.replace(wait(2, 5), thread=1)
+    other = wait(2, 5)._replace(thread=1)
     assert _alone(wait(1, 4), other).parts[Part.WAIT] == 4.0
 
 
 def test_times_of_the_device_count_if_they_are_known() -> None:
-    ahead = dataclasses.replace(wait(1, 9), device=(5.0, 5.5))  # the host waits long before
-    mine = _alone(dataclasses.replace(span(Activity.FORWARD, 0, 1), device=(1.0, 6.0)), ahead)
+    ahead = wait(1, 9)._replace(device=(5.0, 5.5))  # the host waits long before
+    mine = _alone(span(Activity.FORWARD, 0, 1)._replace(device=(1.0, 6.0)), ahead)
     assert mine.parts[Part.WAIT] == 0.5
     assert mine.parts[Part.FORWARD] == 4.5
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import json
 import logging
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from shardwise.insight.timeline.meeting import (
 from shardwise.insight.timeline.page import page, trace
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recorder import DeviceClock, Recorder
-from shardwise.insight.timeline.steps import Timeline, packed, together, unpacked
+from shardwise.insight.timeline.steps import Timeline, together
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
@@ -222,9 +222,11 @@ class Recording:
             last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
             mine = self._of_this_rank(last)
             parts: list[Any] | None = [b""] * peers.size if mine.rank == 0 else None
-            send = functools.partial(dist.gather_object, packed(mine), parts, 0, group=peers.group)
+            part = zlib.compress(plain.written(mine), 1)
+            send = functools.partial(dist.gather_object, part, parts, 0, group=peers.group)
             peers.call(send, "gathering what ranks have recorded")
-            ranks = [unpacked(part, rank) for rank, part in enumerate(parts or ())] or [mine]
+            ranks = [plain.read(RankTimeline, zlib.decompress(each)) for each in parts or ()]
+            ranks = ranks or [mine]
         self.timeline = Timeline(tuple(ranks), self._prediction)
         if self.folder is not None and mine.rank == 0:
             write(self.timeline, self.folder)
@@ -362,6 +364,7 @@ TIMELINE, TRACE, PAGE = "timeline.json", "trace.json", "timeline.html"
 
 _PARTS = "rank-*.json"
 _MOST_BYTES = 1 << 29  # a recording stops long before
+_MOST_MEMORY = 20  # bytes that each byte of a file takes in memory: rows are short, and many
 
 
 def write(timeline: Timeline, folder: str | Path) -> None:
@@ -376,8 +379,8 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    replace_file(root / TIMELINE, _dumps(timeline.to_json()))
-    replace_file(root / TRACE, _dumps(trace(timeline)))
+    replace_file(root / TIMELINE, plain.written(timeline))
+    replace_file(root / TRACE, plain.written(trace(timeline)))
     # A name or an error may hold half a surrogate pair, which no encoding has.
     replace_file(root / PAGE, page(timeline).encode(errors="replace"))
 
@@ -398,7 +401,7 @@ def read(path: str | Path) -> Timeline:
     whole = root / TIMELINE if root.is_dir() else root
     if root.is_dir() and not os.path.lexists(whole):
         return read_parts(root)
-    return Timeline.from_json(_parsed(whole), str(whole))
+    return _parsed(whole)
 
 
 def read_parts(folder: Path) -> Timeline:
@@ -410,7 +413,7 @@ def read_parts(folder: Path) -> Timeline:
     parts = sorted(folder.glob(_PARTS))
     if not parts:
         refuse(str(folder), "no timeline", f"a folder with {TIMELINE}, or with {_PARTS}")
-    return together(Timeline.from_json(_parsed(part), str(part)) for part in parts)
+    return together(map(_parsed, parts))
 
 
 def make_folder(folder: Path) -> None:
@@ -435,7 +438,7 @@ def leave(mine: Timeline, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     [rank] = mine.ranks
-    replace_file(folder / f"rank-{rank.rank:05}.json", _dumps(mine.to_json()))
+    replace_file(folder / f"rank-{rank.rank:05}.json", plain.written(mine))
     with _one_at_a_time(folder):
         write(read_parts(folder), folder)
 
@@ -452,10 +455,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _dumps(value: Any) -> bytes:
-    """Return JSON without spaces."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _parsed(path: Path) -> Any:
-    return parse(read_small(path, _MOST_BYTES), str(path))
+def _parsed(path: Path) -> Timeline:
+    text = read_small(path, _MOST_BYTES)
+    return Timeline.from_json(parse(text, str(path), _MOST_MEMORY * len(text)), str(path))
