@@ -69,7 +69,6 @@ class Recording:
         prediction: StepTime | None = None,
         patience: float = PATIENCE,
         now: Callable[[], int] = time.perf_counter_ns,
-        clock: str | None = None,
         model: nn.Module | None = None,
     ) -> None:
         if not 0 < patience < math.inf:
@@ -79,7 +78,6 @@ class Recording:
         self._prediction = prediction
         self._patience = patience
         self._now = now
-        self._clock = clock
         self._model = model
         self._recorder: Recorder | None = None
         self._rank, self._world_size = 0, 1
@@ -148,8 +146,7 @@ class Recording:
                 make_folder(self.folder)
             return own_clock(self._now)
         doing = "the beginning of a recording"
-        name = clock_of_host() if self._clock is None else self._clock
-        mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
+        mine = _Arrival.after(observe.check_unobserved, ClockReport(clock_of_host(), self._now()))
         turns = peers.once(first_turns)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))

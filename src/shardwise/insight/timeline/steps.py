@@ -144,31 +144,6 @@ class StepOfAll:
         return sum(each.waited_for(rank) for each in self.ranks if each.rank != rank)
 
 
-def steps_of(ranks: Sequence[RankTimeline]) -> list[StepOfAll]:
-    """Divide the time of every step of every rank into parts.
-
-    Returns:
-        The steps that any rank recorded, in order.
-    """
-    found: dict[int, list[tuple[RankTimeline, Step, list[Span]]]] = defaultdict(list)
-    for rank in ranks:
-        for step in rank.steps:
-            found[step.number].append((rank, step, rank.of(step)))
-    steps = []
-    for number in sorted(found):
-        last = _last_to_come([(rank.rank, spans) for rank, _, spans in found[number]])
-        of_ranks = (_of_rank(rank.rank, step, spans, last) for rank, step, spans in found[number])
-        steps.append(StepOfAll(number, tuple(of_ranks)))
-    return steps
-
-
-def typical(steps: Sequence[StepOfAll]) -> StepOfAll:
-    """Return the step of median length. The first of several is left out: it warms up."""
-    later = steps[1:] or steps
-    middle = median(step.seconds for step in later)
-    return min(later, key=lambda step: abs(step.seconds - middle))
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -327,13 +302,29 @@ class Timeline:
 
     @cached_property
     def steps(self) -> list[StepOfAll]:
-        """What the time of each step went into."""
-        return steps_of(self.ranks)
+        """The steps that any rank recorded, in order, and what the time of each went into."""
+        found: dict[int, list[tuple[RankTimeline, Step, list[Span]]]] = defaultdict(list)
+        for rank in self.ranks:
+            for step in rank.steps:
+                found[step.number].append((rank, step, rank.of(step)))
+        steps = []
+        for number, recorded in sorted(found.items()):
+            last = _last_to_come([(rank.rank, spans) for rank, _, spans in recorded])
+            of_ranks = (_of_rank(rank.rank, step, spans, last) for rank, step, spans in recorded)
+            steps.append(StepOfAll(number, tuple(of_ranks)))
+        return steps
 
     @property
     def typical(self) -> StepOfAll | None:
-        """The step of median length; ``None`` if no step was recorded."""
-        return typical(self.steps) if self.steps else None
+        """The step of median length; ``None`` if no step was recorded.
+
+        The first of several is left out: it warms up.
+        """
+        later = self.steps[1:] or self.steps
+        if not later:
+            return None
+        middle = median(step.seconds for step in later)
+        return min(later, key=lambda step: abs(step.seconds - middle))
 
     @property
     def missing(self) -> list[int]:
