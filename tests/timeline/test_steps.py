@@ -60,11 +60,6 @@ def test_times_of_the_device_count_if_they_are_known() -> None:
     assert mine.parts[Part.FORWARD] == 4.5
 
 
-def test_collectives_under_way_beside_compute_are_overlapped() -> None:
-    mine = _alone(collective(1, 5), wait(4, 5))
-    assert mine.overlapped == 3.0
-
-
 def test_a_wait_says_which_rank_came_late_and_what_the_bytes_took() -> None:
     early = rank(0, [collective(1, 6), wait(2, 5.9)])
     late = rank(1, [collective(4, 6), wait(4.5, 5.9)])

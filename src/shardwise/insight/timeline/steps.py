@@ -94,14 +94,12 @@ class StepOfRank:
         step: the step.
         parts: seconds of each part; together the length of the step.
         waits: what it waited for, the longest first.
-        overlapped: seconds in which a collective was under way and the rank did not wait.
     """
 
     rank: int
     step: Step
     parts: Mapping[Part, float]
     waits: tuple[StepWait, ...]
-    overlapped: float
 
     @property
     def busy(self) -> float:
@@ -166,25 +164,12 @@ def _of_rank(
         covered = _union([*covered, *_clipped(taken[part], step.begin, step.end)])
         parts[part] = _length(covered) - before
     parts[Part.OTHER] = max(0.0, step.seconds - _length(covered))
-    under_way = _union(
-        _clipped(
-            [_host_time(span) for span in spans if span.activity in COLLECTIVES],
-            step.begin,
-            step.end,
-        )
-    )
-    waiting = _union(_clipped(taken[Part.WAIT], step.begin, step.end))
-    overlapped = _length(_union([*under_way, *waiting])) - _length(waiting)
-    return StepOfRank(rank, step, parts, _waits(rank, step, spans, last), overlapped)
+    return StepOfRank(rank, step, parts, _waits(rank, step, spans, last))
 
 
 def _time(span: Span) -> _Interval:
     """When something took place: on the device, if that is known."""
-    return span.device if span.device is not None else _host_time(span)
-
-
-def _host_time(span: Span) -> _Interval:
-    return span.begin, span.begin if span.end is None else span.end
+    return span.device or (span.begin, span.begin if span.end is None else span.end)
 
 
 def _clipped(times: Iterable[_Interval], begin: float, end: float) -> list[_Interval]:
