@@ -94,13 +94,6 @@ _PACKAGES = {
 }
 
 
-class UnusableError(NotPossibleError):
-    """A type of device that this process cannot compute on."""
-
-    def __init__(self, found: str, expected: str) -> None:
-        super().__init__("", found, expected)
-
-
 def check_type(kind: str) -> None:
     """Check that this process can compute on devices of a type.
 
@@ -108,7 +101,7 @@ def check_type(kind: str) -> None:
         kind: the type as torch names it, such as ``"cuda"``, ``"xpu"`` or ``"mps"``.
 
     Raises:
-        UnusableError: it cannot.
+        NotPossibleError: it cannot.
     """
     found = accelerator()
     usable = [CPU.type] if found is None else [found.type, CPU.type]
@@ -128,7 +121,7 @@ def check_type(kind: str) -> None:
         )
     elif kind == "xla":
         expected += "; TPUs are of type tpu and come with torch_tpu, in place of torch_xla"
-    raise UnusableError(f"{kind} where torch {torch.__version__} has {has}", expected)
+    raise NotPossibleError("", f"{kind} where torch {torch.__version__} has {has}", expected)
 
 
 # -- streams and events ---------------------------------------------------------------------------

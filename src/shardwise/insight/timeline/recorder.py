@@ -12,7 +12,7 @@ import itertools
 import platform
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -143,7 +143,7 @@ class Recorder:
         self._changes: deque[tuple[int, Memory, str, int]] = deque(maxlen=limit)
         self._ended = itertools.count()
         self._changed = itertools.count()
-        self._held: dict[Memory, int] = {}  # when the recording began, as far as it is known
+        self._held: Counter[Memory] = Counter()  # when the recording began, as far as it is known
         self._optimizers: dict[int, tuple[int, int]] = {}  # id: number of states, their bytes
         self._stepping: dict[int, int] = {}  # id of an optimizer: number of its activity
         self._steps: deque[_StepMark] = deque(maxlen=limit)
@@ -267,11 +267,9 @@ class Recorder:
         self._stepping[id(optimizer)] = self.begin(Activity.OPTIMIZER, name, "", 0)
         if id(optimizer) not in self._optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            known = self._held.get(Memory.PARAMETERS, 0)
-            self._held[Memory.PARAMETERS] = known + sum(map(_nbytes, params))
             states = _states(optimizer)
-            known = self._held.get(Memory.OPTIMIZER, 0)
-            self._held[Memory.OPTIMIZER] = known + states
+            self._held[Memory.PARAMETERS] += sum(map(_nbytes, params))
+            self._held[Memory.OPTIMIZER] += states
             self._optimizers[id(optimizer)] = len(optimizer.state), states
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:

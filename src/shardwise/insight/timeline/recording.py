@@ -116,8 +116,6 @@ class Recording:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._recorder is not None
-        assert self._first is not None
         self._held.close()
         peers = _peers()
         if error is not None:
@@ -126,7 +124,7 @@ class Recording:
                     self._end(peers).come(_LEFT)  # so that no rank waits for this one
             # Whatever cannot be written now must not hide the error.
             with contextlib.suppress(OSError, CheckpointError):
-                self._leave(self._first, f"{type(error).__name__}: {error}")
+                self._leave(f"{type(error).__name__}: {error}")
             return
         try:
             if self._world_size == 1 or (peers is not None and self._all_have_come(peers)):
@@ -134,9 +132,9 @@ class Recording:
                 return
         except RuntimeError as lost:
             with contextlib.suppress(OSError, CheckpointError):
-                self._leave(self._first, f"{type(lost).__name__}: {lost}")
+                self._leave(f"{type(lost).__name__}: {lost}")
             raise
-        self._leave(self._first)
+        self._leave()
 
     def _begin(self, peers: Peers | None) -> Reading:
         """Meet the other ranks, and compare clocks. If any rank cannot begin, all of them raise."""
@@ -213,11 +211,11 @@ class Recording:
     def _put_together(self, peers: Peers | None) -> None:
         """Gather what ranks have recorded on rank 0, and write it there."""
         if peers is None or not self._meeting:
-            mine = self._of_this_rank(own_clock(self._now))
+            mine = self._of_this_rank()
             ranks = [mine]
         else:
             last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
-            mine = self._of_this_rank(last)
+            mine = self._of_this_rank(last=last)
             parts: list[Any] | None = [b""] * peers.size if mine.rank == 0 else None
             part = zlib.compress(plain.written(mine), 1)
             send = functools.partial(dist.gather_object, part, parts, 0, group=peers.group)
@@ -228,19 +226,19 @@ class Recording:
         if self.folder is not None and mine.rank == 0:
             write(self.timeline, self.folder)
 
-    def _leave(self, last: Reading, error: str = "") -> None:
+    def _leave(self, error: str = "") -> None:
         """Keep what this rank knows, and write it by itself: peers may be gone."""
-        mine = self._of_this_rank(last, error)
+        mine = self._of_this_rank(error)
         self.timeline = Timeline((mine,), self._prediction)
         if self.folder is not None:
             leave(self.timeline, self.folder)
 
-    def _of_this_rank(self, last: Reading, error: str = "") -> RankTimeline:
+    def _of_this_rank(self, error: str = "", last: Reading | None = None) -> RankTimeline:
         assert self._recorder is not None
         assert self._first is not None
         if (peers := _peers()) is not None:  # it may have been made inside of the block
             self._rank, self._world_size = peers.rank, peers.size
-        shared = SharedClock(self._first, last)
+        shared = SharedClock(self._first, last or self._first)
         return self._recorder.timeline(
             rank=self._rank,
             world_size=self._world_size,
