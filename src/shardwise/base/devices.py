@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import NotPossibleError
+from shardwise.base.scratch.libc import libc
 
 CPU = torch.device("cpu")
 
@@ -291,13 +292,9 @@ def return_freed_memory() -> bool:
 
 def _set_allocator(settings: dict[int, int]) -> bool:
     """Set parameters of glibc's allocator, unless the user has; return whether that worked."""
-    if any(name in os.environ for name in MALLOC_VARIABLES):
+    if any(name in os.environ for name in MALLOC_VARIABLES) or not hasattr(libc(), "mallopt"):
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    worked = [bool(mallopt(name, value)) for name, value in settings.items()]
+    worked = [bool(libc().mallopt(name, value)) for name, value in settings.items()]
     return all(worked)
 
 

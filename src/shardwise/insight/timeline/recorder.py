@@ -236,7 +236,11 @@ class Recorder:
         Raises:
             RuntimeError: another observer watches this process.
         """
-        with watching(self), self._watching_optimizers():
+        with (
+            watching(self),
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ):
             if self._device is not None:
                 self._device.begin()
             self._began = self._now()
@@ -246,19 +250,6 @@ class Recorder:
                 self._finished = self._now()
                 if self._device is not None:
                     self._device.end()
-
-    @contextlib.contextmanager
-    def _watching_optimizers(self) -> Iterator[None]:
-        """Report the steps of all optimizers, until the end of the block."""
-        hooks = (
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        )
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if observe.watchers()[0] is not self:
