@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from shardwise.base import plain
 from shardwise.elastic import membership
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
@@ -71,7 +71,7 @@ class Job:
         quorum: bool = False,
     ) -> None:
         self.nodes, self.clock = nodes, clock
-        self.rules = Rules(nodes, why_not, quorum)
+        self.rules = Rules(nodes, Terms(why_not=why_not), quorum)
         self.timers = Timers(clock.monotonic)
         self.state = JobState(restarts=restarts)
         self.reports: dict[str, HostReport] = {}
@@ -237,10 +237,10 @@ def test_a_host_rests_for_a_while_whatever_its_clock_shows(clock: Clock) -> None
 
 
 def test_as_many_hosts_take_part_as_the_job_can_run_over() -> None:
-    rules = Rules(ELASTIC, lambda hosts: "odd" if hosts == 3 else None)
+    rules = Rules(ELASTIC, Terms(why_not=lambda hosts: "odd" if hosts == 3 else None))
     assert rules.most(5) == (2, "the job cannot run over 3 hosts: odd")
     assert rules.most(2) == (2, "")
-    none = Rules(ELASTIC, lambda hosts: "never")
+    none = Rules(ELASTIC, Terms(why_not=lambda hosts: "never"))
     assert none.most(1) == (0, "the job cannot run over 1 host: never")
     assert Rules(FIXED).most(5) == (5, ""), "a fixed job takes those that agree"
 
@@ -795,7 +795,7 @@ def check_history(history: list[bytes], rules: Rules, restarts: int) -> dict[int
             # After a loss, a fixed job continues with those that remain.
             least = nodes.least or (1 if after.generation else nodes.count)
             assert least <= len(members) <= nodes.count
-            assert rules.why_not(len(members)) is None
+            assert rules.terms.why_not(len(members)) is None
             if before.generation >= 0:
                 assert before.verdict is not None
                 assert before.verdict.next.begins_again
@@ -832,7 +832,8 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
     for seed in range(SEEDS):
         chance = random.Random(seed)
         restarts = chance.randrange(4)
-        rules = Rules(nodes, lambda hosts: "odd" if hosts == odd else None, seed % 2 == 0)
+        terms = Terms(why_not=lambda hosts: "odd" if hosts == odd else None)
+        rules = Rules(nodes, terms, seed % 2 == 0)
         meeting, players = Meeting(rules, restarts, clock), list[Player]()
 
         def come(number: int) -> None:

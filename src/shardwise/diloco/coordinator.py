@@ -239,7 +239,7 @@ class Coordinator:
         self._attempts = 0  # at this round
         self._number = self._fetch_number = first
         self._tried: dict[int, set[int]] = {}
-        self._groups: dict[tuple[tuple[int, str], ...], int] = {}
+        self._group: tuple[dict[int, str], int] = {}, 0  # members, and the first attempt of theirs
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
         self._events: list[Event] = []
@@ -447,7 +447,7 @@ class Coordinator:
             self._commit(attempt)
         elif any(state in (None, State.FAILED) for state in states):
             self.plan.attempt = None
-            self._groups.clear()  # its connections are closed
+            self._group = {}, 0  # its connections are closed
 
     def _state_in(self, attempt: Attempt, replica: int) -> State | None:
         """Return how far a member is with an attempt; None: it is lost or silent."""
@@ -495,14 +495,15 @@ class Coordinator:
         self._number += 1
         self._timers.elapsed("attempt", self._number)  # from now on
         names = {r: report.incarnation for r, report in members.items()}
+        if names != self._group[0]:
+            self._group = names, self._number
         self.plan.attempt = Attempt(
             number=self._number,
             version=self.plan.version,
-            group=self._groups.setdefault(tuple(names.items()), self._number),
+            group=self._group[1],
             members=names,
             tokens={r: report.tokens for r, report in members.items()},
         )
-        self._groups = {tuple(names.items()): self.plan.attempt.group}
 
 
 def numbers_of(replicas: Iterable[int]) -> str:

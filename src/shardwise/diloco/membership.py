@@ -160,20 +160,6 @@ class ReplicaSession:
             [mine] if self.size == 1 or self._own is None else self._own.gather_objects(mine, doing)
         )
 
-    def _decide(self, find: Callable[[], T]) -> T:
-        """Return what the first rank finds, or raise what it raises, on every rank."""
-        found: T | None = None
-        failed: Exception | None = None
-        if self.rank == 0:
-            try:
-                found = find()
-            except (PeerLostError, RanksDivergedError) as error:
-                failed = error
-        found, failed = self._say((found, failed))
-        if failed is not None:
-            raise failed
-        return found  # type: ignore[return-value]
-
     # -- the server --------------------------------------------------------------------------------
 
     def report(self, **changes: object) -> None:
@@ -290,16 +276,21 @@ class ReplicaSession:
             RanksDivergedError: as for :meth:`check`.
             PeerLostError: as for :meth:`check`.
         """
-
-        def look() -> tuple[T, int]:
-            with self._eagerly(), self._changed:
-                while (found := find(plan := self._plan)) is None:
-                    self.check()
-                    self._changed.wait(0.25)
-                return found, plan.number
-
-        found, self._decided_by = self._decide(look)
-        return found
+        plan, found = self._plan, None
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                with self._eagerly(), self._changed:
+                    while (found := find(plan := self._plan)) is None:
+                        self.check()
+                        self._changed.wait(0.25)
+            except (PeerLostError, RanksDivergedError) as error:
+                failed = error
+        found, number, failed = self._say((found, plan.number, failed))
+        if failed is not None:
+            raise failed
+        self._decided_by = number
+        return found  # type: ignore[return-value]
 
     def wish(self, version: int) -> Wish:
         """Return what the plan asks of this replica now; equal on all its ranks.

@@ -82,7 +82,6 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
-        self._store.start()
         self._store.put(PLAN, plain.written(self._coordinator.plan))
         self._thread.start()
 

@@ -112,15 +112,12 @@ class Agent(LocalElasticAgent):
 
     Args:
         command: gives the program and arguments of a generation, the same for every rank.
-        nproc: number of ranks.
         rendezvous: where the hosts meet.
-        restarts: how often the job may be restarted after a failure.
         signals: what asks to stop.
         on_join: what ranks do when more hosts join.
 
     Attributes:
         meeting: where the hosts meet.
-        restarts: as passed.
         signals: as passed.
         ranks: of this host, in this generation.
         logs: where they write, and their environment.
@@ -129,15 +126,13 @@ class Agent(LocalElasticAgent):
     def __init__(
         self,
         command: Command,
-        nproc: int,
         rendezvous: Rendezvous,
-        restarts: int,
         signals: Signals,
         on_join: OnJoin = OnJoin.RESTART,
     ) -> None:
         self._spec = WorkerSpec(
             role="default",
-            local_world_size=nproc,
+            local_world_size=rendezvous.nproc,
             rdzv_handler=rendezvous,
             entrypoint=command(0)[0],
             max_restarts=0,  # it is the rules of the membership that count
@@ -149,7 +144,6 @@ class Agent(LocalElasticAgent):
         self._command = command
         self._on_join = on_join
         self.meeting = rendezvous
-        self.restarts = restarts
         self.signals = signals
         self.ranks: list[LocalRank] = []
         self._starting = StartWatch(self.ranks, self._say)
@@ -465,9 +459,9 @@ class Agent(LocalElasticAgent):
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
             self._say(outcome.farewell)
-        text = verdict.text
-        if self.meeting.is_alone:
-            text = f"{self.meeting.generation + 1} of {self.restarts}, from the last checkpoint"
+        text, meeting = verdict.text, self.meeting
+        if meeting.is_alone:
+            text = f"{meeting.generation + 1} of {meeting.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host

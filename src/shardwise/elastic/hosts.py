@@ -137,14 +137,13 @@ class Nodes:
 HERE = Nodes(1, 0, "127.0.0.1", 0)  # a job on this host alone
 
 
-def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> bytes:
+def read_token(file: Path | None) -> bytes:
     """Return the token of a job, from a file or the environment variable ``SHARDWISE_RDZV_TOKEN``.
 
     White space at its end does not count.
 
     Args:
         file: readable and writable for its owner alone. It comes before the variable.
-        environ: the environment; that of this process by default.
 
     Returns:
         The token; nothing if neither is given.
@@ -154,11 +153,10 @@ def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> b
             too long.
     """
     shortest, longest = _TOKEN_SIZES
-    environ = os.environ if environ is None else environ
     if file is None:
-        if TOKEN not in environ:
+        if TOKEN not in os.environ:
             return b""
-        source, token = TOKEN, os.fsencode(environ[TOKEN])
+        source, token = TOKEN, os.fsencode(os.environ[TOKEN])
     else:
         source = TOKEN_FILE
         try:
@@ -210,8 +208,3 @@ class Terms:
 
     options: Mapping[str, object] = field(default_factory=dict)
     why_not: Callable[[int], str | None] = lambda hosts: None
-
-
-def spans_hosts(nodes: Nodes | None) -> bool:
-    """Whether the user asked for a job over several hosts."""
-    return nodes is not None and nodes.count > 1

@@ -17,13 +17,13 @@ from __future__ import annotations
 import enum
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.base.units import counted
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
 from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
 
 LAST_CALL = 5.0  # seconds to wait for more hosts after one has come, before starting without them
@@ -184,12 +184,12 @@ class Rules:
 
     Attributes:
         nodes: the job.
-        why_not: given a number of hosts, returns why the job cannot run over them, or None.
+        terms: what hosts that join later have to agree on.
         quorum: whether silent hosts might continue on their own; then at most half may be silent.
     """
 
     nodes: Nodes
-    why_not: Callable[[int], str | None] = lambda hosts: None
+    terms: Terms = field(default_factory=Terms)
     quorum: bool = False
 
     def most(self, hosts: int) -> tuple[int, str]:
@@ -203,7 +203,7 @@ class Rules:
             return hosts, ""
         why = ""
         for count in range(min(hosts, self.nodes.count), least - 1, -1):
-            problem = self.why_not(count)
+            problem = self.terms.why_not(count)
             if problem is None:
                 return count, why
             why = why or f"the job cannot run over {counted(count, 'host')}: {problem}"

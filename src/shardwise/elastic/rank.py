@@ -57,7 +57,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     one), 128 + signal for :class:`Stopped`, and 1 for every other error. Any error raised from the
     loss of a peer counts as that loss: the same command may succeed later.
     """
-    signals = StopSignals(report_stage)
+    signals = StopSignals()
     try:
         signals.install()
         faulthandler.enable()
@@ -120,7 +120,7 @@ def _ending(error: BaseException) -> tuple[Ending, int, str]:
     is_secondary = lost_peer_behind(error) is not None
     match error:
         case Stopped():
-            return Ending.STOPPED, error.exit_code, error.message
+            return Ending.STOPPED, error.exit_code, str(error)
         case _ if is_secondary:
             return Ending.PEER, 1, str(error) if isinstance(error, UserError) else trace
         case UserError(passing=True):
@@ -223,16 +223,11 @@ def reset_in_children(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 class StopSignals:
-    """The stop signals of this process. Create one, in the main thread.
+    """The stop signals of this process. Create one, in the main thread."""
 
-    Args:
-        report: reports to the launcher when a signal would lose nothing.
-    """
-
-    def __init__(self, report: Callable[[Stage], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._noted = 0
         self._deferred = False
-        self._report = report
         self._stage: Stage | None = None
 
     def install(self) -> None:
@@ -276,7 +271,7 @@ class StopSignals:
         self._noted = 0 if self._noted == MOVE_ON else self._noted
         if isinstance(moved, Parted):
             rank = int(os.environ["RANK"])
-            _send(RankReport(rank, Ending.STOPPED, moved.exit_code, moved.message).to_json())
+            _send(RankReport(rank, Ending.STOPPED, moved.exit_code, str(moved)).to_json())
         self._enter(Stage.WAITING)
         file = Path(os.environ[REPORT]).with_name(WORLD_FILE)
         while not file.exists():
@@ -293,8 +288,8 @@ class StopSignals:
         self._enter(Stage.TRAINING)
 
     def _enter(self, stage: Stage) -> None:
-        if self._report is not None and stage is not self._stage:
-            self._report(stage)
+        if stage is not self._stage:
+            report_stage(stage)
         self._stage = stage
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:

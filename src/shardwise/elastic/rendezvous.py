@@ -126,6 +126,7 @@ class Rendezvous(RendezvousHandler):
     Attributes:
         nodes: the job.
         nproc: ranks of this host.
+        restarts: as passed.
         generation: the number of the generation that this host takes part in; -1 before the first.
         hosts: the number of hosts in it.
         verdict: what followed it; None while it runs.
@@ -142,15 +143,13 @@ class Rendezvous(RendezvousHandler):
         stopped: Callable[[], bool] = lambda: False,
         clock: Clock | None = None,
     ) -> None:
-        self.nodes, self.nproc = nodes, nproc
+        self.nodes, self.nproc, self.restarts = nodes, nproc, restarts
         self.generation, self.hosts = -1, 1
         self.verdict: Verdict | None = None
         self.before_waiting: Callable[[], None] = lambda: None
-        self._terms = terms or Terms()
         self._stopped = stopped
-        self._restarts = restarts
         self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
-        self._rules = Rules(nodes, self._terms.why_not, quorum=self._ours)
+        self._rules = Rules(nodes, terms or Terms(), quorum=self._ours)
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
         self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
@@ -345,7 +344,6 @@ class Rendezvous(RendezvousHandler):
             listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
         self._server = StoreServer(listener, nodes.token, self._clock)
-        self._server.start()
         decides, where = nodes.rank == 0, (nodes.address, nodes.port)
         if not self._ours:
             self._directory = self._torchs()
@@ -369,7 +367,7 @@ class Rendezvous(RendezvousHandler):
             raise self._unreachable(error) from None
 
     def _first_state(self) -> JobState:
-        return JobState(terms=self._agreed(), restarts=self._restarts, server=self._id)
+        return JobState(terms=self._agreed(), restarts=self.restarts, server=self._id)
 
     def _look_for_stop(self) -> None:
         if self._stopped():
@@ -472,7 +470,7 @@ class Rendezvous(RendezvousHandler):
         facts: dict[str, Any] = {"--nnodes": self.nodes.nnodes, "--nproc": self.nproc}
         facts |= {name: version_of(name) or "not installed" for name in ("shardwise", "torch")}
         if self.nodes.is_elastic:
-            facts |= self._terms.options
+            facts |= self._rules.terms.options
         agreed: dict[str, Any] = json.loads(json.dumps(facts))
         return agreed
 

@@ -43,4 +43,4 @@ def run_job(
 
     with contextlib.closing(Signals()) as signals, agents_environment():
         rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: signals.end_waiting)
-        return Agent(command, nproc, rendezvous, restarts, signals, on_join).run_job()
+        return Agent(command, rendezvous, signals, on_join).run_job()

@@ -24,7 +24,7 @@ from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin, Terms, spans_hosts
+from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin, Terms
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
@@ -171,7 +171,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         return
     size = launch.world_size
     require(size is None, "--world-size", f"{size} without --dry-run", "--nproc, or torchrun's")
-    if spans_hosts(nodes):
+    if nodes is not None and nodes.count > 1:
         job.span_hosts()
     world = find_world()
     processes = check_nproc(launch.nproc, world)

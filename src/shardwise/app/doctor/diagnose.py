@@ -228,7 +228,6 @@ class HostGroup:
 
         nodes = self._nodes
         self._server = StoreServer(_listen(nodes), nodes.token)
-        self._server.start()
         self._admit(self._server)
 
     def _admit(self, server: StoreServer) -> None:
