@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base import plain
 from shardwise.elastic import rank as life
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import (
@@ -216,7 +217,7 @@ def test_a_rank_reports_why_it_ends(
     if ending is None:
         assert lines == [b"starting"]
         return
-    report = RankReport.from_json(lines[-1])
+    report = plain.read(RankReport, lines[-1])
     assert (report.rank, report.ending, report.exit_code) == (1, ending, code)
     assert report.text.splitlines()[-1] == text
 
@@ -293,13 +294,13 @@ def test_a_stage_is_told_from_a_report() -> None:
 
 def test_a_report_is_read_as_it_was_written() -> None:
     report = RankReport(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字 \udcff", time=12.5)
-    assert RankReport.from_json(report.to_json().encode()) == report
+    assert plain.read(RankReport, report.to_json().encode()) == report
 
 
 def test_a_report_is_short_however_long_the_traceback() -> None:
     report = RankReport(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
     line = report.to_json().encode()
     assert len(line) < 7 * MAX_TEXT
-    text = RankReport.from_json(line).text
+    text = plain.read(RankReport, line).text
     assert text.startswith("first")
     assert text.endswith("last")

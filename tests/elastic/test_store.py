@@ -806,7 +806,9 @@ def test_a_server_is_not_looked_for_while_the_process_is_suspended(
             raise KeyError("it still looks")
 
     with pytest.raises(KeyError):
-        module.connect(HERE, port, TOKEN, "a", 1.0, patience=WAIT, pause=0.01, look=look)
+        module.connect(
+            lambda: GuardedStore(HERE, port, TOKEN, "a", 1.0), patience=WAIT, pause=0.01, look=look
+        )
 
 
 def test_a_server_may_be_paused_and_killed(served: Served, start: Start) -> None:

@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -39,7 +38,7 @@ from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
-from shardwise.transport.peers import Peers
+from shardwise.transport.peers import Job, Peers
 
 T = TypeVar("T")
 
@@ -319,9 +318,8 @@ class ReplicaSession:
     def see_end_of(self, fetch: Fetch) -> None:
         """Wait until the plan has taken note that a fetch has ended."""
 
-        def find(plan: RoundPlan) -> tuple[bool] | None:
-            is_known = self.fetch_for_me(plan) != fetch or not self.is_connected
-            return (True,) if is_known else None
+        def find(plan: RoundPlan) -> bool | None:
+            return self.fetch_for_me(plan) != fetch or not self.is_connected or None
 
         self.wait_for(find)
 
@@ -371,21 +369,21 @@ class ReplicaSession:
     def outcome(self, attempt: Attempt) -> bool:
         """Wait until an attempt is committed or given up; return whether it is committed."""
 
-        def find(plan: RoundPlan) -> tuple[bool] | None:
+        def find(plan: RoundPlan) -> bool | None:
             if plan.version > attempt.version:
                 return self._committed(attempt)
-            return None if plan.attempt == attempt else (False,)
+            return None if plan.attempt == attempt else False
 
-        return self.wait_for(find)[0]
+        return self.wait_for(find)
 
-    def _committed(self, attempt: Attempt) -> tuple[bool] | None:
+    def _committed(self, attempt: Attempt) -> bool | None:
         """Look up whether an attempt has committed its round; ``None``: unknown so far."""
         key, store = f"{COMMIT}{attempt.version + 1}", self._store
         if store is None:
             return None
         try:
             # A server that has been started again does not know.
-            return (store.check([key]) and int(store.get(key)) == attempt.number,)
+            return store.check([key]) and int(store.get(key)) == attempt.number
         except (OSError, RuntimeError):
             return None
 
@@ -461,28 +459,19 @@ class ReplicaSession:
         Raises:
             GivenUpError: it has failed, or is over.
         """
-        ended: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                ended.set_result(work())
-            except Exception as error:
-                ended.set_exception(error)
-            with self._changed:
-                self._changed.notify_all()
-
-        threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
-        with self._eagerly(), self._changed:
-            while not ended.done():
+        found: list[T] = []
+        job = Job(lambda: found.append(work()))
+        threading.Thread(target=job.run, daemon=True, name="shardwise exchange").start()
+        with self._eagerly():
+            while not job.sleep(_EAGER_POLL):
                 plan = self._plan  # this rank may not know yet what the first one has seen
                 is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
                 if not self.is_connected or (not is_older and is_over(plan)):
                     raise GivenUpError(doing)
-                self._changed.wait(0.25)
-        if (error := ended.exception()) is not None:
-            _log.warning("replica %s: %s failed: %s", self.replica, doing, error)
-            raise GivenUpError(doing) from error
-        return ended.result()
+        if job.error is not None:
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, job.error)
+            raise GivenUpError(doing) from job.error
+        return found[0]
 
     # -- outer states ------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from shardwise.base import plain
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import UserError, say, signal_name
 from shardwise.elastic.hosts import Command, OnJoin
@@ -52,7 +53,7 @@ from shardwise.elastic.rank import (
     Stage,
 )
 from shardwise.elastic.rendezvous import Order, Rendezvous
-from shardwise.elastic.starting import StartWatch, stacks_of
+from shardwise.elastic.starting import STACKS, StartWatch
 from shardwise.elastic.world import (
     EARLY,
     JOB,
@@ -466,7 +467,7 @@ class Agent(LocalElasticAgent):
         elif text:
             self.logs.lost = text  # names the host
         if text:
-            self._say(f"{verdict.label:<11}{text}")
+            self._say(f"{verdict.next.label:<11}{text}")
 
 
 _STOPPED = tuple(-signum for signum in STOP_SIGNALS)
@@ -576,7 +577,7 @@ class LocalRank:
                 self.stage = stage
                 self.has_stepped |= stage is Stage.TRAINING
             elif self.report is None:
-                self.report = RankReport.from_json(line)
+                self.report = plain.read(RankReport, line)
 
     def _look(self) -> None:
         """Look whether the process has ended, and leave the rest to torch, which started it."""
@@ -598,8 +599,9 @@ class LocalRank:
         return self.code is None and self.report is None and self.stage is Stage.STARTING
 
     def stacks(self) -> str:
-        """Return what this rank has written when it was asked where it is."""
-        return stacks_of(self._folder)
+        """Return all stacks that this rank has written; none: it could not yet."""
+        file = self._folder / STACKS
+        return file.read_text(errors="replace") if file.exists() else ""
 
     @property
     def is_waiting(self) -> bool:

@@ -82,21 +82,15 @@ def _check_group(world: World, backend: str) -> None:
             f"process group: found {place}, expected rank {world.rank} of {world.size}, as RANK "
             "and WORLD_SIZE say"
         )
-    found = _backends(dist.get_backend_config())
+    config = dist.get_backend_config()
+    found = dist.BackendConfig(dist.Backend(config)).get_device_backend_map()
     # One name alone stands for all devices, of which only the CPU is used.
-    needed = _backends(backend) if ":" in backend else {"cpu": backend}
-    if any(found.get(device) != name for device, name in needed.items()):
+    needed = backend.split(",") if ":" in backend else [f"cpu:{backend}"]
+    if not {*needed} <= {f"{device}:{name}" for device, name in found.items()}:
         raise UserError(
-            f"process group: found backend {dist.get_backend_config()}, expected {backend}; with "
-            f"Ray Train, pass torch_config=TorchConfig(backend={backend!r}) to TorchTrainer"
+            f"process group: found backend {config}, expected {backend}; with Ray Train, pass "
+            f"torch_config=TorchConfig(backend={backend!r}) to TorchTrainer"
         )
-
-
-def _backends(names: str) -> dict[str, str]:
-    """Return the name of the backend for each device."""
-    import torch.distributed as dist
-
-    return dict(dist.BackendConfig(dist.Backend(names)).get_device_backend_map())
 
 
 def _connect(world: World, backend: str, timeout: timedelta | None) -> None:

@@ -147,6 +147,7 @@ class Next(enum.Enum):
     EXPEL = "expel"  # a generation without the hosts that failed while they joined
     RESTART = "restart"  # a generation after a failure; counts as one of --max-restarts
     LEAVE = "leave"  # for one host only: nothing; the job continues without it
+    EXPELLED = "expelled"  # the same, for one of the hosts that failed while they joined
     REFUSE = "refuse"  # for one host, or before the first generation: it does not take part
 
     @property
@@ -157,9 +158,9 @@ class Next(enum.Enum):
     @property
     def label(self) -> str:
         """The word at the start of a line that reports it."""
-        return {Next.FAIL: "error:", Next.EXPEL: "restart", Next.RESTART: "restart"}.get(
-            self, "hosts"
-        )
+        if self is Next.FAIL:
+            return "error:"
+        return "restart" if self in (Next.EXPEL, Next.EXPELLED, Next.RESTART) else "hosts"
 
 
 @dataclass(frozen=True)
@@ -170,12 +171,10 @@ class Verdict:
         next: what follows.
         text: why the generation ended, if not well, and what follows; empty if there is nothing to
             say.
-        label: the word at the start of a line with the text.
     """
 
     next: Next
     text: str = ""
-    label: str = "hosts"
 
 
 @dataclass(frozen=True)
@@ -538,7 +537,7 @@ class JobState:
             for host in causes:
                 if host in expelled:
                     self._note_failed(host)
-            farewells = {host.id: Verdict(Next.LEAVE, text, "restart") for host in expelled}
+            farewells = {host.id: Verdict(Next.EXPELLED, text) for host in expelled}
             self._conclude(Next.EXPEL, why, {**farewells, **_farewells(leaving)}, rules)
             return
         final = any(host.result is not None and not host.result.may_restart for host in failed)
@@ -572,7 +571,7 @@ class JobState:
             ended = f"--rdzv: the job at {rules.nodes.where} ended before this host could join it"
             for host in self._joining:
                 self._part_with(host, Verdict(Next.REFUSE, ended))
-        self.verdict = Verdict(next_, text, next_.label)
+        self.verdict = Verdict(next_, text)
 
     def _part_with(self, host: Host, verdict: Verdict) -> None:
         self.hosts.remove(host)

@@ -352,17 +352,12 @@ class RankReport:
     time: float = field(default_factory=time.monotonic)
 
     def to_json(self) -> str:
-        """Return one line of JSON; a text that is too long loses its middle."""
+        """Return one line, for :func:`plain.read`; a text that is too long loses its middle."""
         text = self.text
         if len(text) > MAX_TEXT:
             half = MAX_TEXT // 2
             text = f"{text[:half]}\n  [...]\n{text[-half:]}"
         return plain.written(replace(self, text=text)).decode()
-
-    @staticmethod
-    def from_json(line: bytes) -> RankReport:
-        """Read what :meth:`to_json` wrote."""
-        return plain.read(RankReport, line)
 
 
 def _send(line: str) -> bool:

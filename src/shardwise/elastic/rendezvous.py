@@ -353,10 +353,7 @@ class Rendezvous(RendezvousHandler):
             self._decide_from(self._first_state())
         try:
             return connect(
-                *where,
-                nodes.token,
-                self._id,
-                SILENCE,
+                lambda: GuardedStore(*where, nodes.token, self._id, SILENCE),
                 patience=nodes.timeout,
                 pause=_RETRY,
                 look=self._look_for_stop,

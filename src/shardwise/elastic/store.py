@@ -581,11 +581,7 @@ def serve_ranks(address: str, listener: socket.socket) -> TCPStore:
 
 
 def connect(
-    address: str,
-    port: int,
-    token: bytes,
-    name: str,
-    seconds: float,
+    attempt: Callable[[], GuardedStore],
     *,
     patience: float,
     pause: float,
@@ -594,11 +590,7 @@ def connect(
     """Connect to a store whose server may start later.
 
     Args:
-        address: as for :class:`GuardedStore`, and so are the next four.
-        port: of the server.
-        token: the shared secret.
-        name: of this client.
-        seconds: limit for one attempt, and for each answer later.
+        attempt: connects once.
         patience: seconds to try.
         pause: seconds between two attempts.
         look: called after each attempt that fails; what it raises ends the wait.
@@ -610,7 +602,7 @@ def connect(
     deadline = process_clock().now() + patience
     while True:
         try:
-            return GuardedStore(address, port, token, name, seconds)
+            return attempt()
         except StoreRefusedError:
             raise
         except OSError:
