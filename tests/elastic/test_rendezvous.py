@@ -285,7 +285,7 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(
     assert_worlds(first, (0, 1), (0, 2))
     assert_worlds(second, (1, 2))
     assert [*first.numbers, *second.numbers] == [0, 1, 1]
-    assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts", "hosts")]
+    assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts")]
     it.end()
     assert [each.verdicts[-1] for each in (first, second)] == [OVER] * 2
 
@@ -374,7 +374,7 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
         assert first.verdicts[-1].text.endswith("; continuing with 1 host")
     second.thread.join(WAIT)
     text = "this host failed while it joined; the job continues without it"
-    assert second.verdicts == [Verdict(Next.LEAVE, text, "restart")]
+    assert second.verdicts == [Verdict(Next.EXPELLED, text)]
     again = it.come()
     again.thread.join(WAIT)
     assert re.search(r"this host failed \d+ s ago while it joined", again.error)
@@ -448,10 +448,10 @@ def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
     second.ending, first.ending = TERMINATED, how
     second.thread.join(WAIT)
     text = "this host leaves; the job continues without it"
-    assert second.verdicts == [Verdict(Next.LEAVE, text, "hosts")]
+    assert second.verdicts == [Verdict(Next.LEAVE, text)]
     assert_worlds(first, (0, 2), (0, 1))
     text = "host 1 (127.0.0.1) left; continuing with 1 host"
-    assert first.verdicts == [Verdict(Next.REGROUP, text, "hosts")]
+    assert first.verdicts == [Verdict(Next.REGROUP, text)]
 
 
 def test_ctrl_c_on_all_hosts_stops_the_job(job: Callable[..., Job]) -> None:
@@ -669,7 +669,6 @@ def test_the_others_move_the_rendezvous_when_host_0_is_lost(
             Verdict(
                 Next.RESTART,
                 "host 0 (127.0.0.1) was lost: the connection was closed; continuing with 2 hosts",
-                "restart",
             )
         ]
     assert second.serves

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,13 +138,7 @@ class DiLoCo(AroundOptimizer):
         for mesh in {each.device_mesh for each in parameters.values() if isinstance(each, DTensor)}:
             mark_separate(mesh, unaveraged_dims([mesh]))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make an inner step, and whatever exchange or outer step is due after it.
 
         Args:

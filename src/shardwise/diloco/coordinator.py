@@ -292,19 +292,13 @@ class Coordinator:
         self._seen = seen
 
     def _note_lost(self) -> None:
-        for replica, incarnation in list(self._members.items()):
-            each = self._seen.get(replica)
-            if each is None or each.report.incarnation != incarnation:
-                self._forget(replica, EventKind.LOST)
-            elif each.report.state is State.LEFT:
-                self._forget(replica, EventKind.LEFT)
-            elif not each.is_connected:
-                self._forget(replica, EventKind.LOST)
-
-    def _forget(self, replica: int, kind: EventKind) -> None:
-        del self._members[replica]
-        self.plan.fetches.pop(replica, None)
-        self._note(kind, replica)
+        for replica in list(self._members):
+            each = self._seen[replica] if self._is_member(replica) else None
+            has_left = each is not None and each.report.state is State.LEFT
+            if each is None or has_left or not each.is_connected:
+                del self._members[replica]
+                self.plan.fetches.pop(replica, None)
+                self._note(EventKind.LEFT if has_left else EventKind.LOST, replica)
 
     def _note(self, kind: EventKind, replica: int = -1, **facts: Any) -> None:
         """Note an event, with the members and the round as they are now."""
@@ -326,9 +320,8 @@ class Coordinator:
     def _is_current(self, replica: int) -> bool:
         """Whether a replica lives and has the outer state of this round."""
         each = self._seen[replica]
-        if not (self._is_member(replica) and each.is_alive):
-            return False
-        return each.report.version == self.plan.version
+        is_alive = self._is_member(replica) and each.is_alive
+        return is_alive and each.report.version == self.plan.version
 
     def _is_applying(self, replica: int) -> bool:
         """Whether a member of the last round has still to apply its result."""
