@@ -177,7 +177,7 @@ class DiLoCo(AroundOptimizer):
             age = self.steps - pending.begun
             if age >= overlap:
                 self._apply(fragment)
-            elif age >= overlap // 2 and pending.average is not None:
+            elif age >= overlap // 2:
                 pending.average.advance()
         for i, fragment in enumerate(self._fragments):
             if self._streaming.due(i, self.steps, self._every):
@@ -339,7 +339,7 @@ class DiLoCo(AroundOptimizer):
         """
         for fragment in self._fragments:
             if fragment.pending is not None:
-                fragment.pending.wait()
+                fragment.pending.average.wait()
 
     def flush(self) -> None:
         """End the round now: afterwards the inner parameters of all replicas equal the outer ones.
@@ -401,7 +401,7 @@ class DiLoCo(AroundOptimizer):
     def _apply(self, fragment: Fragment, alpha: float | None = None) -> None:
         pending = fragment.pending
         assert pending is not None
-        mean = pending.wait()
+        mean = pending.average.wait()
         fragment.pending = None
         self._reshard()
         fragment.outer_step(mean, self._outer)

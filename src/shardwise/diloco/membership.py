@@ -84,10 +84,6 @@ class Wish(enum.IntEnum):
     FETCH = 2  # the others are further
 
 
-class GivenUpError(Exception):
-    """What was waited for will not happen: the plan has changed."""
-
-
 class ReplicaSession:
     """A rank's part in a quorum.
 
@@ -419,17 +415,15 @@ class ReplicaSession:
                     _close_in_background(group)
             return exchange(group)
 
-        try:
-            result = self._in_thread(
-                work, lambda plan: plan.attempt != attempt, f"round {attempt.version + 1}"
-            )
-        except GivenUpError:
+        result = self._in_thread(
+            work, lambda plan: plan.attempt != attempt, f"round {attempt.version + 1}"
+        )
+        if result is None:
             given_up.set()
             for group in made:
                 _close_in_background(group)
             self._end_group()
-            return None
-        if made:
+        elif made:
             self._group = (attempt.group, made[0])
         return result
 
@@ -453,11 +447,10 @@ class ReplicaSession:
 
     def _in_thread(
         self, work: Callable[[], T], is_over: Callable[[RoundPlan], bool], doing: str
-    ) -> T:
-        """Return what ``work`` returns; leave it behind if the plan says that it is over.
+    ) -> T | None:
+        """Return what ``work`` returns, or ``None`` if it fails or the plan says that it is over.
 
-        Raises:
-            GivenUpError: it has failed, or is over.
+        In the latter case it is left behind.
         """
         found: list[T] = []
         job = Job(lambda: found.append(work()))
@@ -467,10 +460,10 @@ class ReplicaSession:
                 plan = self._plan  # this rank may not know yet what the first one has seen
                 is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
                 if not self.is_connected or (not is_older and is_over(plan)):
-                    raise GivenUpError(doing)
+                    return None
         if job.error is not None:
             _log.warning("replica %s: %s failed: %s", self.replica, doing, job.error)
-            raise GivenUpError(doing) from job.error
+            return None
         return found[0]
 
     # -- outer states ------------------------------------------------------------------------------
@@ -547,9 +540,7 @@ class ReplicaSession:
         def is_over(plan: RoundPlan) -> bool:
             return self.fetch_for_me(plan) != fetch
 
-        version: int | None = None
-        with contextlib.suppress(GivenUpError):
-            version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
+        version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
         versions = set(self.gather(version, "the outer state of other replicas"))
         return version if len(versions) == 1 else None
 

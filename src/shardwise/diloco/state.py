@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwise._torch import dtensor
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending
 
 KEY = "diloco"
@@ -79,7 +80,7 @@ def unpack(
         fragment.begin_at_inner()
         fragment.rounds, fragment.even_at, fragment.pending = rounds, even_at, None
         if begun is not None:
-            fragment.pending = Pending(begun, mean=torch.empty_like(fragment.outer))
+            fragment.pending = Pending(begun, Average.known(fragment.outer))
         if facts is not None:
             found = {each: saved.get(n, {}).get(KEY, {}) for each, n in numbers.items()}
             if fragment.pending is not None and any(_START in each for each in found.values()):
@@ -94,7 +95,7 @@ def _flats(fragment: Fragment) -> dict[str, Tensor]:
     if fragment.error is not None:
         flats[_ERROR] = fragment.error
     if fragment.pending is not None:
-        flats[_MEAN] = fragment.pending.wait()
+        flats[_MEAN] = fragment.pending.average.wait()
         if fragment.pending.start is not None:
             flats[_START] = fragment.pending.start
     return flats

@@ -84,9 +84,7 @@ class Signals:
         self.noted: list[int] = []
         self.counts_later = False
         self._first_at = 0.0
-        self._before: dict[int, Any] = {}
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
+        self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
 
     @property
     def end_waiting(self) -> bool:
@@ -534,7 +532,7 @@ class _RankLogs(LogsSpecs):
         # Otherwise backends look up the name of this host, which may not resolve, or may resolve to
         # an address that other hosts cannot reach.
         interface = interface_towards(self._meeting.nodes.address)
-        if not sys.platform.startswith("linux") or interface is None:
+        if interface is None:
             return
         backends = ("GLOO",) if self._meeting.is_alone else ("GLOO", "NCCL")
         for backend in backends:
@@ -688,9 +686,7 @@ def agents_environment() -> Iterator[None]:
         # Not those that we handle ourselves, nor SIGHUP, which nohup ignores.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
-    quit_handler = None
-    with contextlib.suppress(ValueError):
-        quit_handler = signal.getsignal(signal.SIGQUIT)
+    quit_handler = signal.getsignal(signal.SIGQUIT)
     log = logging.getLogger("torch.distributed.elastic")
     propagates, nothing = log.propagate, logging.NullHandler()
     if "LOGLEVEL" not in os.environ:
@@ -702,8 +698,7 @@ def agents_environment() -> Iterator[None]:
     finally:
         log.propagate = propagates
         log.removeHandler(nothing)
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGQUIT, quit_handler)
+        signal.signal(signal.SIGQUIT, quit_handler)
 
 
 def are_settled(ranks: list[LocalRank], failed: list[LocalRank], limit: float) -> bool:

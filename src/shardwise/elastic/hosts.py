@@ -113,8 +113,6 @@ class Nodes:
                 f"--rdzv: found {rdzv}, expected HOST:PORT of the host with --node-rank 0; an "
                 "IPv6 address in brackets, as [2001:db8::1]:29400"
             )
-        if not timeout > 0:
-            raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
         token = b"" if launched_here() else read_token(token_file)
         return cls(count, rank, *where, timeout, least, token, backend, job or "shardwise")
 

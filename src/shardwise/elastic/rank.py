@@ -106,8 +106,6 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: the id of the process that started this one.
     """
-    if not sys.platform.startswith("linux"):
-        return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above

@@ -689,15 +689,14 @@ class Rendezvous(RendezvousHandler):
         if suspended or isinstance(cause, StoreDroppedError):
             raise self._left_behind() from error
         me = seen.host(self._id)
-        if self._state is not None or me is None or seen.is_over or seen.generation < 0:
-            raise LostError(self._lost(why)) from error
+        ends = self._state is not None or me is None or seen.is_over or seen.generation < 0
         is_loss = seen.host(seen.server) is not None  # or it has left in order
-        if seen.is_running and is_loss and not seen.restarts:
+        ends |= seen.is_running and is_loss and not seen.restarts
+        if ends or not self._move(why, silent):
             raise LostError(self._lost(why)) from error
-        self._move(why, silent, error)
 
-    def _move(self, why: str, silent: bool, error: BaseException) -> None:
-        """Meet at the host with the lowest number, of those that can be reached.
+    def _move(self, why: str, silent: bool) -> bool:
+        """Meet at the host with the lowest number, of those that can be reached, if that is sound.
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
@@ -712,16 +711,15 @@ class Rendezvous(RendezvousHandler):
         voters.sort(key=lambda voter: voter.number)
         for host in voters if self._directory is None else self._elected(voters, gone):
             if host.id == self._id:
-                self._serve(voters, gone, dead, why, error)
-                return
+                return self._serve(voters, gone, dead, why)
             if host.id == seen.server:
                 continue
             if self._follow(host):
-                return
+                return True
             gone.append(host)
             if _refuses(host.address, host.port):
                 dead.add(host.id)
-        raise LostError(self._lost(why)) from error
+        return False
 
     def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
         """Yield the host that a backend of torch's names, and another one once that is gone too."""
@@ -762,15 +760,13 @@ class Rendezvous(RendezvousHandler):
             return False
         return True
 
-    def _serve(
-        self, voters: list[Host], gone: list[Host], dead: set[str], why: str, error: BaseException
-    ) -> None:
+    def _serve(self, voters: list[Host], gone: list[Host], dead: set[str], why: str) -> bool:
         """Serve the rendezvous, if the hosts that come here are enough."""
         try:
             address = self._own_address()
             store = GuardedStore(address, self._server_port, self.nodes.token, self._id, SILENCE)
         except (UserError, *_FAILURES):  # its own link is down
-            raise LostError(self._lost(why)) from error
+            return False
         others = [host.id for host in voters if host not in gone and host.id != self._id]
         needed, least = len(voters) - len(dead), 0.0
         if self._directory is not None:
@@ -789,7 +785,9 @@ class Rendezvous(RendezvousHandler):
         suspended = self._clock.was_suspended(began, SILENCE / 2)  # they may have met elsewhere
         if suspended or not enough:
             store.close()
-            raise (self._left_behind() if suspended else LostError(self._lost(why))) from error
+            if suspended:
+                raise self._left_behind()
+            return False
         # Some may have read later changes than this host.
         votes = [plain.read(JobState, store.get(f"{_VOTE}{id_}")) for id_ in came]
         known = [self._seen, *votes]
@@ -802,6 +800,7 @@ class Rendezvous(RendezvousHandler):
         store.set(_MOVED, self._here())
         if self.nodes.is_elastic and self._ours:
             threading.Thread(target=self._guide_newcomers, daemon=True).start()
+        return True
 
     def _votes_here(self, store: Store, id_: str) -> bool:
         return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])

@@ -132,9 +132,7 @@ def environment(**values: str) -> Iterator[None]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def most_ranks() -> tuple[int, str]:
