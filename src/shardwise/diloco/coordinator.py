@@ -345,31 +345,28 @@ class Coordinator:
         self.plan.version, self.plan.called, self.plan.attempt = leader.version, False, None
         self.plan.fetches.clear()
         self._last, self._attempts = None, 0
-        self._welcome(first, leader)
+        self._welcome(first)
         for replica, report in live.items():
-            if replica != first:
+            if replica != first and not self._is_refused(replica, first):
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
-                alike &= report.state is State.JOINING  # the digest is of then
-                self._admit(replica, report, leader, first, alike=alike)
+                if alike and report.state is State.JOINING:  # the digest is of then
+                    self._welcome(replica)
 
-    def _admit(
-        self, replica: int, report: ReplicaReport, leader: ReplicaReport, first: int, *, alike: bool
-    ) -> bool:
-        """Let a replica take part; return whether its settings allow that."""
-        if report.settings != leader.settings:
-            self.plan.refused[report.incarnation] = (
-                f"DiLoCo: replica {replica} has {report.settings}; replica {first} has "
-                f"{leader.settings}. All replicas need the same model, sharded in the same way, "
-                "and the same settings"
-            )
+    def _is_refused(self, replica: int, other: int) -> bool:
+        """Refuse a replica whose settings are not those of another one; return whether it is."""
+        report, theirs = self._seen[replica].report, self._seen[other].report
+        if report.settings == theirs.settings:
             return False
-        if alike:
-            self._welcome(replica, report)
+        self.plan.refused[report.incarnation] = (
+            f"DiLoCo: replica {replica} has {report.settings}; replica {other} has "
+            f"{theirs.settings}. All replicas need the same model, sharded in the same way, and "
+            "the same settings"
+        )
         return True
 
-    def _welcome(self, replica: int, report: ReplicaReport) -> None:
-        self._members[replica] = report.incarnation
-        self.plan.welcome = (*self.plan.welcome, report.incarnation)
+    def _welcome(self, replica: int) -> None:
+        self._members[replica] = incarnation = self._seen[replica].report.incarnation
+        self.plan.welcome = (*self.plan.welcome, incarnation)
         self._note(EventKind.JOINED, replica)
 
     # -- catching up -------------------------------------------------------------------------------
@@ -419,9 +416,9 @@ class Coordinator:
         if tried >= set(sources):
             tried.clear()
         source = min(r for r in sources if r not in tried)
-        report, theirs = self._seen[replica].report, self._seen[source].report
-        if not self._admit(replica, report, theirs, source, alike=False):
+        if self._is_refused(replica, source):
             return
+        report, theirs = self._seen[replica].report, self._seen[source].report
         self._fetch_number += 1
         fetch = Fetch(
             self._fetch_number, report.incarnation, source, theirs.incarnation, self.plan.version

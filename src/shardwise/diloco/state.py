@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from shardwise._torch import dtensor
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
@@ -37,7 +36,7 @@ def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int
             for fqn, view in fragment.views(flat).items():
                 parameter = fragment.parameters[fqn]
                 own = state.setdefault(numbers[parameter], {}).setdefault(KEY, {})
-                own[name] = _like(parameter, view)
+                own[name] = dtensor.placed_as(parameter, view)
     facts = {
         "steps": steps,
         "rounds": [fragment.rounds for fragment in fragments],
@@ -132,10 +131,3 @@ def _per_fragment(facts: Mapping[str, Any], count: int) -> list[tuple[int, int, 
         )
     # With other fragments, each is as far as the one that is the least far.
     return [(min(facts["rounds"]), min(facts["even_at"]), None)] * count
-
-
-def _like(parameter: nn.Parameter, view: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return view
-    spec = dtensor.with_dtype(dtensor.spec_of(parameter), torch.float32)
-    return dtensor.wrap_local(view, spec)

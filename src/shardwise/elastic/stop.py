@@ -117,12 +117,12 @@ class GracefulStop:
         from shardwise.base import devices
         from shardwise.transport.peers import Peers
 
-        peers, device = Peers(self._group), devices.CPU
+        device = devices.CPU
         try:
-            peers.backend(device)
+            Peers(self._group).backend(device)
         except ValueError:  # of accelerators alone
             device = devices.current(devices.default_type())
         asked = torch.tensor(signum, dtype=torch.int32, device=device)
-        with peers.collective("the agreement on whether to stop"):
+        with Peers(self._group).collective("the agreement on whether to stop"):
             dist.all_reduce(asked, dist.ReduceOp.MAX, group=self._group)
         return int(asked.item())
