@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from shardwise.base import plain
 from shardwise.elastic import membership
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
     HostReport,
     JobState,
     Next,
-    Rules,
     Standing,
     Verdict,
 )
@@ -70,8 +69,8 @@ class Job:
         why_not: Callable[[int], str | None] = lambda hosts: None,
         quorum: bool = False,
     ) -> None:
-        self.nodes, self.clock = nodes, clock
-        self.rules = Rules(nodes, Terms(why_not=why_not), quorum)
+        backend = JobBackend.OURS if quorum else JobBackend.C10D
+        self.nodes, self.clock = replace(nodes, why_not=why_not, backend=backend), clock
         self.timers = Timers(clock.monotonic)
         self.state = JobState(restarts=restarts)
         self.reports: dict[str, HostReport] = {}
@@ -112,7 +111,7 @@ class Job:
         return [self.of(host) for host in hosts]
 
     def advance(self) -> Verdict | None:
-        self.state.look(self.reports, self.losses, self.rules, self.timers)
+        self.state.look(self.reports, self.losses, self.nodes, self.timers)
         here = {host.id for host in self.state.hosts}
         self.reports = {id_: each for id_, each in self.reports.items() if id_ in here}
         return self.state.verdict
@@ -237,12 +236,12 @@ def test_a_host_rests_for_a_while_whatever_its_clock_shows(clock: Clock) -> None
 
 
 def test_as_many_hosts_take_part_as_the_job_can_run_over() -> None:
-    rules = Rules(ELASTIC, Terms(why_not=lambda hosts: "odd" if hosts == 3 else None))
-    assert rules.most(5) == (2, "the job cannot run over 3 hosts: odd")
-    assert rules.most(2) == (2, "")
-    none = Rules(ELASTIC, Terms(why_not=lambda hosts: "never"))
+    nodes = replace(ELASTIC, why_not=lambda hosts: "odd" if hosts == 3 else None)
+    assert nodes.most(5) == (2, "the job cannot run over 3 hosts: odd")
+    assert nodes.most(2) == (2, "")
+    none = replace(ELASTIC, why_not=lambda hosts: "never")
     assert none.most(1) == (0, "the job cannot run over 1 host: never")
-    assert Rules(FIXED).most(5) == (5, ""), "a fixed job takes those that agree"
+    assert FIXED.most(5) == (5, ""), "a fixed job takes those that agree"
 
 
 # -- gathering -------------------------------------------------------------------------------------
@@ -700,8 +699,8 @@ def test_all_orders_of_the_facts_of_three_hosts_lead_to_the_same(
 class Meeting:
     """What hosts report, and what the host that serves publishes; it may be any of them."""
 
-    def __init__(self, rules: Rules, restarts: int, clock: Clock) -> None:
-        self.rules, self.clock = rules, clock
+    def __init__(self, nodes: Nodes, restarts: int, clock: Clock) -> None:
+        self.nodes, self.clock = nodes, clock
         self.state = JobState(restarts=restarts)
         self.timers = Timers(clock.monotonic)
         self.reports: dict[str, HostReport] = {}
@@ -716,7 +715,7 @@ class Meeting:
         reports = {
             id_: each for id_, each in self.reports.items() if id_ in here or id_ not in self.losses
         }
-        self.state.look(reports, losses, self.rules, self.timers)
+        self.state.look(reports, losses, self.nodes, self.timers)
         plan = plain.written(self.state)
         if plan != self.plan:
             self.plan = plan
@@ -772,7 +771,7 @@ class Player:
         self.report = replace(self.report, stepped=self.generation)
 
 
-def check_history(history: list[bytes], rules: Rules, restarts: int) -> dict[int, list[str]]:
+def check_history(history: list[bytes], nodes: Nodes, restarts: int) -> dict[int, list[str]]:
     """Check each state against the one before; return the hosts of every generation."""
     worlds: dict[int, list[str]] = {}
     states = [plain.read(JobState, value) for value in history]
@@ -789,11 +788,10 @@ def check_history(history: list[bytes], rules: Rules, restarts: int) -> dict[int
             assert members == worlds.setdefault(after.generation, members)
             assert not refused & set(members), "a host that was refused takes part"
         if after.generation > before.generation:
-            nodes = rules.nodes
             # After a loss, a fixed job continues with those that remain.
             least = nodes.least or (1 if after.generation else nodes.count)
             assert least <= len(members) <= nodes.count
-            assert rules.terms.why_not(len(members)) is None
+            assert nodes.why_not(len(members)) is None
             if before.generation >= 0:
                 assert before.verdict is not None
                 assert before.verdict.next.begins_again
@@ -830,9 +828,12 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
     for seed in range(SEEDS):
         chance = random.Random(seed)
         restarts = chance.randrange(4)
-        terms = Terms(why_not=lambda hosts: "odd" if hosts == odd else None)
-        rules = Rules(nodes, terms, seed % 2 == 0)
-        meeting, players = Meeting(rules, restarts, clock), list[Player]()
+        job = replace(
+            nodes,
+            why_not=lambda hosts: "odd" if hosts == odd else None,
+            backend=JobBackend.C10D if seed % 2 else JobBackend.OURS,
+        )
+        meeting, players = Meeting(job, restarts, clock), list[Player]()
 
         def come(number: int) -> None:
             me = make_host(number)
@@ -873,7 +874,7 @@ def test_all_orders_of_events_keep_the_rules(clock: Clock, nodes: Nodes, odd: in
                     meeting.move(plain.read(JobState, meeting.plan), fast=chance.uniform(0.8, 1.2))
                 case 11 | 12 | 13 if nodes.is_elastic and len(players) < 12:
                     come(chance.choice([UNNUMBERED, UNNUMBERED, 0, 1]))
-        worlds = check_history(meeting.history, rules, restarts)
+        worlds = check_history(meeting.history, job, restarts)
         generations += len(worlds)
         for player in players:
             for generation, world in player.worlds.items():

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.clock import Clock
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
 from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
@@ -43,9 +43,7 @@ BACKENDS = pytest.mark.parametrize("backend", [JobBackend.OURS, JobBackend.C10D]
 class Place:
     """A host whose ranks train until they are asked to save, or the test ends them."""
 
-    def __init__(
-        self, nodes: Nodes, nproc: int, restarts: int, terms: Terms, *, steps: bool
-    ) -> None:
+    def __init__(self, nodes: Nodes, nproc: int, restarts: int, *, steps: bool) -> None:
         self.steps = steps  # whether its ranks complete a step
         self.said: list[str] = []
         self.worlds: list[tuple[int, int]] = []  # number and count of hosts, by generation
@@ -58,7 +56,7 @@ class Place:
         self.gone = threading.Event()
         self._go_on = threading.Event()  # once it is suspended
         self._clock = Clock()
-        self.rendezvous = Rendezvous(nodes, nproc, restarts, terms, self.signal.is_set, self._clock)
+        self.rendezvous = Rendezvous(nodes, nproc, restarts, self.signal.is_set, self._clock)
         self.thread = threading.Thread(target=self._run, daemon=True)
         _said[self.thread] = self.said
         self.thread.start()
@@ -180,9 +178,9 @@ class Job:
         self, rank: int = UNNUMBERED, *, nproc: int = 1, steps: bool = True, **changed: Any
     ) -> Place:
         """Start a host."""
-        terms = Terms(changed.pop("options", OPTIONS), self._why_not)
-        nodes = replace(self.first, rank=rank, **changed)
-        place = Place(nodes, nproc, self.restarts, terms, steps=steps)
+        own = {"options": OPTIONS, "why_not": self._why_not, **changed}
+        nodes = replace(self.first, rank=rank, **own)
+        place = Place(nodes, nproc, self.restarts, steps=steps)
         self.places.append(place)
         return place
 

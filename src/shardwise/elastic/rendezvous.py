@@ -51,14 +51,13 @@ from shardwise.base import plain
 from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import JobBackend, Nodes, Terms
+from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
     HostReport,
     JobState,
     Next,
-    Rules,
     Standing,
     Verdict,
 )
@@ -119,7 +118,6 @@ class Rendezvous(RendezvousHandler):
         nodes: the job, as this host was given it.
         nproc: ranks of this host.
         restarts: how often to restart after a failure, with the hosts that remain.
-        terms: what hosts have to agree on, and how many the job can run over.
         stopped: whether a signal asked to stop.
         clock: by which others are silent; by default that of this process.
 
@@ -139,7 +137,6 @@ class Rendezvous(RendezvousHandler):
         nodes: Nodes,
         nproc: int,
         restarts: int,
-        terms: Terms | None = None,
         stopped: Callable[[], bool] = lambda: False,
         clock: Clock | None = None,
     ) -> None:
@@ -149,7 +146,6 @@ class Rendezvous(RendezvousHandler):
         self.before_waiting: Callable[[], None] = lambda: None
         self._stopped = stopped
         self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
-        self._rules = Rules(nodes, terms or Terms(), quorum=self._ours)
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
         self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
@@ -467,7 +463,7 @@ class Rendezvous(RendezvousHandler):
         facts: dict[str, Any] = {"--nnodes": self.nodes.nnodes, "--nproc": self.nproc}
         facts |= {name: version_of(name) or "not installed" for name in ("shardwise", "torch")}
         if self.nodes.is_elastic:
-            facts |= self._rules.terms.options
+            facts |= self.nodes.options
         agreed: dict[str, Any] = json.loads(json.dumps(facts))
         return agreed
 
@@ -590,7 +586,7 @@ class Rendezvous(RendezvousHandler):
         here = {host.id for host in state.hosts}
         reports = self._reports(state)
         losses = self._losses(state)
-        state.look(reports, losses, self._rules, self._timers)
+        state.look(reports, losses, self.nodes, self._timers)
         is_new = plain.written(state) != self._plan
         if is_new or time.monotonic() - self._claimed > _CLAIMING:
             self._claim()
