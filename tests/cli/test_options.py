@@ -273,8 +273,8 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
 ) -> None:
     jobs: list[Nodes] = []
 
-    def start(command: object, nproc: int, restarts: int, nodes: Nodes, on_join: OnJoin) -> int:
-        assert on_join is OnJoin.STAY
+    def start(command: object, nproc: int, restarts: int, nodes: Nodes) -> int:
+        assert nodes.on_join is OnJoin.STAY
         jobs.append(nodes)
         return 0
 

@@ -113,7 +113,6 @@ class Agent(LocalElasticAgent):
         command: gives the program and arguments of a generation, the same for every rank.
         rendezvous: where the hosts meet.
         signals: what asks to stop.
-        on_join: what ranks do when more hosts join.
 
     Attributes:
         meeting: where the hosts meet.
@@ -122,13 +121,7 @@ class Agent(LocalElasticAgent):
         logs: where they write, and their environment.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        rendezvous: Rendezvous,
-        signals: Signals,
-        on_join: OnJoin = OnJoin.RESTART,
-    ) -> None:
+    def __init__(self, command: Command, rendezvous: Rendezvous, signals: Signals) -> None:
         self._spec = WorkerSpec(
             role="default",
             local_world_size=rendezvous.nproc,
@@ -141,7 +134,6 @@ class Agent(LocalElasticAgent):
         self.logs = _RankLogs(Path(self._folder.name), rendezvous)
         super().__init__(self._spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
-        self._on_join = on_join
         self.meeting = rendezvous
         self.signals = signals
         self.ranks: list[LocalRank] = []
@@ -161,7 +153,8 @@ class Agent(LocalElasticAgent):
             UserError: the hosts did not come together, or were lost.
         """
         try:
-            if self._on_join is OnJoin.STAY and self.meeting.nodes.is_elastic:
+            nodes = self.meeting.nodes
+            if nodes.is_elastic and nodes.on_join is OnJoin.STAY:
                 self.logs.more[STAYS] = "1"
                 self._start_early()
             self.run()
@@ -378,7 +371,7 @@ class Agent(LocalElasticAgent):
         is_due = self.signals.noted or (order is Order.SAVE_AND_STOP and training)
         if is_due and not self._asked:
             self._asked = True
-            moves_on = not self.signals.noted and self._on_join is OnJoin.STAY
+            moves_on = not self.signals.noted and self.meeting.nodes.on_join is OnJoin.STAY
             for rank in self.ranks:
                 rank.send(MOVES_ON if moves_on else self._signum)
 

@@ -59,6 +59,7 @@ class Nodes:
         options: the options that must be the same on hosts that join later, too, by name.
         why_not: given a number of hosts, returns why the job cannot run over them, or None if it
             can.
+        on_join: what ranks do when more hosts join.
     """
 
     count: int
@@ -72,6 +73,7 @@ class Nodes:
     job: str = "shardwise"
     options: Mapping[str, object] = field(default_factory=dict)
     why_not: Callable[[int], str | None] = lambda hosts: None
+    on_join: OnJoin = OnJoin.RESTART
 
     @classmethod
     def of(

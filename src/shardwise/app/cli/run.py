@@ -24,7 +24,7 @@ from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
+from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
@@ -250,9 +250,10 @@ def _launch(
 ) -> int:
     """Start this host's ranks of a training, and wait for them."""
     _say_starting(processes)
-    nodes = None if nodes is None else replace(nodes, options=job.options())
-    on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
-    return _start(command, processes, nodes, max_restarts, show, on_join)
+    if nodes is not None:
+        on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
+        nodes = replace(nodes, options=job.options(), on_join=on_join)
+    return _start(command, processes, nodes, max_restarts, show)
 
 
 def _start(
@@ -261,13 +262,11 @@ def _start(
     nodes: Nodes | None,
     max_restarts: int,
     tell: Callable[[str], None],
-    on_join: OnJoin = OnJoin.RESTART,
 ) -> int:
     """Start this host's ranks, and wait for them; return their exit code."""
-    if nodes is None:
-        return run_job(lambda attempt: command, processes, max_restarts)
-    tell(_meeting(nodes))
-    return run_job(lambda attempt: command, processes, max_restarts, nodes, on_join)
+    if nodes is not None:
+        tell(_meeting(nodes))
+    return run_job(lambda attempt: command, processes, max_restarts, nodes or HERE)
 
 
 def _launch_replicas(
