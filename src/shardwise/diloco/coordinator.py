@@ -402,10 +402,8 @@ class Coordinator:
             self._assign(replica)
 
     def _can_send(self, fetch: Fetch) -> bool:
-        each = self._seen.get(fetch.source)
-        return (
-            each is not None and each.is_alive and self._is_member(fetch.source)
-        ) and each.report.incarnation == fetch.source_incarnation
+        is_same = self._members.get(fetch.source) == fetch.source_incarnation
+        return is_same and self._is_member(fetch.source) and self._seen[fetch.source].is_alive
 
     def _assign(self, replica: int) -> None:
         """Say from whom a replica gets the outer state of this round."""

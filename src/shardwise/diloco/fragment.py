@@ -127,8 +127,7 @@ class Fragment:
     @torch.no_grad()
     def begin_at_inner(self) -> None:
         """Set the outer parameters to the inner ones, and momentum and error to 0."""
-        for local, outer in self._with_parts(self.outer):
-            outer.copy_(local)
+        self.outer.copy_(self.inner_parameters())
         self.momentum.zero_()
         if self.error is not None:
             self.error.zero_()

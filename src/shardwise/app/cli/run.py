@@ -253,19 +253,7 @@ def _launch(
     if nodes is not None:
         on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
         nodes = replace(nodes, options=job.options(), on_join=on_join)
-    return _start(command, processes, nodes, max_restarts, show)
-
-
-def _start(
-    command: Sequence[str],
-    processes: int,
-    nodes: Nodes | None,
-    max_restarts: int,
-    tell: Callable[[str], None],
-) -> int:
-    """Start this host's ranks, and wait for them; return their exit code."""
-    if nodes is not None:
-        tell(_meeting(nodes))
+        show(_meeting(nodes))
     return run_job(lambda attempt: command, processes, max_restarts, nodes or HERE)
 
 
@@ -447,6 +435,7 @@ def _run_script(words: Sequence[str], options: dict[str, str], launch: LaunchCon
             "WORLD_SIZE; what has set them starts the ranks, so give it the script itself"
         )
     processes, command = check_nproc(launch.nproc, None), program.command_of(words)
-    nodes = None if nodes is None else replace(nodes, options=options)
-    # Standard output is the script's.
-    return _start(command, processes, nodes, launch.max_restarts, say)
+    if nodes is not None:
+        nodes = replace(nodes, options=options)
+        say(_meeting(nodes))  # standard output is the script's
+    return run_job(lambda attempt: command, processes, launch.max_restarts, nodes or HERE)
