@@ -16,7 +16,7 @@ import torch.distributed as dist
 from shardwise.app.recipes.core.checkpointing import _random_state, _set_random_state
 from shardwise.app.recipes.core.training import _choose_device
 from shardwise.base import devices
-from shardwise.base.devices import GLOO, NCCL, Backend, Copy, Model, backend_of, backends_for
+from shardwise.base.devices import GLOO, NCCL, Backend, Copy, backend_of, backends_for
 from shardwise.base.errors import CheckpointError
 from shardwise.elastic.world import World
 from shardwise.insight.schema.option import OptionError
@@ -28,7 +28,7 @@ CUDA = torch.device("cuda", 1)
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every test ask anew what a device can do."""
-    for name in ("_has_streams", "_pins"):
+    for name in ("has_streams", "pins"):
         monkeypatch.setattr(devices, name, getattr(devices, name).__wrapped__)
 
 
@@ -256,9 +256,9 @@ def test_accelerators_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatc
     there.module.get_device_properties = lambda device: types.SimpleNamespace(
         total_memory=2**30 + device.index
     )
-    assert devices.models() == [Model("card 0", 2**30), Model("card 1", 2**30 + 1)]
+    assert devices.models() == [("card 0", 2**30), ("card 1", 2**30 + 1)]
     del there.module.get_device_properties, there.module.get_device_name
-    assert devices.models() == [Model("cuda", 0)] * 2
+    assert devices.models() == [("cuda", 0)] * 2
 
 
 @pytest.mark.parametrize(("text", "version"), [(NVIDIA, "535.129.03"), (OPEN, "580.95.05")])

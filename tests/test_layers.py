@@ -43,9 +43,10 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 INNER_LAYERS = {
     "base": [
         ["errors"],
-        ["devices", "lazy", "mixing", "optim_names", "places", "portions"],
+        ["lazy", "mixing", "optim_names", "places", "portions"],
         ["html", "plain", "units"],
         ["observe", "scratch"],
+        ["devices"],
         ["offload"],
         ["__init__"],
     ],

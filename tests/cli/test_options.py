@@ -19,7 +19,7 @@ from shardwise.app.cli import train as cli_train
 from shardwise.app.cli.run import LaunchConfig
 from shardwise.app.recipes.core.job import TrainingJob
 from shardwise.app.recipes.core.rundir import RunDir, locked
-from shardwise.elastic.hosts import UNNUMBERED, Nodes, OnJoin, Terms
+from shardwise.elastic.hosts import UNNUMBERED, Nodes, OnJoin
 from shardwise.insight.schema.option import OptionError
 from tests.cli import shell
 from tests.cli.shell import call
@@ -271,13 +271,11 @@ def test_a_world_and_another_nproc_contradict(
 def test_hosts_that_come_later_are_held_to_what_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, arguments: str, why_not_three: str
 ) -> None:
-    jobs: list[tuple[Nodes, Terms]] = []
+    jobs: list[Nodes] = []
 
-    def start(
-        command: object, nproc: int, restarts: int, nodes: Nodes, terms: Terms, on_join: OnJoin
-    ) -> int:
-        assert on_join is OnJoin.STAY
-        jobs.append((nodes, terms))
+    def start(command: object, nproc: int, restarts: int, nodes: Nodes) -> int:
+        assert nodes.on_join is OnJoin.STAY
+        jobs.append(nodes)
         return 0
 
     monkeypatch.setattr(cli_run, "run_job", start)
@@ -285,14 +283,14 @@ def test_hosts_that_come_later_are_held_to_what_was_asked_for(
     for rank in ("0", "3"):
         assert call("train", *arguments.split(), *hosts.split(), rank) == 0
     assert call("train", *arguments.split(), *hosts.split()[:-1]) == 0
-    assert [nodes.rank for nodes, _ in jobs] == [0, 3, UNNUMBERED]
-    nodes, terms = jobs[0]
+    assert [nodes.rank for nodes in jobs] == [0, 3, UNNUMBERED]
+    nodes = jobs[0]
     assert (nodes.least, nodes.count) == (1, 4)
-    assert terms.why_not(2) is None
-    assert str(terms.why_not(3)).startswith(why_not_three)
-    assert terms.options["--lr"] == 0.25
-    assert terms.options["train"] == arguments.split()[0]
-    assert all(other.options == terms.options for _, other in jobs)
+    assert nodes.why_not(2) is None
+    assert str(nodes.why_not(3)).startswith(why_not_three)
+    assert nodes.options["--lr"] == 0.25
+    assert nodes.options["train"] == arguments.split()[0]
+    assert all(other.options == nodes.options for other in jobs)
 
 
 @pytest.mark.parametrize("missing", ["transformers"])

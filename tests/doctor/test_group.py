@@ -95,7 +95,6 @@ class Impostor:
         self._answers = [(group._ADDRESSES, hosts)]
         self._index = index
         self.server = StoreServer(listener, b"")
-        self.server.start()
         self._thread = threading.Thread(target=self._admit)
         self._thread.start()
 

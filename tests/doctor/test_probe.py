@@ -19,7 +19,6 @@ from shardwise.app.doctor import probe
 from shardwise.app.doctor.facts import received
 from shardwise.app.doctor.probe import PairLink, Probe, probe_ranks
 from shardwise.base import devices
-from shardwise.base.devices import Model
 from shardwise.base.scratch import libc
 from tests.harness import Processes, run_ranks
 from tests.hosts.network import needs_hosts
@@ -28,7 +27,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def test_what_a_rank_reports_is_what_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "models", lambda: [Model(H100, 2**36)] * 2)
+    monkeypatch.setattr(devices, "models", lambda: [(H100, 2**36)] * 2)
     monkeypatch.setattr(devices, "versions", lambda: {"driver": "580.95.05", "NCCL": "2.27.5"})
     monkeypatch.setattr(devices, "why_none", lambda: "why not")
     found = probe._find(PairLink())

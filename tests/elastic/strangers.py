@@ -134,7 +134,6 @@ def _main() -> None:
     token = b"a token that strangers do not have"
     server = StoreServer(listener := listening(HERE), token)
     port = listener.getsockname()[1]
-    server.start()
     store = GuardedStore(HERE, port, token, "client", LIMIT)
     store.set("key", "value")
     over = time.monotonic() + 10

@@ -306,7 +306,7 @@ def test_ranks_have_their_time_to_save_after_their_launcher_was_suspended(
 ) -> None:
     stops = Signals()
     stops.close()
-    agent = Agent(lambda _: ["none"], 2, Rendezvous(HERE, 2, 0), 0, stops)
+    agent = Agent(lambda _: ["none"], Rendezvous(HERE, 2, 0), stops)
     programs = []
     for rank, script in enumerate(("echo; exec sleep 60", "trap '' TERM; echo; exec sleep 60")):
         program = subprocess.Popen(
@@ -341,7 +341,7 @@ def test_a_signal_before_ranks_start_speaks_of_no_other_hosts(
     stops.noted.append(signal.SIGTERM)
     meeting = Rendezvous(HERE, 1, 0, stopped=lambda: True)
     with agents_environment():
-        assert Agent(lambda _: ["none"], 1, meeting, 0, stops).run_job() == 143
+        assert Agent(lambda _: ["none"], meeting, stops).run_job() == 143
     assert capfd.readouterr().err == "Stopped while waiting for ranks to start.\n"
 
 

@@ -137,30 +137,36 @@ SECRET = "0123456789abcdef"
 
 
 @pytest.mark.parametrize("text", [SECRET, f"{SECRET}\n", f"{SECRET} \r\n\n", f" {SECRET}\t"])
-def test_a_token_is_read_without_the_white_space_at_its_end(tmp_path: Path, text: str) -> None:
+def test_a_token_is_read_without_the_white_space_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    monkeypatch.delenv("SHARDWISE_RDZV_TOKEN", raising=False)
     file = tmp_path / "token"
     file.write_bytes(text.encode())
     file.chmod(0o600)
-    assert read_token(file, {}) == text.rstrip().encode()
-    assert read_token(None, {"SHARDWISE_RDZV_TOKEN": text}) == text.rstrip().encode()
-    assert read_token(file, {"SHARDWISE_RDZV_TOKEN": "of the environment, long enough"}) == (
-        text.rstrip().encode()
-    )
-    assert read_token(None, {}) == b""
+    assert read_token(file) == text.rstrip().encode()
+    assert read_token(None) == b""
+    monkeypatch.setenv("SHARDWISE_RDZV_TOKEN", text)
+    assert read_token(None) == text.rstrip().encode()
+    monkeypatch.setenv("SHARDWISE_RDZV_TOKEN", "of the environment, long enough")
+    assert read_token(file) == text.rstrip().encode()
 
 
 @pytest.mark.parametrize(
     ("text", "length"), [("", 0), (" \n", 0), (SECRET[1:] + "\n", 15), (SECRET * 257, 4112)]
 )
-def test_a_token_of_another_length_is_refused(tmp_path: Path, text: str, length: int) -> None:
+def test_a_token_of_another_length_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, length: int
+) -> None:
     file = tmp_path / "token"
     file.write_text(text)
     file.chmod(0o600)
     message = f"found a token of {length} bytes, expected 16 to 4096"
     with pytest.raises(UserError, match=f"^--rdzv-token-file: {message}") as of_file:
-        read_token(file, {})
+        read_token(file)
+    monkeypatch.setenv("SHARDWISE_RDZV_TOKEN", text)
     with pytest.raises(UserError, match=f"^SHARDWISE_RDZV_TOKEN: {message}"):
-        read_token(None, {"SHARDWISE_RDZV_TOKEN": text})
+        read_token(None)
     assert not text.strip() or text.strip() not in str(of_file.value)
 
 
@@ -170,14 +176,14 @@ def test_a_token_that_others_may_use_is_refused(tmp_path: Path, mode: int) -> No
     file.write_text(SECRET)
     file.chmod(mode)
     with pytest.raises(UserError, match=rf"\(mode {mode:04o}\), expected mode 0600; chmod 600 '"):
-        read_token(file, {})
+        read_token(file)
 
 
 def test_a_token_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"missing, which cannot be read \(No such file"):
-        read_token(tmp_path / "missing", {})
+        read_token(tmp_path / "missing")
     with pytest.raises(UserError, match=r"cannot be read \(Is a directory"):
-        read_token(tmp_path, {})
+        read_token(tmp_path)
 
 
 def test_the_options_carry_a_token_to_the_job_and_it_is_not_printed(

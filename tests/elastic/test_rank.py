@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.base import plain
+from shardwise.elastic import rank as life
 from shardwise.elastic.errors import Stopped
 from shardwise.elastic.rank import (
     MAX_TEXT,
@@ -61,10 +63,12 @@ def test_a_collector_that_is_off_stays_off() -> None:
 
 
 @pytest.fixture
-def stages() -> Iterator[list[Stage]]:
+def stages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Stage]]:
     """What a rank reports to its launcher; the handlers of this process come back afterwards."""
     before = {signum: signal.getsignal(signum) for signum in (*STOP_SIGNALS, MOVES_ON)}
-    yield []
+    found: list[Stage] = []
+    monkeypatch.setattr(life, "report_stage", found.append)
+    yield found
     for signum, handler in before.items():
         signal.signal(signum, handler)
 
@@ -73,7 +77,7 @@ def stages() -> Iterator[list[Stage]]:
 def test_a_signal_before_training_ends_the_rank_where_it_is(
     stages: list[Stage], signum: signal.Signals
 ) -> None:
-    signals = StopSignals(stages.append)
+    signals = StopSignals()
     signals.install()
     with pytest.raises(Stopped, match="there was nothing to save") as raised:
         signal.raise_signal(signum)
@@ -82,7 +86,7 @@ def test_a_signal_before_training_ends_the_rank_where_it_is(
 
 
 def test_a_signal_during_training_is_noted_once(stages: list[Stage]) -> None:
-    signals = StopSignals(stages.append)
+    signals = StopSignals()
     signals.install()
     with signals.deferred():
         signals.stepped()
@@ -95,7 +99,7 @@ def test_a_signal_during_training_is_noted_once(stages: list[Stage]) -> None:
 
 def test_a_rank_that_stops_with_another_is_not_interrupted_again(stages: list[Stage]) -> None:
     """torchrun sends SIGTERM to the ranks that still write when the first one has ended."""
-    signals = StopSignals(stages.append)
+    signals = StopSignals()
     signals.install()
     with signals.deferred():
         signals.agree(signal.SIGINT)
@@ -108,7 +112,7 @@ def test_a_request_to_stop_counts_more_than_one_to_move_on(
     stages: list[Stage], monkeypatch: pytest.MonkeyPatch, first: signal.Signals
 ) -> None:
     monkeypatch.setenv(STAYS, "1")
-    signals = StopSignals(stages.append)
+    signals = StopSignals()
     signals.install()
     with signals.deferred():
         for signum in (first, {signal.SIGTERM, MOVES_ON}.difference({first}).pop()):
@@ -118,7 +122,7 @@ def test_a_request_to_stop_counts_more_than_one_to_move_on(
 
 def test_the_signal_to_move_on_is_the_programs_where_ranks_do_not_stay(stages: list[Stage]) -> None:
     before = signal.getsignal(MOVES_ON)
-    StopSignals(stages.append).install()
+    StopSignals().install()
     assert signal.getsignal(MOVES_ON) is before
 
 
@@ -129,7 +133,7 @@ def test_a_rank_waits_for_its_next_world_whatever_asks_it_to_stop(
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", "1")
-    signals = StopSignals(stages.append)
+    signals = StopSignals()
     signals.install()
     signals.hold()
 
@@ -213,7 +217,7 @@ def test_a_rank_reports_why_it_ends(
     if ending is None:
         assert lines == [b"starting"]
         return
-    report = RankReport.from_json(lines[-1])
+    report = plain.read(RankReport, lines[-1])
     assert (report.rank, report.ending, report.exit_code) == (1, ending, code)
     assert report.text.splitlines()[-1] == text
 
@@ -290,13 +294,13 @@ def test_a_stage_is_told_from_a_report() -> None:
 
 def test_a_report_is_read_as_it_was_written() -> None:
     report = RankReport(2, Ending.FAILED, 1, "Traceback\n  naïve 汉字 \udcff", time=12.5)
-    assert RankReport.from_json(report.to_json().encode()) == report
+    assert plain.read(RankReport, report.to_json().encode()) == report
 
 
 def test_a_report_is_short_however_long_the_traceback() -> None:
     report = RankReport(0, Ending.FAILED, 1, "first\n" + "汉" * 10 * MAX_TEXT + "\nlast")
     line = report.to_json().encode()
     assert len(line) < 7 * MAX_TEXT
-    text = RankReport.from_json(line).text
+    text = plain.read(RankReport, line).text
     assert text.startswith("first")
     assert text.endswith("last")

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from shardwise.elastic import membership, rendezvous
 from shardwise.elastic.clock import Clock
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes, Terms
+from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
 from shardwise.elastic.membership import JobState, Next, Verdict
 from shardwise.elastic.network import listening
 from shardwise.elastic.outcome import Outcome, Result, StoppedBy
@@ -43,9 +43,7 @@ BACKENDS = pytest.mark.parametrize("backend", [JobBackend.OURS, JobBackend.C10D]
 class Place:
     """A host whose ranks train until they are asked to save, or the test ends them."""
 
-    def __init__(
-        self, nodes: Nodes, nproc: int, restarts: int, terms: Terms, *, steps: bool
-    ) -> None:
+    def __init__(self, nodes: Nodes, nproc: int, restarts: int, *, steps: bool) -> None:
         self.steps = steps  # whether its ranks complete a step
         self.said: list[str] = []
         self.worlds: list[tuple[int, int]] = []  # number and count of hosts, by generation
@@ -58,7 +56,7 @@ class Place:
         self.gone = threading.Event()
         self._go_on = threading.Event()  # once it is suspended
         self._clock = Clock()
-        self.rendezvous = Rendezvous(nodes, nproc, restarts, terms, self.signal.is_set, self._clock)
+        self.rendezvous = Rendezvous(nodes, nproc, restarts, self.signal.is_set, self._clock)
         self.thread = threading.Thread(target=self._run, daemon=True)
         _said[self.thread] = self.said
         self.thread.start()
@@ -180,9 +178,9 @@ class Job:
         self, rank: int = UNNUMBERED, *, nproc: int = 1, steps: bool = True, **changed: Any
     ) -> Place:
         """Start a host."""
-        terms = Terms(changed.pop("options", OPTIONS), self._why_not)
-        nodes = replace(self.first, rank=rank, **changed)
-        place = Place(nodes, nproc, self.restarts, terms, steps=steps)
+        own = {"options": OPTIONS, "why_not": self._why_not, **changed}
+        nodes = replace(self.first, rank=rank, **own)
+        place = Place(nodes, nproc, self.restarts, steps=steps)
         self.places.append(place)
         return place
 
@@ -285,7 +283,7 @@ def test_a_host_joins_between_generations_and_that_is_no_restart(
     assert_worlds(first, (0, 1), (0, 2))
     assert_worlds(second, (1, 2))
     assert [*first.numbers, *second.numbers] == [0, 1, 1]
-    assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts", "hosts")]
+    assert first.verdicts == [Verdict(Next.REGROUP, "continuing with 2 hosts")]
     it.end()
     assert [each.verdicts[-1] for each in (first, second)] == [OVER] * 2
 
@@ -374,7 +372,7 @@ def test_what_fails_while_hosts_join_is_blamed_on_them_and_costs_no_restart(
         assert first.verdicts[-1].text.endswith("; continuing with 1 host")
     second.thread.join(WAIT)
     text = "this host failed while it joined; the job continues without it"
-    assert second.verdicts == [Verdict(Next.LEAVE, text, "restart")]
+    assert second.verdicts == [Verdict(Next.EXPELLED, text)]
     again = it.come()
     again.thread.join(WAIT)
     assert re.search(r"this host failed \d+ s ago while it joined", again.error)
@@ -448,10 +446,10 @@ def test_a_host_that_a_signal_stops_leaves_and_costs_no_restart(
     second.ending, first.ending = TERMINATED, how
     second.thread.join(WAIT)
     text = "this host leaves; the job continues without it"
-    assert second.verdicts == [Verdict(Next.LEAVE, text, "hosts")]
+    assert second.verdicts == [Verdict(Next.LEAVE, text)]
     assert_worlds(first, (0, 2), (0, 1))
     text = "host 1 (127.0.0.1) left; continuing with 1 host"
-    assert first.verdicts == [Verdict(Next.REGROUP, text, "hosts")]
+    assert first.verdicts == [Verdict(Next.REGROUP, text)]
 
 
 def test_ctrl_c_on_all_hosts_stops_the_job(job: Callable[..., Job]) -> None:
@@ -669,7 +667,6 @@ def test_the_others_move_the_rendezvous_when_host_0_is_lost(
             Verdict(
                 Next.RESTART,
                 "host 0 (127.0.0.1) was lost: the connection was closed; continuing with 2 hosts",
-                "restart",
             )
         ]
     assert second.serves

@@ -20,9 +20,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 
 #: A rank does what the file of its replica says for this start: end, be killed, or wait.
 _RANK = """
-import os, signal, sys, time
-replica = os.environ["SHARDWISE_REPLICA"].split("/")[0]
-start = os.environ["SHARDWISE_REPLICA_RESTARTS"]
+import json, os, signal, sys, time
+given = json.loads(os.environ["SHARDWISE_REPLICA"])
+replica, start = str(given["number"]), str(given["restarts"])
 what = open(os.path.join({folder!r}, replica + "-" + start)).read()
 with open(os.path.join({folder!r}, "log"), "a") as log:
     log.write(replica + "-" + start + "-" + os.environ["RANK"] + "\\n")
@@ -168,7 +168,11 @@ def test_time_for_which_the_launcher_was_suspended_is_no_time_for_replicas(
     assert "replica 1 was not there at the end" not in capfd.readouterr().err
 
 
-def test_a_replica_is_found_in_its_environment() -> None:
+def test_a_replica_is_found_in_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     replica = ReplicaWorld(2, 4, "127.0.0.1:1", "secret", 3)
-    assert find_replica(replica.environment()) == replica
-    assert find_replica({}) is None
+    for name, value in replica.environment().items():
+        monkeypatch.setenv(name, value)
+    assert find_replica() == replica
+    for name in replica.environment():
+        monkeypatch.delenv(name)
+    assert find_replica() is None

@@ -116,6 +116,6 @@ def test_a_process_answers_a_signal_beside_its_report(
             file.close()
         over.set()
         other.join()
-    stacks = starting.stacks_of(tmp_path)
+    stacks = (tmp_path / starting.STACKS).read_text()
     assert "test_a_process_answers_a_signal" in where(stacks)
     assert stacks.count("(most recent call first)") == 1, "stacks of running threads are not safe"

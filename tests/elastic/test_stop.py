@@ -58,7 +58,7 @@ def test_under_a_launcher_a_generation_may_follow(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(PARENT_PID, "1")
     with pytest.raises(Stopped) as ended:
         loop()
-    assert (ended.value.signum, ended.value.message) == (signal.SIGTERM, "Stopped by SIGTERM.")
+    assert (ended.value.signum, str(ended.value)) == (signal.SIGTERM, "Stopped by SIGTERM.")
 
 
 @pytest.mark.usefixtures("alone")

@@ -31,35 +31,57 @@ TORCHRUN = {
 }
 
 
+@pytest.fixture
+def _without_a_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def in_torchrun(_without_a_world: None, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Be a rank of torchrun; the value changes the environment."""
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("_without_a_world")
 def test_no_variables_no_world() -> None:
-    assert find_world({"PATH": "/bin"}) is None
+    assert find_world() is None
 
 
+@pytest.mark.usefixtures("in_torchrun")
 def test_the_world_of_torchrun() -> None:
-    world = find_world(TORCHRUN)
+    world = find_world()
     assert world == World(rank=3, size=4, local_rank=1, local_size=2)
     assert world.hosts == 2
 
 
-def test_without_local_variables_all_ranks_are_on_one_host() -> None:
-    env = {k: v for k, v in TORCHRUN.items() if not k.startswith("LOCAL")}
-    assert find_world(env) == World(rank=3, size=4, local_rank=3, local_size=4)
+def test_without_local_variables_all_ranks_are_on_one_host(
+    in_torchrun: pytest.MonkeyPatch,
+) -> None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        in_torchrun.delenv(name)
+    assert find_world() == World(rank=3, size=4, local_rank=3, local_size=4)
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
-def test_half_a_world_is_an_error(missing: str) -> None:
-    env = {k: v for k, v in TORCHRUN.items() if k != missing}
+def test_half_a_world_is_an_error(in_torchrun: pytest.MonkeyPatch, missing: str) -> None:
+    in_torchrun.delenv(missing)
     with pytest.raises(UserError, match=f"found no {missing}"):
-        find_world(env)
+        find_world()
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [("RANK", "4"), ("RANK", "x"), ("WORLD_SIZE", "0"), ("LOCAL_RANK", "-1"), ("RANK", "")],
 )
-def test_numbers_out_of_range_are_an_error(name: str, value: str) -> None:
+def test_numbers_out_of_range_are_an_error(
+    in_torchrun: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    in_torchrun.setenv(name, value)
     with pytest.raises(UserError, match=f"found {name}={value}, expected"):
-        find_world({**TORCHRUN, name: value})
+        find_world()
 
 
 @pytest.mark.parametrize(

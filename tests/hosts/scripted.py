@@ -49,7 +49,7 @@ _JOB = """
 import sys
 from shardwise.elastic import membership, rendezvous, restarts
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import Nodes, Terms
+from shardwise.elastic.hosts import Nodes
 
 rendezvous.SILENCE, rendezvous._GUIDING = float(sys.argv[1]), 0.2
 membership.LAST_CALL, membership.STOP_GRACE = 0.2, 1.0
@@ -60,7 +60,7 @@ def command(attempt):
 
 try:
     nodes = Nodes.of(nnodes, None if rank == "none" else int(rank), where, float(timeout))
-    sys.exit(restarts.run_job(command, 1, int(restarts_left), nodes, Terms()))
+    sys.exit(restarts.run_job(command, 1, int(restarts_left), nodes))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -137,7 +137,7 @@ def test_what_is_wrong_on_one_host_is_reported_on_all(hosts: Pair, tmp_path: Pat
         right = time.time
         time.time = lambda: right() + 90
         from shardwise.base import devices
-        devices.models = lambda: [devices.Model("a card", 2**30)] * 4
+        devices.models = lambda: [("a card", 2**30)] * 4
         devices.versions = lambda: {"driver": "1.2.3", "NCCL": "2.27.5"}
     """
     env = spoilt(tmp_path / "spoilt", wrong, torch="9.9.9", shardwise="8.8.8")

@@ -54,9 +54,10 @@ run_rank(find_world(), body)
 
 JOB = """
 import sys
+from dataclasses import replace
 from shardwise.elastic import membership, rendezvous, restarts
 from shardwise.elastic.errors import UserError
-from shardwise.elastic.hosts import Nodes, Terms
+from shardwise.elastic.hosts import Nodes
 
 rendezvous._GUIDING, membership.LAST_CALL = 0.2, 0.2
 script, folder, rank, lr = sys.argv[1:]
@@ -66,7 +67,7 @@ def command(attempt):
     return [sys.executable, script, folder, str(attempt)]
 
 try:
-    sys.exit(restarts.run_job(command, 1, 1, nodes, Terms({"--lr": lr})))
+    sys.exit(restarts.run_job(command, 1, 1, replace(nodes, options={"--lr": lr})))
 except UserError as error:
     print(f"error: {error}", file=sys.stderr)
     sys.exit(error.exit_code)

@@ -17,11 +17,11 @@ from shardwise.app.recipes.core import loop
 from shardwise.app.recipes.core.loop import PREDICTION, TimelineOfRun, read_prediction
 from shardwise.app.recipes.core.recipe import PLAN_FILE
 from shardwise.app.recipes.text.config import LmConfig
+from shardwise.base import plain
 from shardwise.base.observe import Activity, is_observed
 from shardwise.insight.schema.option import OptionError
 from shardwise.insight.schema.training import steps_to_record
 from shardwise.insight.timeline import recording
-from shardwise.insight.timeline.steps import prediction_to_json
 from tests.recipes.running import train
 from tests.recipes.small import small_config
 from tests.timeline.test_trace import PREDICTION as PREDICTED
@@ -126,7 +126,7 @@ def test_the_prediction_of_a_plan_is_handed_on(
     assert read_prediction() is None
     monkeypatch.setenv(PLAN_FILE, str(tmp_path / "plan.json"))
     assert read_prediction() is None
-    (tmp_path / PREDICTION).write_text(json.dumps(prediction_to_json(PREDICTED)))
+    (tmp_path / PREDICTION).write_bytes(plain.written(PREDICTED))
     assert read_prediction() == PREDICTED
     (tmp_path / PREDICTION).write_text("{")
     assert read_prediction() is None

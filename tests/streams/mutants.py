@@ -313,10 +313,10 @@ UNSEEN = {
     'values.to("cpu" if param.is_meta else param.device, param.dtype)': _LOADED,
     "sharding/ledger.py Ledger.hold: delivery.finish()": _PART,
     "sharding/ledger.py Ledger._move_on: left[0].finish()": _PART,
-    "base/devices.py _has_streams: "
-    "torch.accelerator.current_stream(current(kind)).record_event()": _ASKS,
-    "base/devices.py _times_events: last.synchronize()": _ASKS,
-    "base/devices.py _pins: torch.empty(1, pin_memory=True)": _ASKS,
+    "base/devices.py has_streams: "
+    "torch.accelerator.current_stream(current(device.type)).record_event()": _ASKS,
+    "base/devices.py times_events: last.synchronize()": _ASKS,
+    "base/devices.py pins: torch.empty(1, pin_memory=True)": _ASKS,
     "base/devices.py copy_to_host: torch.empty_like( tensor, device=CPU, "
     "pin_memory=how is not Copy.PAGEABLE, memory_format=torch.contiguous_format, )": _HOST,
     "sharding/param.py ShardedParam.add_grad: self.offload.wait()": (

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from shardwise.base import plain
 from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity, Memory
 from shardwise.insight.planning.events import Span
 from shardwise.insight.timeline.page import page, trace
 from shardwise.insight.timeline.rank import MemoryChange, RankTimeline, Step
-from shardwise.insight.timeline.recording import read, write
-from shardwise.insight.timeline.steps import Timeline, packed, together, unpacked
+from shardwise.insight.timeline.recording import SPANS_OF_RANK, read, write
+from shardwise.insight.timeline.steps import Timeline, together
 from tests.timeline.ranks import collective, rank, span, wait
 from tests.timeline.test_trace import PREDICTION
 
@@ -42,38 +43,48 @@ FULL = RankTimeline(
 )
 
 
+def _values(timeline: Timeline) -> Any:
+    """What a file has of a timeline."""
+    return json.loads(plain.written(timeline))
+
+
 def test_a_rank_reads_what_it_wrote() -> None:
-    value = json.loads(json.dumps(FULL.to_json()))
-    assert RankTimeline.from_json(value, "a file") == FULL
-    assert unpacked(packed(FULL), 3) == FULL
+    assert plain.read(RankTimeline, plain.written(FULL)) == FULL
 
 
 def test_a_timeline_reads_what_it_wrote() -> None:
-    timeline = Timeline((rank(0, []), FULL), PREDICTION)
-    assert Timeline.from_json(json.loads(json.dumps(timeline.to_json())), "a file") == timeline
-    bare = Timeline((FULL,))
-    assert Timeline.from_json(json.loads(json.dumps(bare.to_json())), "a file") == bare
+    for timeline in (Timeline((rank(0, []), FULL), PREDICTION), Timeline((FULL,))):
+        assert Timeline.from_json(_values(timeline), "a file") == timeline
+
+
+def test_as_many_spans_as_a_rank_keeps_can_be_read(tmp_path: Path) -> None:
+    many = rank(0, [collective(at / 128, at / 128 + 1 / 256) for at in range(SPANS_OF_RANK)])
+    write(Timeline((many,)), tmp_path)
+    assert read(tmp_path) == Timeline((many,))
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("spans", [[0, 99, 0.0, 1.0, 0, 0, 0, 0, 0, [], None]]),
+        ("spans", [["forward", 99, 0.0, 1.0, "", 0, 0, "", 0, [], None]]),
+        ("spans", [["forwards", "", 0.0, 1.0, "", 0, 0, "", 0, [], None]]),
         ("spans", [[0, 1]]),
         ("spans", 3),
-        ("changes", [[0.0, "no", 1, 2]]),
+        ("changes", [[0.0, "no", "", 2]]),
         ("held", {"luggage": 3}),
         ("held", []),
         ("steps", [["one", 0, 1]]),
-        ("names", None),
+        ("steps", [[1, 2.0, 1.0]]),
         ("rank", "first"),
+        ("rank", 8),
         ("begin", None),
     ],
 )
 def test_a_damaged_file_is_refused_by_name(name: str, value: Any) -> None:
-    damaged = {**FULL.to_json(), name: value}
+    damaged = _values(Timeline((FULL,)))
+    damaged["ranks"][0][name] = value
     with pytest.raises(CheckpointError, match=r"timeline\.json"):
-        RankTimeline.from_json(damaged, "timeline.json")
+        Timeline.from_json(damaged, "timeline.json")
 
 
 #: What may stand where something else is expected.
@@ -109,7 +120,7 @@ def _odd(value: Any) -> Iterator[Any]:
 
 
 def test_whatever_is_read_can_be_shown_and_the_rest_is_refused_by_name() -> None:
-    whole = json.loads(json.dumps(Timeline((rank(0, [], size=8), FULL), PREDICTION).to_json()))
+    whole = _values(Timeline((rank(0, [], size=8), FULL), PREDICTION))
     read = 0
     for each in _odd(whole):
         refused = None
@@ -136,7 +147,7 @@ def test_whatever_is_read_can_be_shown_and_the_rest_is_refused_by_name() -> None
         (b"[" * 100_000, "nested too deeply"),
         (b"\x00\xff\x1b" * 1000, "is not valid JSON"),
         (b'{"format": "shardwise timeline 1"', "is not valid JSON"),
-        (b'{"format": "shardwise timeline 2", "ranks": []}', "the format 'shardwise timeline 2'"),
+        (b'{"format": "shardwise timeline 1", "ranks": []}', "the format 'shardwise timeline 1'"),
         (b'{"format": NaN}', "found the number NaN"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "is not valid JSON"),
         (b"[" + b"[]," * (1 << 22) + b"[]]", "in memory, expected at most"),
@@ -173,7 +184,7 @@ def test_files_of_another_kind_are_refused() -> None:
     with pytest.raises(CheckpointError, match="format"):
         Timeline.from_json({"format": "shardwise timeline 9", "ranks": []}, "a file")
     with pytest.raises(CheckpointError, match="prediction"):
-        Timeline.from_json({**Timeline((FULL,)).to_json(), "prediction": {"seconds": 1}}, "a file")
+        Timeline.from_json({**_values(Timeline((FULL,))), "prediction": {"seconds": 1}}, "a file")
 
 
 def test_timelines_of_ranks_are_put_together_in_order() -> None:

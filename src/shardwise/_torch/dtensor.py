@@ -126,6 +126,13 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return make_spec(spec.mesh, spec.placements, meta.shape, meta.stride, dtype)
 
 
+def placed_as(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return ``local`` as a ``DTensor`` that is sharded as ``tensor`` is, unless that is none."""
+    if not isinstance(tensor, DTensor):
+        return local
+    return wrap_local(local, with_dtype(spec_of(tensor), local.dtype))
+
+
 def on_mesh(spec: DTensorSpec, mesh: DeviceMesh) -> DTensorSpec:
     """Return ``spec`` on another mesh of the same ranks."""
     meta = spec.tensor_meta

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.base.errors import NotPossibleError
+from shardwise.base.scratch.libc import libc
 
 CPU = torch.device("cpu")
 
@@ -94,13 +95,6 @@ _PACKAGES = {
 }
 
 
-class UnusableError(NotPossibleError):
-    """A type of device that this process cannot compute on."""
-
-    def __init__(self, found: str, expected: str) -> None:
-        super().__init__("", found, expected)
-
-
 def check_type(kind: str) -> None:
     """Check that this process can compute on devices of a type.
 
@@ -108,7 +102,7 @@ def check_type(kind: str) -> None:
         kind: the type as torch names it, such as ``"cuda"``, ``"xpu"`` or ``"mps"``.
 
     Raises:
-        UnusableError: it cannot.
+        NotPossibleError: it cannot.
     """
     found = accelerator()
     usable = [CPU.type] if found is None else [found.type, CPU.type]
@@ -128,25 +122,23 @@ def check_type(kind: str) -> None:
         )
     elif kind == "xla":
         expected += "; TPUs are of type tpu and come with torch_tpu, in place of torch_xla"
-    raise UnusableError(f"{kind} where torch {torch.__version__} has {has}", expected)
+    raise NotPossibleError("", f"{kind} where torch {torch.__version__} has {has}", expected)
 
 
 # -- streams and events ---------------------------------------------------------------------------
 
 
+@functools.cache
 def has_streams(device: torch.device) -> bool:
     """Whether work on a device is ordered by streams and events.
 
     If not, as on the CPU, operations run one after the other.
     """
-    return device.type != CPU.type and _has_streams(device.type)
-
-
-@functools.cache
-def _has_streams(kind: str) -> bool:
+    if device.type == CPU.type:
+        return False
     # Backends that lack them raise; there is no other way to ask.
     try:
-        torch.accelerator.current_stream(current(kind)).record_event()
+        torch.accelerator.current_stream(current(device.type)).record_event()
     except (RuntimeError, ValueError, AttributeError):
         return False
     return True
@@ -166,14 +158,11 @@ def new_stream(device: torch.device) -> torch.Stream:
 TimedEvent = torch.Event
 
 
+@functools.cache
 def times_events(device: torch.device) -> bool:
     """Whether events on a device say how much time lies between them."""
-    return has_streams(device) and _times_events(device.type)
-
-
-@functools.cache
-def _times_events(kind: str) -> bool:
-    device = current(kind)
+    if not has_streams(device):
+        return False
     try:
         first, last = timed_event(device), timed_event(device)
         last.synchronize()
@@ -204,18 +193,15 @@ def synchronize(device: torch.device) -> None:
 # -- host memory ----------------------------------------------------------------------------------
 
 
+@functools.cache
 def pins(device: torch.device) -> bool:
     """Whether host memory can be pinned, so that copies from and to ``device`` run beside the host.
 
     Events have to say when such a copy is over, so this takes a device that has them.
     """
-    return has_streams(device) and _pins(device.type)
-
-
-@functools.cache
-def _pins(kind: str) -> bool:
     found = accelerator()
-    if found is None or found.type != kind:  # torch pins for the accelerator
+    # Torch pins for the accelerator.
+    if not has_streams(device) or found is None or found.type != device.type:
         return False
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
@@ -306,13 +292,9 @@ def return_freed_memory() -> bool:
 
 def _set_allocator(settings: dict[int, int]) -> bool:
     """Set parameters of glibc's allocator, unless the user has; return whether that worked."""
-    if any(name in os.environ for name in MALLOC_VARIABLES):
+    if any(name in os.environ for name in MALLOC_VARIABLES) or not hasattr(libc(), "mallopt"):
         return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return False
-    worked = [bool(mallopt(name, value)) for name, value in settings.items()]
+    worked = [bool(libc().mallopt(name, value)) for name, value in settings.items()]
     return all(worked)
 
 
@@ -413,23 +395,15 @@ _AMD = Path("/sys/module/amdgpu/version"), re.compile(r"(\S+)")
 _COLLECTIVES = {"NCCL": "libnccl.so.2", "RCCL": "librccl.so.1"}
 
 
-@dataclass(frozen=True)
-class Model:
-    """What the maker calls an accelerator.
+def models() -> list[tuple[str, int]]:
+    """Return all accelerators that this process sees, by index.
 
-    Attributes:
-        name: such as ``"NVIDIA H100 80GB HBM3"``.
-        memory: bytes; 0 if torch cannot tell.
+    Returns:
+        What the maker calls each, such as ``"NVIDIA H100 80GB HBM3"``, and the bytes of its memory;
+        0 if torch cannot tell.
     """
-
-    name: str
-    memory: int
-
-
-def models() -> list[Model]:
-    """Return all accelerators that this process sees, by index."""
     every = [torch.device(default_type(), at) for at in range(count())]
-    return [Model(name(at), int(getattr(_properties(at), "total_memory", 0))) for at in every]
+    return [(name(at), int(getattr(_properties(at), "total_memory", 0))) for at in every]
 
 
 def _properties(device: torch.device) -> Any:

@@ -42,7 +42,7 @@ class Activity(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
-class Memory(enum.Enum):
+class Memory(enum.StrEnum):
     """What memory is for."""
 
     PARAMETERS = "parameters"  # the shards

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
-_EXPECTED = 'expected "host" or "disk:FOLDER", such as "disk:/scratch"'
 
+def folder_of_place(text: str) -> Path | None:
+    """Read where something is kept: ``"host"`` or ``"disk:FOLDER"``.
 
-@dataclass(frozen=True)
-class OffloadPlace:
-    """Where shards, or the states of an optimizer, are kept, as users write it.
+    Returns:
+        The folder of a disk; ``None``: the host.
 
-    Attributes:
-        folder: of a disk; ``None``: the host.
+    Raises:
+        ValueError: it is neither.
     """
-
-    folder: Path | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> OffloadPlace:
-        """Read ``"host"`` or ``"disk:FOLDER"``.
-
-        Raises:
-            ValueError: it is neither.
-        """
-        medium, colon, folder = text.partition(":")
-        if medium == "host" and not colon:
-            return cls()
-        if medium == "disk" and folder:
-            return cls(Path(folder).expanduser())
-        raise ValueError(f"offload: found {text!r}, {_EXPECTED}")
-
-    def __str__(self) -> str:
-        return "host" if self.folder is None else f"disk:{self.folder}"
+    medium, colon, folder = text.partition(":")
+    if medium == "host" and not colon:
+        return None
+    if medium == "disk" and folder:
+        return Path(folder).expanduser()
+    expected = 'expected "host" or "disk:FOLDER", such as "disk:/scratch"'
+    raise ValueError(f"offload: found {text!r}, {expected}")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -138,13 +138,7 @@ class DiLoCo(AroundOptimizer):
         for mesh in {each.device_mesh for each in parameters.values() if isinstance(each, DTensor)}:
             mark_separate(mesh, unaveraged_dims([mesh]))
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make an inner step, and whatever exchange or outer step is due after it.
 
         Args:
@@ -183,7 +177,7 @@ class DiLoCo(AroundOptimizer):
             age = self.steps - pending.begun
             if age >= overlap:
                 self._apply(fragment)
-            elif age >= overlap // 2 and pending.average is not None:
+            elif age >= overlap // 2:
                 pending.average.advance()
         for i, fragment in enumerate(self._fragments):
             if self._streaming.due(i, self.steps, self._every):
@@ -345,7 +339,7 @@ class DiLoCo(AroundOptimizer):
         """
         for fragment in self._fragments:
             if fragment.pending is not None:
-                fragment.pending.wait()
+                fragment.pending.average.wait()
 
     def flush(self) -> None:
         """End the round now: afterwards the inner parameters of all replicas equal the outer ones.
@@ -407,7 +401,7 @@ class DiLoCo(AroundOptimizer):
     def _apply(self, fragment: Fragment, alpha: float | None = None) -> None:
         pending = fragment.pending
         assert pending is not None
-        mean = pending.wait()
+        mean = pending.average.wait()
         fragment.pending = None
         self._reshard()
         fragment.outer_step(mean, self._outer)

@@ -37,7 +37,7 @@ class Average:
             contributions and averages. It is added to those of this vector, and replaced by what
             encoding loses now once the average is known. ``None`` drops what is lost.
         sections: elements of the parts that are encoded by themselves, of which each rank averages
-            a share; by default the vector is one.
+            a share.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class Average:
         all_to_all: AllToAll | None,
         wire: WireFormat,
         label: str,
-        error: torch.Tensor | None = None,
-        sections: Sequence[int] | None = None,
+        error: torch.Tensor | None,
+        sections: Sequence[int],
     ) -> None:
         self._vector = vector.clone()
         self._run: SteppedWork | None = None
@@ -59,7 +59,7 @@ class Average:
                 self._vector.add_(self._lost)
                 self._lost.zero_()
             return
-        self._sizes = [vector.numel()] if sections is None else list(sections)
+        self._sizes = list(sections)
         self._rank, self._ranks = all_to_all.rank, all_to_all.world_size
         parts = torch.split(self._vector, self._sizes)
         sums = EncodedSums(
@@ -74,6 +74,11 @@ class Average:
         for own in self._own_errors():
             own.div_(self._ranks)
         self._run = SteppedWork(sums.steps())
+
+    @classmethod
+    def known(cls, mean: torch.Tensor) -> Average:
+        """Return an average that is over."""
+        return cls(mean, None, WireFormat.FP32, "", None, ())
 
     def advance(self) -> None:
         """Start the second half, after waiting for the first. A no-op if it has started.

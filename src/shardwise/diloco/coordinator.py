@@ -239,7 +239,7 @@ class Coordinator:
         self._attempts = 0  # at this round
         self._number = self._fetch_number = first
         self._tried: dict[int, set[int]] = {}
-        self._groups: dict[tuple[tuple[int, str], ...], int] = {}
+        self._group: tuple[dict[int, str], int] = {}, 0  # members, and the first attempt of theirs
         self._last: Attempt | None = None  # committed
         self._members: dict[int, str] = {}  # incarnations that take part, or are late
         self._events: list[Event] = []
@@ -292,19 +292,13 @@ class Coordinator:
         self._seen = seen
 
     def _note_lost(self) -> None:
-        for replica, incarnation in list(self._members.items()):
-            each = self._seen.get(replica)
-            if each is None or each.report.incarnation != incarnation:
-                self._forget(replica, EventKind.LOST)
-            elif each.report.state is State.LEFT:
-                self._forget(replica, EventKind.LEFT)
-            elif not each.is_connected:
-                self._forget(replica, EventKind.LOST)
-
-    def _forget(self, replica: int, kind: EventKind) -> None:
-        del self._members[replica]
-        self.plan.fetches.pop(replica, None)
-        self._note(kind, replica)
+        for replica in list(self._members):
+            each = self._seen[replica] if self._is_member(replica) else None
+            has_left = each is not None and each.report.state is State.LEFT
+            if each is None or has_left or not each.is_connected:
+                del self._members[replica]
+                self.plan.fetches.pop(replica, None)
+                self._note(EventKind.LEFT if has_left else EventKind.LOST, replica)
 
     def _note(self, kind: EventKind, replica: int = -1, **facts: Any) -> None:
         """Note an event, with the members and the round as they are now."""
@@ -326,9 +320,8 @@ class Coordinator:
     def _is_current(self, replica: int) -> bool:
         """Whether a replica lives and has the outer state of this round."""
         each = self._seen[replica]
-        if not (self._is_member(replica) and each.is_alive):
-            return False
-        return each.report.version == self.plan.version
+        is_alive = self._is_member(replica) and each.is_alive
+        return is_alive and each.report.version == self.plan.version
 
     def _is_applying(self, replica: int) -> bool:
         """Whether a member of the last round has still to apply its result."""
@@ -352,31 +345,28 @@ class Coordinator:
         self.plan.version, self.plan.called, self.plan.attempt = leader.version, False, None
         self.plan.fetches.clear()
         self._last, self._attempts = None, 0
-        self._welcome(first, leader)
+        self._welcome(first)
         for replica, report in live.items():
-            if replica != first:
+            if replica != first and not self._is_refused(replica, first):
                 alike = (report.version, report.digest) == (leader.version, leader.digest)
-                alike &= report.state is State.JOINING  # the digest is of then
-                self._admit(replica, report, leader, first, alike=alike)
+                if alike and report.state is State.JOINING:  # the digest is of then
+                    self._welcome(replica)
 
-    def _admit(
-        self, replica: int, report: ReplicaReport, leader: ReplicaReport, first: int, *, alike: bool
-    ) -> bool:
-        """Let a replica take part; return whether its settings allow that."""
-        if report.settings != leader.settings:
-            self.plan.refused[report.incarnation] = (
-                f"DiLoCo: replica {replica} has {report.settings}; replica {first} has "
-                f"{leader.settings}. All replicas need the same model, sharded in the same way, "
-                "and the same settings"
-            )
+    def _is_refused(self, replica: int, other: int) -> bool:
+        """Refuse a replica whose settings are not those of another one; return whether it is."""
+        report, theirs = self._seen[replica].report, self._seen[other].report
+        if report.settings == theirs.settings:
             return False
-        if alike:
-            self._welcome(replica, report)
+        self.plan.refused[report.incarnation] = (
+            f"DiLoCo: replica {replica} has {report.settings}; replica {other} has "
+            f"{theirs.settings}. All replicas need the same model, sharded in the same way, and "
+            "the same settings"
+        )
         return True
 
-    def _welcome(self, replica: int, report: ReplicaReport) -> None:
-        self._members[replica] = report.incarnation
-        self.plan.welcome = (*self.plan.welcome, report.incarnation)
+    def _welcome(self, replica: int) -> None:
+        self._members[replica] = incarnation = self._seen[replica].report.incarnation
+        self.plan.welcome = (*self.plan.welcome, incarnation)
         self._note(EventKind.JOINED, replica)
 
     # -- catching up -------------------------------------------------------------------------------
@@ -412,10 +402,8 @@ class Coordinator:
             self._assign(replica)
 
     def _can_send(self, fetch: Fetch) -> bool:
-        each = self._seen.get(fetch.source)
-        return (
-            each is not None and each.is_alive and self._is_member(fetch.source)
-        ) and each.report.incarnation == fetch.source_incarnation
+        is_same = self._members.get(fetch.source) == fetch.source_incarnation
+        return is_same and self._is_member(fetch.source) and self._seen[fetch.source].is_alive
 
     def _assign(self, replica: int) -> None:
         """Say from whom a replica gets the outer state of this round."""
@@ -426,9 +414,9 @@ class Coordinator:
         if tried >= set(sources):
             tried.clear()
         source = min(r for r in sources if r not in tried)
-        report, theirs = self._seen[replica].report, self._seen[source].report
-        if not self._admit(replica, report, theirs, source, alike=False):
+        if self._is_refused(replica, source):
             return
+        report, theirs = self._seen[replica].report, self._seen[source].report
         self._fetch_number += 1
         fetch = Fetch(
             self._fetch_number, report.incarnation, source, theirs.incarnation, self.plan.version
@@ -447,7 +435,7 @@ class Coordinator:
             self._commit(attempt)
         elif any(state in (None, State.FAILED) for state in states):
             self.plan.attempt = None
-            self._groups.clear()  # its connections are closed
+            self._group = {}, 0  # its connections are closed
 
     def _state_in(self, attempt: Attempt, replica: int) -> State | None:
         """Return how far a member is with an attempt; None: it is lost or silent."""
@@ -495,14 +483,15 @@ class Coordinator:
         self._number += 1
         self._timers.elapsed("attempt", self._number)  # from now on
         names = {r: report.incarnation for r, report in members.items()}
+        if names != self._group[0]:
+            self._group = names, self._number
         self.plan.attempt = Attempt(
             number=self._number,
             version=self.plan.version,
-            group=self._groups.setdefault(tuple(names.items()), self._number),
+            group=self._group[1],
             members=names,
             tokens={r: report.tokens for r, report in members.items()},
         )
-        self._groups = {tuple(names.items()): self.plan.attempt.group}
 
 
 def numbers_of(replicas: Iterable[int]) -> str:

@@ -36,27 +36,13 @@ class Pending:
 
     Attributes:
         begun: number of inner steps before it started.
-        average: in progress; ``None`` if it was restored from a state dict.
-        mean: the averaged pseudo-gradient, fp32, flat, once it is known.
+        average: of the pseudo-gradients, fp32, flat.
         start: the inner parameters when it started, fp32, flat, if later steps are kept.
     """
 
     begun: int
-    average: Average | None = None
-    mean: Tensor | None = None
+    average: Average
     start: Tensor | None = None
-
-    def wait(self) -> Tensor:
-        """Return the averaged pseudo-gradient, fp32, flat.
-
-        Raises:
-            PeerLostError: a peer is lost.
-        """
-        if self.mean is None:
-            assert self.average is not None
-            self.mean = self.average.wait()
-            self.average = None
-        return self.mean
 
 
 class Fragment:
@@ -141,8 +127,7 @@ class Fragment:
     @torch.no_grad()
     def begin_at_inner(self) -> None:
         """Set the outer parameters to the inner ones, and momentum and error to 0."""
-        for local, outer in self._with_parts(self.outer):
-            outer.copy_(local)
+        self.outer.copy_(self.inner_parameters())
         self.momentum.zero_()
         if self.error is not None:
             self.error.zero_()

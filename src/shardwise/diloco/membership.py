@@ -14,7 +14,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TypeVar
@@ -39,7 +38,7 @@ from shardwise.diloco.quorum_server import COMMIT, MEETING, PLAN, REPORT
 from shardwise.elastic.clock import process_clock
 from shardwise.elastic.network import address_towards, format_endpoint, parse_endpoint
 from shardwise.elastic.store import GuardedStore
-from shardwise.transport.peers import Peers
+from shardwise.transport.peers import Job, Peers
 
 T = TypeVar("T")
 
@@ -83,10 +82,6 @@ class Wish(enum.IntEnum):
     NOTHING = 0
     MEET = 1  # others wait for the exchange of this round
     FETCH = 2  # the others are further
-
-
-class GivenUpError(Exception):
-    """What was waited for will not happen: the plan has changed."""
 
 
 class ReplicaSession:
@@ -159,20 +154,6 @@ class ReplicaSession:
         return (
             [mine] if self.size == 1 or self._own is None else self._own.gather_objects(mine, doing)
         )
-
-    def _decide(self, find: Callable[[], T]) -> T:
-        """Return what the first rank finds, or raise what it raises, on every rank."""
-        found: T | None = None
-        failed: Exception | None = None
-        if self.rank == 0:
-            try:
-                found = find()
-            except (PeerLostError, RanksDivergedError) as error:
-                failed = error
-        found, failed = self._say((found, failed))
-        if failed is not None:
-            raise failed
-        return found  # type: ignore[return-value]
 
     # -- the server --------------------------------------------------------------------------------
 
@@ -290,16 +271,21 @@ class ReplicaSession:
             RanksDivergedError: as for :meth:`check`.
             PeerLostError: as for :meth:`check`.
         """
-
-        def look() -> tuple[T, int]:
-            with self._eagerly(), self._changed:
-                while (found := find(plan := self._plan)) is None:
-                    self.check()
-                    self._changed.wait(0.25)
-                return found, plan.number
-
-        found, self._decided_by = self._decide(look)
-        return found
+        plan, found = self._plan, None
+        failed: Exception | None = None
+        if self.rank == 0:
+            try:
+                with self._eagerly(), self._changed:
+                    while (found := find(plan := self._plan)) is None:
+                        self.check()
+                        self._changed.wait(0.25)
+            except (PeerLostError, RanksDivergedError) as error:
+                failed = error
+        found, number, failed = self._say((found, plan.number, failed))
+        if failed is not None:
+            raise failed
+        self._decided_by = number
+        return found  # type: ignore[return-value]
 
     def wish(self, version: int) -> Wish:
         """Return what the plan asks of this replica now; equal on all its ranks.
@@ -328,9 +314,8 @@ class ReplicaSession:
     def see_end_of(self, fetch: Fetch) -> None:
         """Wait until the plan has taken note that a fetch has ended."""
 
-        def find(plan: RoundPlan) -> tuple[bool] | None:
-            is_known = self.fetch_for_me(plan) != fetch or not self.is_connected
-            return (True,) if is_known else None
+        def find(plan: RoundPlan) -> bool | None:
+            return self.fetch_for_me(plan) != fetch or not self.is_connected or None
 
         self.wait_for(find)
 
@@ -380,21 +365,21 @@ class ReplicaSession:
     def outcome(self, attempt: Attempt) -> bool:
         """Wait until an attempt is committed or given up; return whether it is committed."""
 
-        def find(plan: RoundPlan) -> tuple[bool] | None:
+        def find(plan: RoundPlan) -> bool | None:
             if plan.version > attempt.version:
                 return self._committed(attempt)
-            return None if plan.attempt == attempt else (False,)
+            return None if plan.attempt == attempt else False
 
-        return self.wait_for(find)[0]
+        return self.wait_for(find)
 
-    def _committed(self, attempt: Attempt) -> tuple[bool] | None:
+    def _committed(self, attempt: Attempt) -> bool | None:
         """Look up whether an attempt has committed its round; ``None``: unknown so far."""
         key, store = f"{COMMIT}{attempt.version + 1}", self._store
         if store is None:
             return None
         try:
             # A server that has been started again does not know.
-            return (store.check([key]) and int(store.get(key)) == attempt.number,)
+            return store.check([key]) and int(store.get(key)) == attempt.number
         except (OSError, RuntimeError):
             return None
 
@@ -430,17 +415,15 @@ class ReplicaSession:
                     _close_in_background(group)
             return exchange(group)
 
-        try:
-            result = self._in_thread(
-                work, lambda plan: plan.attempt != attempt, f"round {attempt.version + 1}"
-            )
-        except GivenUpError:
+        result = self._in_thread(
+            work, lambda plan: plan.attempt != attempt, f"round {attempt.version + 1}"
+        )
+        if result is None:
             given_up.set()
             for group in made:
                 _close_in_background(group)
             self._end_group()
-            return None
-        if made:
+        elif made:
             self._group = (attempt.group, made[0])
         return result
 
@@ -464,34 +447,24 @@ class ReplicaSession:
 
     def _in_thread(
         self, work: Callable[[], T], is_over: Callable[[RoundPlan], bool], doing: str
-    ) -> T:
-        """Return what ``work`` returns; leave it behind if the plan says that it is over.
+    ) -> T | None:
+        """Return what ``work`` returns, or ``None`` if it fails or the plan says that it is over.
 
-        Raises:
-            GivenUpError: it has failed, or is over.
+        In the latter case it is left behind.
         """
-        ended: Future[T] = Future()
-
-        def run() -> None:
-            try:
-                ended.set_result(work())
-            except Exception as error:
-                ended.set_exception(error)
-            with self._changed:
-                self._changed.notify_all()
-
-        threading.Thread(target=run, daemon=True, name="shardwise exchange").start()
-        with self._eagerly(), self._changed:
-            while not ended.done():
+        found: list[T] = []
+        job = Job(lambda: found.append(work()))
+        threading.Thread(target=job.run, daemon=True, name="shardwise exchange").start()
+        with self._eagerly():
+            while not job.sleep(_EAGER_POLL):
                 plan = self._plan  # this rank may not know yet what the first one has seen
                 is_older = 0 < self._decided_by - plan.number < NUMBERS_PER_SERVER
                 if not self.is_connected or (not is_older and is_over(plan)):
-                    raise GivenUpError(doing)
-                self._changed.wait(0.25)
-        if (error := ended.exception()) is not None:
-            _log.warning("replica %s: %s failed: %s", self.replica, doing, error)
-            raise GivenUpError(doing) from error
-        return ended.result()
+                    return None
+        if job.error is not None:
+            _log.warning("replica %s: %s failed: %s", self.replica, doing, job.error)
+            return None
+        return found[0]
 
     # -- outer states ------------------------------------------------------------------------------
 
@@ -567,9 +540,7 @@ class ReplicaSession:
         def is_over(plan: RoundPlan) -> bool:
             return self.fetch_for_me(plan) != fetch
 
-        version: int | None = None
-        with contextlib.suppress(GivenUpError):
-            version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
+        version = self._in_thread(work, is_over, f"fetching from replica {fetch.source}")
         versions = set(self.gather(version, "the outer state of other replicas"))
         return version if len(versions) == 1 else None
 

@@ -82,7 +82,6 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
         self._store = StoreServer(listener, token.encode())
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="shardwise quorum", daemon=True)
-        self._store.start()
         self._store.put(PLAN, plain.written(self._coordinator.plan))
         self._thread.start()
 
@@ -111,15 +110,12 @@ class QuorumServer(contextlib.AbstractContextManager["QuorumServer"]):
             if replica.isdecimal() and len(replica) < 10
         }
         events = self._coordinator.look(reports, silence)
-        for event in events:
-            self._record(event)
+        for event in events:  # before replicas learn that an attempt has committed a round
+            if event.kind is EventKind.ROUND and event.attempt is not None:
+                number = event.attempt.number
+                self._store.put(f"{COMMIT}{event.round}", str(number).encode())
+                self._store.forget(f"{MEETING}{number - _MEETINGS_KEPT}/")
         if self._coordinator.plan != before:
             self._store.put(PLAN, plain.written(self._coordinator.plan))
         for event in events:
             self._report(event)
-
-    def _record(self, event: Event) -> None:
-        """Write down which attempt committed a round, before replicas learn that one did."""
-        if event.kind is EventKind.ROUND and event.attempt is not None:
-            self._store.put(f"{COMMIT}{event.round}", str(event.attempt.number).encode())
-            self._store.forget(f"{MEETING}{event.attempt.number - _MEETINGS_KEPT}/")

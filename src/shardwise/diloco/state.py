@@ -14,11 +14,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from shardwise._torch import dtensor
 from shardwise.base.optim_names import keys_in_order, parameters_in_order
+from shardwise.diloco.average import Average
 from shardwise.diloco.fragment import Fragment, Pending
 
 KEY = "diloco"
@@ -36,7 +36,7 @@ def pack(inner: torch.optim.Optimizer, fragments: Sequence[Fragment], steps: int
             for fqn, view in fragment.views(flat).items():
                 parameter = fragment.parameters[fqn]
                 own = state.setdefault(numbers[parameter], {}).setdefault(KEY, {})
-                own[name] = _like(parameter, view)
+                own[name] = dtensor.placed_as(parameter, view)
     facts = {
         "steps": steps,
         "rounds": [fragment.rounds for fragment in fragments],
@@ -79,7 +79,7 @@ def unpack(
         fragment.begin_at_inner()
         fragment.rounds, fragment.even_at, fragment.pending = rounds, even_at, None
         if begun is not None:
-            fragment.pending = Pending(begun, mean=torch.empty_like(fragment.outer))
+            fragment.pending = Pending(begun, Average.known(fragment.outer))
         if facts is not None:
             found = {each: saved.get(n, {}).get(KEY, {}) for each, n in numbers.items()}
             if fragment.pending is not None and any(_START in each for each in found.values()):
@@ -94,7 +94,7 @@ def _flats(fragment: Fragment) -> dict[str, Tensor]:
     if fragment.error is not None:
         flats[_ERROR] = fragment.error
     if fragment.pending is not None:
-        flats[_MEAN] = fragment.pending.wait()
+        flats[_MEAN] = fragment.pending.average.wait()
         if fragment.pending.start is not None:
             flats[_START] = fragment.pending.start
     return flats
@@ -131,10 +131,3 @@ def _per_fragment(facts: Mapping[str, Any], count: int) -> list[tuple[int, int, 
         )
     # With other fragments, each is as far as the one that is the least far.
     return [(min(facts["rounds"]), min(facts["even_at"]), None)] * count
-
-
-def _like(parameter: nn.Parameter, view: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return view
-    spec = dtensor.with_dtype(dtensor.spec_of(parameter), torch.float32)
-    return dtensor.wrap_local(view, spec)

@@ -37,6 +37,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from shardwise.base import plain
 from shardwise.elastic.clock import Timers, process_clock
 from shardwise.elastic.errors import UserError, say, signal_name
 from shardwise.elastic.hosts import Command, OnJoin
@@ -52,7 +53,7 @@ from shardwise.elastic.rank import (
     Stage,
 )
 from shardwise.elastic.rendezvous import Order, Rendezvous
-from shardwise.elastic.starting import StartWatch, stacks_of
+from shardwise.elastic.starting import STACKS, StartWatch
 from shardwise.elastic.world import (
     EARLY,
     JOB,
@@ -83,9 +84,7 @@ class Signals:
         self.noted: list[int] = []
         self.counts_later = False
         self._first_at = 0.0
-        self._before: dict[int, Any] = {}
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
+        self._before = {signum: signal.signal(signum, self._note) for signum in STOP_SIGNALS}
 
     @property
     def end_waiting(self) -> bool:
@@ -112,32 +111,20 @@ class Agent(LocalElasticAgent):
 
     Args:
         command: gives the program and arguments of a generation, the same for every rank.
-        nproc: number of ranks.
         rendezvous: where the hosts meet.
-        restarts: how often the job may be restarted after a failure.
         signals: what asks to stop.
-        on_join: what ranks do when more hosts join.
 
     Attributes:
         meeting: where the hosts meet.
-        restarts: as passed.
         signals: as passed.
         ranks: of this host, in this generation.
         logs: where they write, and their environment.
     """
 
-    def __init__(
-        self,
-        command: Command,
-        nproc: int,
-        rendezvous: Rendezvous,
-        restarts: int,
-        signals: Signals,
-        on_join: OnJoin = OnJoin.RESTART,
-    ) -> None:
+    def __init__(self, command: Command, rendezvous: Rendezvous, signals: Signals) -> None:
         self._spec = WorkerSpec(
             role="default",
-            local_world_size=nproc,
+            local_world_size=rendezvous.nproc,
             rdzv_handler=rendezvous,
             entrypoint=command(0)[0],
             max_restarts=0,  # it is the rules of the membership that count
@@ -147,9 +134,7 @@ class Agent(LocalElasticAgent):
         self.logs = _RankLogs(Path(self._folder.name), rendezvous)
         super().__init__(self._spec, self.logs, exit_barrier_timeout=5.0)
         self._command = command
-        self._on_join = on_join
         self.meeting = rendezvous
-        self.restarts = restarts
         self.signals = signals
         self.ranks: list[LocalRank] = []
         self._starting = StartWatch(self.ranks, self._say)
@@ -168,7 +153,8 @@ class Agent(LocalElasticAgent):
             UserError: the hosts did not come together, or were lost.
         """
         try:
-            if self._on_join is OnJoin.STAY and self.meeting.nodes.is_elastic:
+            nodes = self.meeting.nodes
+            if nodes.is_elastic and nodes.on_join is OnJoin.STAY:
                 self.logs.more[STAYS] = "1"
                 self._start_early()
             self.run()
@@ -385,7 +371,7 @@ class Agent(LocalElasticAgent):
         is_due = self.signals.noted or (order is Order.SAVE_AND_STOP and training)
         if is_due and not self._asked:
             self._asked = True
-            moves_on = not self.signals.noted and self._on_join is OnJoin.STAY
+            moves_on = not self.signals.noted and self.meeting.nodes.on_join is OnJoin.STAY
             for rank in self.ranks:
                 rank.send(MOVES_ON if moves_on else self._signum)
 
@@ -465,14 +451,14 @@ class Agent(LocalElasticAgent):
         # A rank says that the job has stopped; say so only if it has.
         if outcome.farewell and verdict.next in (Next.END, Next.FAIL):
             self._say(outcome.farewell)
-        text = verdict.text
-        if self.meeting.is_alone:
-            text = f"{self.meeting.generation + 1} of {self.restarts}, from the last checkpoint"
+        text, meeting = verdict.text, self.meeting
+        if meeting.is_alone:
+            text = f"{meeting.generation + 1} of {meeting.restarts}, from the last checkpoint"
             text = text if verdict.next is Next.RESTART else ""
         elif text:
             self.logs.lost = text  # names the host
         if text:
-            self._say(f"{verdict.label:<11}{text}")
+            self._say(f"{verdict.next.label:<11}{text}")
 
 
 _STOPPED = tuple(-signum for signum in STOP_SIGNALS)
@@ -539,7 +525,7 @@ class _RankLogs(LogsSpecs):
         # Otherwise backends look up the name of this host, which may not resolve, or may resolve to
         # an address that other hosts cannot reach.
         interface = interface_towards(self._meeting.nodes.address)
-        if not sys.platform.startswith("linux") or interface is None:
+        if interface is None:
             return
         backends = ("GLOO",) if self._meeting.is_alone else ("GLOO", "NCCL")
         for backend in backends:
@@ -582,7 +568,7 @@ class LocalRank:
                 self.stage = stage
                 self.has_stepped |= stage is Stage.TRAINING
             elif self.report is None:
-                self.report = RankReport.from_json(line)
+                self.report = plain.read(RankReport, line)
 
     def _look(self) -> None:
         """Look whether the process has ended, and leave the rest to torch, which started it."""
@@ -604,8 +590,9 @@ class LocalRank:
         return self.code is None and self.report is None and self.stage is Stage.STARTING
 
     def stacks(self) -> str:
-        """Return what this rank has written when it was asked where it is."""
-        return stacks_of(self._folder)
+        """Return all stacks that this rank has written; none: it could not yet."""
+        file = self._folder / STACKS
+        return file.read_text(errors="replace") if file.exists() else ""
 
     @property
     def is_waiting(self) -> bool:
@@ -692,9 +679,7 @@ def agents_environment() -> Iterator[None]:
         # Not those that we handle ourselves, nor SIGHUP, which nohup ignores.
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
     }
-    quit_handler = None
-    with contextlib.suppress(ValueError):
-        quit_handler = signal.getsignal(signal.SIGQUIT)
+    quit_handler = signal.getsignal(signal.SIGQUIT)
     log = logging.getLogger("torch.distributed.elastic")
     propagates, nothing = log.propagate, logging.NullHandler()
     if "LOGLEVEL" not in os.environ:
@@ -706,8 +691,7 @@ def agents_environment() -> Iterator[None]:
     finally:
         log.propagate = propagates
         log.removeHandler(nothing)
-        with contextlib.suppress(ValueError):
-            signal.signal(signal.SIGQUIT, quit_handler)
+        signal.signal(signal.SIGQUIT, quit_handler)
 
 
 def are_settled(ranks: list[LocalRank], failed: list[LocalRank], limit: float) -> bool:

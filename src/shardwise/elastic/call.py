@@ -293,25 +293,20 @@ def _cells() -> dict[str, Any]:
     }
 
 
-def _unpicklable(name: str, value: object) -> str | None:
+def _unpicklable(name: str, value: object, outer: tuple[object, ...] = ()) -> str | None:
     """Name the innermost part of a value that cannot be pickled; None if it can be."""
     import cloudpickle
 
-    seen: set[int] = set()
-
-    def find(name: str, value: object) -> str | None:
-        try:
-            cloudpickle.dumps(value)
-        except Exception:
-            if id(value) in seen:
-                return None
-            seen.add(id(value))
-            inner = (find(f"{name}{key}", part) for key, part in _parts_of(value))
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
-            return next(filter(None, inner), f"{name}, a {kind.removeprefix('builtins.')}")
-        return None
-
-    return find(name, value)
+    try:
+        cloudpickle.dumps(value)
+    except Exception:
+        if any(each is value for each in outer):
+            return None
+        around = (*outer, value)
+        inner = (_unpicklable(f"{name}{key}", part, around) for key, part in _parts_of(value))
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return next(filter(None, inner), f"{name}, a {kind.removeprefix('builtins.')}")
+    return None
 
 
 def _parts_of(value: object) -> Iterator[tuple[str, object]]:

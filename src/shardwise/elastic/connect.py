@@ -82,30 +82,30 @@ def _check_group(world: World, backend: str) -> None:
             f"process group: found {place}, expected rank {world.rank} of {world.size}, as RANK "
             "and WORLD_SIZE say"
         )
-    found = _backends(dist.get_backend_config())
+    config = dist.get_backend_config()
+    found = dist.BackendConfig(dist.Backend(config)).get_device_backend_map()
     # One name alone stands for all devices, of which only the CPU is used.
-    needed = _backends(backend) if ":" in backend else {"cpu": backend}
-    if any(found.get(device) != name for device, name in needed.items()):
+    needed = backend.split(",") if ":" in backend else [f"cpu:{backend}"]
+    if not {*needed} <= {f"{device}:{name}" for device, name in found.items()}:
         raise UserError(
-            f"process group: found backend {dist.get_backend_config()}, expected {backend}; with "
-            f"Ray Train, pass torch_config=TorchConfig(backend={backend!r}) to TorchTrainer"
+            f"process group: found backend {config}, expected {backend}; with Ray Train, pass "
+            f"torch_config=TorchConfig(backend={backend!r}) to TorchTrainer"
         )
-
-
-def _backends(names: str) -> dict[str, str]:
-    """Return the name of the backend for each device."""
-    import torch.distributed as dist
-
-    return dict(dist.BackendConfig(dist.Backend(names)).get_device_backend_map())
 
 
 def _connect(world: World, backend: str, timeout: timedelta | None) -> None:
     """Create the default process group."""
     import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
 
-    store, awaited = None, "for the other ranks to connect"
-    if os.environ.get(_AGENT_STORE) == str(True):
-        store = _store_of_agent(world, timeout)
+    store: Any = None
+    awaited = "for the other ranks to connect"
+    if os.environ.get(_AGENT_STORE) == str(True):  # it outlives its ranks
+        limit = timeout or default_pg_timeout
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(*where, timeout=limit)  # type: ignore[attr-defined]
+        attempt = agree_on_attempt(store, world, limit.total_seconds())
+        store = dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
         awaited = "for connections to the other ranks, which are there; is a firewall between them?"
     with _reported_wait(world, awaited):
         dist.init_process_group(
@@ -128,20 +128,6 @@ def _reported_wait(world: World, what: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _store_of_agent(world: World, timeout: timedelta | None) -> Any:
-    """Connect to the store of torch's agent, which outlives its ranks."""
-    import torch.distributed as dist
-    from torch.distributed.constants import default_pg_timeout
-
-    timeout = timeout or default_pg_timeout
-    store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timeout
-    )
-    return dist.PrefixStore(  # type: ignore[attr-defined]
-        agree_on_attempt(store, world, timeout.total_seconds()), store
-    )
 
 
 def agree_on_attempt(store: Any, world: World, timeout: float) -> str:

@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-from collections.abc import Mapping
-from typing import Any, TypeVar
-
-E = TypeVar("E", bound=BaseException)
+from typing import Any
 
 
 class UserError(Exception):
@@ -23,8 +20,9 @@ class UserError(Exception):
     passing = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Classes of errors take what they describe; only the text is in ``args``.
-        return _restored, (type(self), self.args, self.__dict__)
+        # Ray hands it to the program that started the job. Classes of errors take what they
+        # describe; only the text is in ``args``.
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
 
 class Stopped(BaseException):
@@ -34,16 +32,14 @@ class Stopped(BaseException):
 
     Attributes:
         signum: the signal.
-        message: what to show the user.
     """
 
     def __init__(self, signum: int, message: str) -> None:
         super().__init__(message)
         self.signum = signum
-        self.message = message
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (type(self), self.args, self.__dict__)
+        return BaseException.__new__, (type(self), *self.args), self.__dict__
 
     @property
     def exit_code(self) -> int:
@@ -65,14 +61,6 @@ class MovedOn(Stopped):
 
 class Parted(MovedOn):
     """Other ranks have left. What this one takes into its next world is saved, too."""
-
-
-def _restored(kind: type[E], args: tuple[Any, ...], attributes: Mapping[str, Any]) -> E:
-    """Return an error that was pickled: Ray hands it to the program that started the job."""
-    error = kind.__new__(kind)
-    error.args = args
-    error.__dict__.update(attributes)
-    return error
 
 
 def signal_name(signum: int) -> str:

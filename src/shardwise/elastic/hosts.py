@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.base.units import counted
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.network import format_endpoint, parse_endpoint
 from shardwise.elastic.world import launched_here
@@ -55,6 +56,10 @@ class Nodes:
         token: what all hosts must hold to take part. Empty if any that reaches the port may.
         backend: what names the host that serves.
         job: tells the job from others in the same backend.
+        options: the options that must be the same on hosts that join later, too, by name.
+        why_not: given a number of hosts, returns why the job cannot run over them, or None if it
+            can.
+        on_join: what ranks do when more hosts join.
     """
 
     count: int
@@ -66,6 +71,9 @@ class Nodes:
     token: bytes = field(default=b"", repr=False)
     backend: JobBackend = JobBackend.OURS
     job: str = "shardwise"
+    options: Mapping[str, object] = field(default_factory=dict)
+    why_not: Callable[[int], str | None] = lambda hosts: None
+    on_join: OnJoin = OnJoin.RESTART
 
     @classmethod
     def of(
@@ -113,8 +121,6 @@ class Nodes:
                 f"--rdzv: found {rdzv}, expected HOST:PORT of the host with --node-rank 0; an "
                 "IPv6 address in brackets, as [2001:db8::1]:29400"
             )
-        if not timeout > 0:
-            raise UserError(f"--rdzv-timeout: found {timeout}, expected a number above 0")
         token = b"" if launched_here() else read_token(token_file)
         return cls(count, rank, *where, timeout, least, token, backend, job or "shardwise")
 
@@ -133,18 +139,33 @@ class Nodes:
         """The number of hosts as users write it: ``2``, or ``1:4``."""
         return str(self.count) if self.least is None else f"{self.least}:{self.count}"
 
+    def most(self, hosts: int) -> tuple[int, str]:
+        """Return how many of ``hosts`` hosts can take part together, 0 if too few.
+
+        Returns:
+            The number, and why it is not larger.
+        """
+        if self.least is None:
+            return hosts, ""
+        why = ""
+        for count in range(min(hosts, self.count), self.least - 1, -1):
+            problem = self.why_not(count)
+            if problem is None:
+                return count, why
+            why = why or f"the job cannot run over {counted(count, 'host')}: {problem}"
+        return 0, why
+
 
 HERE = Nodes(1, 0, "127.0.0.1", 0)  # a job on this host alone
 
 
-def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> bytes:
+def read_token(file: Path | None) -> bytes:
     """Return the token of a job, from a file or the environment variable ``SHARDWISE_RDZV_TOKEN``.
 
     White space at its end does not count.
 
     Args:
         file: readable and writable for its owner alone. It comes before the variable.
-        environ: the environment; that of this process by default.
 
     Returns:
         The token; nothing if neither is given.
@@ -154,11 +175,10 @@ def read_token(file: Path | None, environ: Mapping[str, str] | None = None) -> b
             too long.
     """
     shortest, longest = _TOKEN_SIZES
-    environ = os.environ if environ is None else environ
     if file is None:
-        if TOKEN not in environ:
+        if TOKEN not in os.environ:
             return b""
-        source, token = TOKEN, os.fsencode(environ[TOKEN])
+        source, token = TOKEN, os.fsencode(os.environ[TOKEN])
     else:
         source = TOKEN_FILE
         try:
@@ -196,22 +216,3 @@ def numbers_of_hosts(nnodes: str) -> tuple[int | None, int]:
         expected = "1 or more, or MIN:MAX with 1 <= MIN <= MAX"
         raise UserError(f"--nnodes: found {nnodes}, expected {expected}")
     return (numbers[0] if colon else None), numbers[-1]
-
-
-@dataclass(frozen=True)
-class Terms:
-    """What hosts that join later have to agree on.
-
-    Attributes:
-        options: the options that must be the same on all hosts, by name.
-        why_not: given a number of hosts, returns why the job cannot run over them, or None if it
-            can.
-    """
-
-    options: Mapping[str, object] = field(default_factory=dict)
-    why_not: Callable[[int], str | None] = lambda hosts: None
-
-
-def spans_hosts(nodes: Nodes | None) -> bool:
-    """Whether the user asked for a job over several hosts."""
-    return nodes is not None and nodes.count > 1

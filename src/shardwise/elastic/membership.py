@@ -17,13 +17,13 @@ from __future__ import annotations
 import enum
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.base.units import counted
 from shardwise.elastic.clock import Timers
-from shardwise.elastic.hosts import UNNUMBERED, Nodes
+from shardwise.elastic.hosts import UNNUMBERED, JobBackend, Nodes
 from shardwise.elastic.outcome import STOP_GRACE, Result, StoppedBy
 
 LAST_CALL = 5.0  # seconds to wait for more hosts after one has come, before starting without them
@@ -147,6 +147,7 @@ class Next(enum.Enum):
     EXPEL = "expel"  # a generation without the hosts that failed while they joined
     RESTART = "restart"  # a generation after a failure; counts as one of --max-restarts
     LEAVE = "leave"  # for one host only: nothing; the job continues without it
+    EXPELLED = "expelled"  # the same, for one of the hosts that failed while they joined
     REFUSE = "refuse"  # for one host, or before the first generation: it does not take part
 
     @property
@@ -157,9 +158,9 @@ class Next(enum.Enum):
     @property
     def label(self) -> str:
         """The word at the start of a line that reports it."""
-        return {Next.FAIL: "error:", Next.EXPEL: "restart", Next.RESTART: "restart"}.get(
-            self, "hosts"
-        )
+        if self is Next.FAIL:
+            return "error:"
+        return "restart" if self in (Next.EXPEL, Next.EXPELLED, Next.RESTART) else "hosts"
 
 
 @dataclass(frozen=True)
@@ -170,44 +171,10 @@ class Verdict:
         next: what follows.
         text: why the generation ended, if not well, and what follows; empty if there is nothing to
             say.
-        label: the word at the start of a line with the text.
     """
 
     next: Next
     text: str = ""
-    label: str = "hosts"
-
-
-@dataclass(frozen=True)
-class Rules:
-    """What decides beside the state; the same on all hosts.
-
-    Attributes:
-        nodes: the job.
-        why_not: given a number of hosts, returns why the job cannot run over them, or None.
-        quorum: whether silent hosts might continue on their own; then at most half may be silent.
-    """
-
-    nodes: Nodes
-    why_not: Callable[[int], str | None] = lambda hosts: None
-    quorum: bool = False
-
-    def most(self, hosts: int) -> tuple[int, str]:
-        """Return how many of ``hosts`` hosts can take part together, 0 if too few.
-
-        Returns:
-            The number, and why it is not larger.
-        """
-        least = self.nodes.least
-        if least is None:
-            return hosts, ""
-        why = ""
-        for count in range(min(hosts, self.nodes.count), least - 1, -1):
-            problem = self.why_not(count)
-            if problem is None:
-                return count, why
-            why = why or f"the job cannot run over {counted(count, 'host')}: {problem}"
-        return 0, why
 
 
 @dataclass
@@ -278,7 +245,7 @@ class JobState:
         self,
         reports: Mapping[str, HostReport],
         losses: Mapping[str, tuple[HostLoss, str]],
-        rules: Rules,
+        nodes: Nodes,
         timers: Timers,
     ) -> None:
         """Take note of what hosts report and of those that are gone, and do what is due by now.
@@ -286,22 +253,22 @@ class JobState:
         Args:
             reports: by id of the host.
             losses: hosts that are gone and how that showed, by id.
-            rules: the same on all hosts.
+            nodes: the job.
             timers: of the host that looks.
         """
         for id_, report in reports.items():
             is_known = self.host(id_) is not None or id_ in self.parted
             if not is_known and id_ not in losses and not report.leaves:
-                self._admit(id_, report, rules.nodes)
+                self._admit(id_, report, nodes)
         for host in list(self.hosts):
             own = reports.get(host.id)
             if own is not None:
-                self._note(host, own, rules.nodes)
+                self._note(host, own, nodes)
             if host.id in losses:
                 self.note_lost(host.id, *losses[host.id])
             elif own is not None and own.leaves and not self.is_over:
                 self.note_lost(host.id, HostLoss.DEAD, "its command has ended")
-        self._advance(rules, timers)
+        self._advance(nodes, timers)
 
     def _admit(self, id_: str, report: HostReport, nodes: Nodes) -> None:
         """Let a host take part, or note in ``parted`` why it may not."""
@@ -395,25 +362,25 @@ class JobState:
 
     # -- what follows ------------------------------------------------------------------------------
 
-    def _advance(self, rules: Rules, timers: Timers) -> None:
+    def _advance(self, nodes: Nodes, timers: Timers) -> None:
         """Do what is due by now: end a generation, or start one."""
         if self.is_over:
             return
         if not self.is_running:
-            self._gather(rules, timers)
+            self._gather(nodes, timers)
             return
-        self._invite(rules, timers)
-        self._decide(rules, timers)
+        self._invite(nodes, timers)
+        self._decide(nodes, timers)
 
-    def _gather(self, rules: Rules, timers: Timers) -> None:
-        nodes, present = rules.nodes, len(self.hosts)
-        if rules.quorum and self.generation >= 0 and self.silent > len(self.members):
+    def _gather(self, nodes: Nodes, timers: Timers) -> None:
+        present = len(self.hosts)
+        if self.generation >= 0 and self._is_outnumbered(len(self.members), nodes):
             last = self.notices[-1:]  # which names the host that was lost just now
-            self._conclude(Next.FAIL, "; ".join([*last, _OUTNUMBERED]), {}, rules)
+            self._conclude(Next.FAIL, "; ".join([*last, _OUTNUMBERED]), {}, nodes)
             return
         last_call = timers.elapsed("hosts", sorted(host.id for host in self.hosts))
         waited = timers.elapsed("gathering", self.generation)
-        fitting, why = rules.most(present)
+        fitting, why = nodes.most(present)
         # Before the first generation it waits for all hosts there may be, in an elastic job only
         # for as long as more of them come.
         missing = self.generation < 0 and present < nodes.count
@@ -453,16 +420,16 @@ class JobState:
             host.ready, host.stepped = False, False
             host.result, host.stopped_by = None, StoppedBy.NOTHING
 
-    def _invite(self, rules: Rules, timers: Timers) -> None:
+    def _invite(self, nodes: Nodes, timers: Timers) -> None:
         """Ask all hosts to save and stop, once for all that have come, if more can take part."""
         joining = self._joining
         last_call = timers.elapsed("joining", sorted(host.id for host in joining))
         is_ending = any(host.loss is not HostLoss.NONE or host.result for host in self.members)
-        due = len(self.hosts) == rules.nodes.count or last_call > LAST_CALL
+        due = len(self.hosts) == nodes.count or last_call > LAST_CALL
         due = due and all(host.ready for host in joining)  # else the others would wait for it
         if not joining or self.regrouping or is_ending or not due:
             return
-        fitting, why = rules.most(len(self.hosts))
+        fitting, why = nodes.most(len(self.hosts))
         for host in joining[max(0, fitting - len(self.members)) :]:
             self._part_with(host, Verdict(Next.REFUSE, why))
         joining = self._joining
@@ -472,23 +439,23 @@ class JobState:
             count = counted(fitting, "host")
             self._notify(f"{names(joining)} {join}; finishing a step, to continue with {count}")
 
-    def _decide(self, rules: Rules, timers: Timers) -> None:
+    def _decide(self, nodes: Nodes, timers: Timers) -> None:
         members = self.members
         lost = [host for host in members if host.is_missed]
         present = [host for host in members if host.loss is HostLoss.NONE]
-        leaving = [host for host in present if self._leaves(host, rules.nodes)]
+        leaving = [host for host in present if self._leaves(host, nodes)]
         failed = [host for host in present if host.failed and host not in leaving]
         causes = [host for host in failed if host.result is not Result.SECONDARY]
         ended = all(host.result is not None for host in present)
         in_time = not self.stopped or timers.elapsed("stopped", self.generation) < STOP_GRACE
         if not (lost or causes) and (leaving or not failed) and (in_time or ended):
             if ended or self._is_late(leaving, timers):
-                self._conclude_order(leaving, failed, rules)
+                self._conclude_order(leaving, failed, nodes)
             return
         # Ranks that lost a peer report it at once; the host that failed first, a moment later.
         waits = in_time and not (lost or causes or ended)
         if not waits or timers.elapsed("secondary", self.generation) > SECONDARY:
-            self._conclude_failure(lost, leaving, failed, causes, rules)
+            self._conclude_failure(lost, leaving, failed, causes, nodes)
 
     def _leaves(self, host: Host, nodes: Nodes) -> bool:
         signaled = host.stopped_by in (StoppedBy.INTERRUPT, StoppedBy.TERMINATE)
@@ -503,17 +470,17 @@ class JobState:
         stopped = any(host.stopped_by is not StoppedBy.NOTHING for host in self.members)
         return stopped and timers.elapsed("first end", self.generation) > STOP_GRACE
 
-    def _conclude_order(self, leaving: list[Host], failed: list[Host], rules: Rules) -> None:
+    def _conclude_order(self, leaving: list[Host], failed: list[Host], nodes: Nodes) -> None:
         staying = [host for host in self.members if host not in leaving]
         completed = not failed and all(
             host.result is not None and host.stopped_by is StoppedBy.NOTHING for host in staying
         )
         asked = self.regrouping or bool(leaving)
         if not asked or self.stopped or completed:
-            self._conclude(Next.END, "", {}, rules)
+            self._conclude(Next.END, "", {}, nodes)
             return
         why = f"{names(leaving)} left" if leaving else ""
-        self._conclude(Next.REGROUP, why, _farewells(leaving), rules)
+        self._conclude(Next.REGROUP, why, _farewells(leaving), nodes)
 
     def _conclude_failure(
         self,
@@ -521,7 +488,7 @@ class JobState:
         leaving: list[Host],
         failed: list[Host],
         causes: list[Host],
-        rules: Rules,
+        nodes: Nodes,
     ) -> None:
         reasons = [f"{host.name} was lost: {host.why_lost}" for host in lost]
         reasons = reasons or [f"a rank of {host.name} failed" for host in causes]
@@ -529,8 +496,9 @@ class JobState:
             reasons = [f"{self.stopped} was stopped"]
         why = "; ".join(reasons or [f"a rank of {host.name} failed" for host in failed])
         self.silent = sum(host.loss is HostLoss.SILENT for host in lost)
-        if rules.quorum and self.silent > sum(host.loss is HostLoss.NONE for host in self.members):
-            self._conclude(Next.FAIL, f"{why}; {_OUTNUMBERED}", {}, rules)
+        left = sum(host.loss is HostLoss.NONE for host in self.members)
+        if self._is_outnumbered(left, nodes):
+            self._conclude(Next.FAIL, f"{why}; {_OUTNUMBERED}", {}, nodes)
             return
         expelled = self._joined_at_fault(lost, causes)
         if expelled:
@@ -538,15 +506,19 @@ class JobState:
             for host in causes:
                 if host in expelled:
                     self._note_failed(host)
-            farewells = {host.id: Verdict(Next.LEAVE, text, "restart") for host in expelled}
-            self._conclude(Next.EXPEL, why, {**farewells, **_farewells(leaving)}, rules)
+            farewells = {host.id: Verdict(Next.EXPELLED, text) for host in expelled}
+            self._conclude(Next.EXPEL, why, {**farewells, **_farewells(leaving)}, nodes)
             return
         final = any(host.result is not None and not host.result.may_restart for host in failed)
         if self.restarts > 0 and not final and not self.stopped:
             self.restarts -= 1
-            self._conclude(Next.RESTART, why, _farewells(leaving), rules)
+            self._conclude(Next.RESTART, why, _farewells(leaving), nodes)
             return
-        self._conclude(Next.FAIL, why, {}, rules)
+        self._conclude(Next.FAIL, why, {}, nodes)
+
+    def _is_outnumbered(self, left: int, nodes: Nodes) -> bool:
+        """Whether hosts that are silent may continue on their own, as more than half of all."""
+        return nodes.backend is JobBackend.OURS and self.silent > left
 
     def _joined_at_fault(self, lost: list[Host], causes: list[Host]) -> list[Host]:
         """Return the hosts on probation because of which the generation has failed."""
@@ -555,7 +527,7 @@ class JobState:
             return []
         return [host for host in joined if host in causes or host in lost] or joined
 
-    def _conclude(self, next_: Next, why: str, leaving: dict[str, Verdict], rules: Rules) -> None:
+    def _conclude(self, next_: Next, why: str, leaving: dict[str, Verdict], nodes: Nodes) -> None:
         for host in list(self.members):
             if host.id in leaving:
                 self._part_with(host, leaving[host.id])
@@ -563,16 +535,16 @@ class JobState:
                 self.hosts.remove(host)
         text = why
         if next_.begins_again:
-            fitting, _ = rules.most(len(self.hosts))
+            fitting, _ = nodes.most(len(self.hosts))
             follows = f"continuing with {counted(fitting, 'host')}"
             if not fitting:
                 follows = f"waiting for more hosts than {len(self.hosts)}"
             text += ("; " if text else "") + follows
         else:
-            ended = f"--rdzv: the job at {rules.nodes.where} ended before this host could join it"
+            ended = f"--rdzv: the job at {nodes.where} ended before this host could join it"
             for host in self._joining:
                 self._part_with(host, Verdict(Next.REFUSE, ended))
-        self.verdict = Verdict(next_, text, next_.label)
+        self.verdict = Verdict(next_, text)
 
     def _part_with(self, host: Host, verdict: Verdict) -> None:
         self.hosts.remove(host)

@@ -46,11 +46,6 @@ def _number(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def is_ipv6(host: str) -> bool:
-    """Whether ``host`` is an IPv6 address."""
-    return isinstance(_number(host), ipaddress.IPv6Address)
-
-
 def is_address(host: str) -> bool:
     """Whether ``host`` is an address of either kind, and not a name to be looked up."""
     return _number(host) is not None

@@ -57,7 +57,7 @@ def run_rank(world: World, body: Callable[[World, StopSignals], None]) -> NoRetu
     one), 128 + signal for :class:`Stopped`, and 1 for every other error. Any error raised from the
     loss of a peer counts as that loss: the same command may succeed later.
     """
-    signals = StopSignals(report_stage)
+    signals = StopSignals()
     try:
         signals.install()
         faulthandler.enable()
@@ -106,8 +106,6 @@ def die_with_parent(parent: int) -> None:
     Args:
         parent: the id of the process that started this one.
     """
-    if not sys.platform.startswith("linux"):
-        return
     pr_set_pdeathsig = 1
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the call above
@@ -120,7 +118,7 @@ def _ending(error: BaseException) -> tuple[Ending, int, str]:
     is_secondary = lost_peer_behind(error) is not None
     match error:
         case Stopped():
-            return Ending.STOPPED, error.exit_code, error.message
+            return Ending.STOPPED, error.exit_code, str(error)
         case _ if is_secondary:
             return Ending.PEER, 1, str(error) if isinstance(error, UserError) else trace
         case UserError(passing=True):
@@ -223,16 +221,11 @@ def reset_in_children(handler: Callable[[int, FrameType | None], None]) -> None:
 
 
 class StopSignals:
-    """The stop signals of this process. Create one, in the main thread.
+    """The stop signals of this process. Create one, in the main thread."""
 
-    Args:
-        report: reports to the launcher when a signal would lose nothing.
-    """
-
-    def __init__(self, report: Callable[[Stage], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._noted = 0
         self._deferred = False
-        self._report = report
         self._stage: Stage | None = None
 
     def install(self) -> None:
@@ -276,7 +269,7 @@ class StopSignals:
         self._noted = 0 if self._noted == MOVE_ON else self._noted
         if isinstance(moved, Parted):
             rank = int(os.environ["RANK"])
-            _send(RankReport(rank, Ending.STOPPED, moved.exit_code, moved.message).to_json())
+            _send(RankReport(rank, Ending.STOPPED, moved.exit_code, str(moved)).to_json())
         self._enter(Stage.WAITING)
         file = Path(os.environ[REPORT]).with_name(WORLD_FILE)
         while not file.exists():
@@ -293,8 +286,8 @@ class StopSignals:
         self._enter(Stage.TRAINING)
 
     def _enter(self, stage: Stage) -> None:
-        if self._report is not None and stage is not self._stage:
-            self._report(stage)
+        if stage is not self._stage:
+            report_stage(stage)
         self._stage = stage
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
@@ -357,17 +350,12 @@ class RankReport:
     time: float = field(default_factory=time.monotonic)
 
     def to_json(self) -> str:
-        """Return one line of JSON; a text that is too long loses its middle."""
+        """Return one line, for :func:`plain.read`; a text that is too long loses its middle."""
         text = self.text
         if len(text) > MAX_TEXT:
             half = MAX_TEXT // 2
             text = f"{text[:half]}\n  [...]\n{text[-half:]}"
         return plain.written(replace(self, text=text)).decode()
-
-    @staticmethod
-    def from_json(line: bytes) -> RankReport:
-        """Read what :meth:`to_json` wrote."""
-        return plain.read(RankReport, line)
 
 
 def _send(line: str) -> bool:

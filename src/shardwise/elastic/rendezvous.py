@@ -51,14 +51,13 @@ from shardwise.base import plain
 from shardwise.base.units import counted, version_of
 from shardwise.elastic.clock import Clock, Timers, process_clock
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import JobBackend, Nodes, Terms
+from shardwise.elastic.hosts import JobBackend, Nodes
 from shardwise.elastic.membership import (
     Host,
     HostLoss,
     HostReport,
     JobState,
     Next,
-    Rules,
     Standing,
     Verdict,
 )
@@ -119,13 +118,13 @@ class Rendezvous(RendezvousHandler):
         nodes: the job, as this host was given it.
         nproc: ranks of this host.
         restarts: how often to restart after a failure, with the hosts that remain.
-        terms: what hosts have to agree on, and how many the job can run over.
         stopped: whether a signal asked to stop.
         clock: by which others are silent; by default that of this process.
 
     Attributes:
         nodes: the job.
         nproc: ranks of this host.
+        restarts: as passed.
         generation: the number of the generation that this host takes part in; -1 before the first.
         hosts: the number of hosts in it.
         verdict: what followed it; None while it runs.
@@ -138,19 +137,15 @@ class Rendezvous(RendezvousHandler):
         nodes: Nodes,
         nproc: int,
         restarts: int,
-        terms: Terms | None = None,
         stopped: Callable[[], bool] = lambda: False,
         clock: Clock | None = None,
     ) -> None:
-        self.nodes, self.nproc = nodes, nproc
+        self.nodes, self.nproc, self.restarts = nodes, nproc, restarts
         self.generation, self.hosts = -1, 1
         self.verdict: Verdict | None = None
         self.before_waiting: Callable[[], None] = lambda: None
-        self._terms = terms or Terms()
         self._stopped = stopped
-        self._restarts = restarts
         self._ours = nodes.backend is JobBackend.OURS and not self.is_alone
-        self._rules = Rules(nodes, self._terms.why_not, quorum=self._ours)
         self._id = uuid.uuid4().hex
         self._store: Store | None = None
         self._directory: RendezvousBackend | None = None  # of torch's, which names who serves
@@ -345,7 +340,6 @@ class Rendezvous(RendezvousHandler):
             listener = listening(self._own_address())  # in case that the host that serves is lost
         self._server_port = listener.getsockname()[1]
         self._server = StoreServer(listener, nodes.token, self._clock)
-        self._server.start()
         decides, where = nodes.rank == 0, (nodes.address, nodes.port)
         if not self._ours:
             self._directory = self._torchs()
@@ -355,10 +349,7 @@ class Rendezvous(RendezvousHandler):
             self._decide_from(self._first_state())
         try:
             return connect(
-                *where,
-                nodes.token,
-                self._id,
-                SILENCE,
+                lambda: GuardedStore(*where, nodes.token, self._id, SILENCE),
                 patience=nodes.timeout,
                 pause=_RETRY,
                 look=self._look_for_stop,
@@ -369,7 +360,7 @@ class Rendezvous(RendezvousHandler):
             raise self._unreachable(error) from None
 
     def _first_state(self) -> JobState:
-        return JobState(terms=self._agreed(), restarts=self._restarts, server=self._id)
+        return JobState(terms=self._agreed(), restarts=self.restarts, server=self._id)
 
     def _look_for_stop(self) -> None:
         if self._stopped():
@@ -472,7 +463,7 @@ class Rendezvous(RendezvousHandler):
         facts: dict[str, Any] = {"--nnodes": self.nodes.nnodes, "--nproc": self.nproc}
         facts |= {name: version_of(name) or "not installed" for name in ("shardwise", "torch")}
         if self.nodes.is_elastic:
-            facts |= self._terms.options
+            facts |= self.nodes.options
         agreed: dict[str, Any] = json.loads(json.dumps(facts))
         return agreed
 
@@ -595,7 +586,7 @@ class Rendezvous(RendezvousHandler):
         here = {host.id for host in state.hosts}
         reports = self._reports(state)
         losses = self._losses(state)
-        state.look(reports, losses, self._rules, self._timers)
+        state.look(reports, losses, self.nodes, self._timers)
         is_new = plain.written(state) != self._plan
         if is_new or time.monotonic() - self._claimed > _CLAIMING:
             self._claim()
@@ -694,15 +685,14 @@ class Rendezvous(RendezvousHandler):
         if suspended or isinstance(cause, StoreDroppedError):
             raise self._left_behind() from error
         me = seen.host(self._id)
-        if self._state is not None or me is None or seen.is_over or seen.generation < 0:
-            raise LostError(self._lost(why)) from error
+        ends = self._state is not None or me is None or seen.is_over or seen.generation < 0
         is_loss = seen.host(seen.server) is not None  # or it has left in order
-        if seen.is_running and is_loss and not seen.restarts:
+        ends |= seen.is_running and is_loss and not seen.restarts
+        if ends or not self._move(why, silent):
             raise LostError(self._lost(why)) from error
-        self._move(why, silent, error)
 
-    def _move(self, why: str, silent: bool, error: BaseException) -> None:
-        """Meet at the host with the lowest number, of those that can be reached.
+    def _move(self, why: str, silent: bool) -> bool:
+        """Meet at the host with the lowest number, of those that can be reached, if that is sound.
 
         Two halves of a job must never both continue. A host whose system refuses connections at its
         port has ended. A host that is silent may continue, so a majority of the others is needed.
@@ -717,16 +707,15 @@ class Rendezvous(RendezvousHandler):
         voters.sort(key=lambda voter: voter.number)
         for host in voters if self._directory is None else self._elected(voters, gone):
             if host.id == self._id:
-                self._serve(voters, gone, dead, why, error)
-                return
+                return self._serve(voters, gone, dead, why)
             if host.id == seen.server:
                 continue
             if self._follow(host):
-                return
+                return True
             gone.append(host)
             if _refuses(host.address, host.port):
                 dead.add(host.id)
-        raise LostError(self._lost(why)) from error
+        return False
 
     def _elected(self, voters: list[Host], gone: list[Host]) -> Iterator[Host]:
         """Yield the host that a backend of torch's names, and another one once that is gone too."""
@@ -767,15 +756,13 @@ class Rendezvous(RendezvousHandler):
             return False
         return True
 
-    def _serve(
-        self, voters: list[Host], gone: list[Host], dead: set[str], why: str, error: BaseException
-    ) -> None:
+    def _serve(self, voters: list[Host], gone: list[Host], dead: set[str], why: str) -> bool:
         """Serve the rendezvous, if the hosts that come here are enough."""
         try:
             address = self._own_address()
             store = GuardedStore(address, self._server_port, self.nodes.token, self._id, SILENCE)
         except (UserError, *_FAILURES):  # its own link is down
-            raise LostError(self._lost(why)) from error
+            return False
         others = [host.id for host in voters if host not in gone and host.id != self._id]
         needed, least = len(voters) - len(dead), 0.0
         if self._directory is not None:
@@ -794,7 +781,9 @@ class Rendezvous(RendezvousHandler):
         suspended = self._clock.was_suspended(began, SILENCE / 2)  # they may have met elsewhere
         if suspended or not enough:
             store.close()
-            raise (self._left_behind() if suspended else LostError(self._lost(why))) from error
+            if suspended:
+                raise self._left_behind()
+            return False
         # Some may have read later changes than this host.
         votes = [plain.read(JobState, store.get(f"{_VOTE}{id_}")) for id_ in came]
         known = [self._seen, *votes]
@@ -807,6 +796,7 @@ class Rendezvous(RendezvousHandler):
         store.set(_MOVED, self._here())
         if self.nodes.is_elastic and self._ours:
             threading.Thread(target=self._guide_newcomers, daemon=True).start()
+        return True
 
     def _votes_here(self, store: Store, id_: str) -> bool:
         return store.check([f"{_VOTE}{id_}"]) and not store.check([CLOSED + id_])

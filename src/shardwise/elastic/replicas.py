@@ -40,7 +40,7 @@ class _Replica(Agent):
     def __init__(self, launcher: ReplicaLauncher, replica: ReplicaWorld, signals: Signals) -> None:
         ranks, restarts = launcher.ranks, launcher.restarts
         meeting = Rendezvous(HERE, ranks, restarts, stopped=lambda: bool(signals.noted))
-        super().__init__(launcher.command, ranks, meeting, restarts, signals)
+        super().__init__(launcher.command, meeting, signals)
         self._launcher, self._replica = launcher, replica
         self._failure: LocalRank | None = None  # of the last start
         self._is_given_up = False
@@ -100,7 +100,7 @@ class _Replica(Agent):
         is_over = self._is_given_up or self.signals.noted or self._launcher.finished
         if verdict.next is not Next.FAIL or failure is None or is_over:
             return
-        number, limit = self._replica.number, f" (--max-restarts {self.restarts})"
+        number, limit = self._replica.number, f" (--max-restarts {self.meeting.restarts})"
         if failure.report is not None:
             say(f"replica {number}: {failure.report.text}")
             limit = "" if failure.report.ending is Ending.USER else limit

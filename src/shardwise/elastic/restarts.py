@@ -5,19 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 
-from shardwise.elastic.hosts import HERE, Command, Nodes, OnJoin, Terms
+from shardwise.elastic.hosts import HERE, Command, Nodes
 from shardwise.elastic.rank import importing
 from shardwise.elastic.world import environment
 
 
-def run_job(
-    command: Command,
-    nproc: int,
-    restarts: int,
-    nodes: Nodes = HERE,
-    terms: Terms | None = None,
-    on_join: OnJoin = OnJoin.RESTART,
-) -> int:
+def run_job(command: Command, nproc: int, restarts: int, nodes: Nodes = HERE) -> int:
     """Run this host's part of a job.
 
     Args:
@@ -25,8 +18,6 @@ def run_job(
         nproc: ranks of this host.
         restarts: how often to restart after a rank or a host was lost.
         nodes: the job; by default on this host alone.
-        terms: what hosts that join later have to agree on.
-        on_join: what ranks do when more hosts join.
 
     Returns:
         The exit code of this host's last generation.
@@ -42,5 +33,5 @@ def run_job(
         from shardwise.elastic.rendezvous import Rendezvous
 
     with contextlib.closing(Signals()) as signals, agents_environment():
-        rendezvous = Rendezvous(nodes, nproc, restarts, terms, lambda: signals.end_waiting)
-        return Agent(command, nproc, rendezvous, restarts, signals, on_join).run_job()
+        rendezvous = Rendezvous(nodes, nproc, restarts, lambda: signals.end_waiting)
+        return Agent(command, rendezvous, signals).run_job()

@@ -25,7 +25,7 @@ _GROWTH = 4  # how much longer it is each time until they are asked again
 _WRITING = 0.5  # seconds within which a rank writes its stacks
 _DEPTH = 8  # frames of a stack that are shown
 _ASK = signal.SIGQUIT
-_STACKS = "stacks"  # the file, beside the report
+STACKS = "stacks"  # the file, beside the report
 
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)')
 
@@ -36,19 +36,13 @@ def answer_to(report: Path) -> None:
     Raises:
         OSError: there is no such file. A request now would end the process.
     """
-    stacks = report.with_name(_STACKS).open("a")
+    stacks = report.with_name(STACKS).open("a")
     faulthandler.register(_ASK, file=stacks, all_threads=False, chain=False)
     _open.append(stacks)
 
 
 #: Never closed: they live as long as the process.
 _open: list[IO[str]] = []
-
-
-def stacks_of(folder: Path) -> str:
-    """Return all stacks that the rank with this folder has written; none: it could not yet."""
-    file = folder / _STACKS
-    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def where(stacks: str) -> str:

@@ -14,7 +14,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from shardwise.elastic.errors import Stopped, say, signal_name
-from shardwise.elastic.rank import STOP_SIGNALS, StopSignals, report_stage
+from shardwise.elastic.rank import STOP_SIGNALS, StopSignals
 from shardwise.elastic.world import launched_here
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class GracefulStop:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._group = group
-        self._signals = StopSignals(report_stage)
+        self._signals = StopSignals()
         self._signum = 0  # the signal that the ranks agreed on
         self._block = contextlib.ExitStack()
 
@@ -117,10 +117,9 @@ class GracefulStop:
         from shardwise.base import devices
         from shardwise.transport.peers import Peers
 
-        peers = Peers(self._group)
+        device = devices.CPU
         try:
-            peers.backend(devices.CPU)
-            device = devices.CPU
+            Peers(self._group).backend(device)
         except ValueError:  # of accelerators alone
             device = devices.current(devices.default_type())
         asked = torch.tensor(signum, dtype=torch.int32, device=device)

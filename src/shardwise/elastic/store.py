@@ -145,8 +145,6 @@ def _carry_out(values: dict[bytes, bytes], request: bytes, arguments: list[bytes
             return [b"done", values[key]]
         case b"delete_key", [key]:
             return [b"missing" if values.pop(key, None) is None else b"done"]
-        case b"num_keys", []:
-            return [b"done", b"%d" % len(values)]
     raise ValueError(f"found request {request!r} with {len(arguments)} arguments")
 
 
@@ -191,17 +189,13 @@ class StoreServer:
         self._values: dict[bytes, bytes] = {}
         self._clients: dict[bytes, _Client] = {}
         self._strangers: dict[asyncio.Task[None], None] = {}  # the oldest first
-
-    def start(self) -> None:
-        """Serve from now on."""
         self._listener.setblocking(False)
         self._thread.start()
 
     def close(self) -> None:
         """End all connections and the thread. Clients raise :class:`StoreClosedError`."""
         self._call(self._closed.set)
-        if self._thread.is_alive():
-            self._thread.join()
+        self._thread.join()
         self._loop.close()
         self._listener.close()
 
@@ -385,8 +379,8 @@ class StoreServer:
 class GuardedStore(Store):
     """A client of a :class:`StoreServer`, with the methods of torch's ``TCPStore``.
 
-    Its queues, ``append`` and ``compare_set`` are left out; ``multi_get`` and ``multi_set`` take
-    one key after the other. Unlike there, a value is set when ``set`` returns.
+    Its queues, ``append``, ``compare_set`` and ``num_keys`` are left out; ``multi_get`` and
+    ``multi_set`` take one key after the other. Unlike there, a value is set when ``set`` returns.
 
     It makes one attempt to connect, and does not connect again: when the connection has ended, all
     methods raise. Several threads may use it at once; one that waits for a key does not hold up the
@@ -490,13 +484,7 @@ class GuardedStore(Store):
         """Delete a key, and return whether it had a value."""
         return self._ask(b"delete_key", key) == [b"done"]
 
-    def num_keys(self) -> int:
-        """Return the number of keys."""
-        return int(self._ask(b"num_keys")[1])
-
-    # How torch's C++ code, such as PrefixStore, calls these two.
-    deleteKey = delete_key  # noqa: N815
-    getNumKeys = num_keys  # noqa: N815
+    deleteKey = delete_key  # noqa: N815  # how torch's C++ code, such as PrefixStore, calls it
 
     def _wait(self, request: bytes, keys: list[str], timeout: timedelta) -> list[bytes]:
         """Ask for keys until they are there.
@@ -593,11 +581,7 @@ def serve_ranks(address: str, listener: socket.socket) -> TCPStore:
 
 
 def connect(
-    address: str,
-    port: int,
-    token: bytes,
-    name: str,
-    seconds: float,
+    attempt: Callable[[], GuardedStore],
     *,
     patience: float,
     pause: float,
@@ -606,11 +590,7 @@ def connect(
     """Connect to a store whose server may start later.
 
     Args:
-        address: as for :class:`GuardedStore`, and so are the next four.
-        port: of the server.
-        token: the shared secret.
-        name: of this client.
-        seconds: limit for one attempt, and for each answer later.
+        attempt: connects once.
         patience: seconds to try.
         pause: seconds between two attempts.
         look: called after each attempt that fails; what it raises ends the wait.
@@ -622,7 +602,7 @@ def connect(
     deadline = process_clock().now() + patience
     while True:
         try:
-            return GuardedStore(address, port, token, name, seconds)
+            return attempt()
         except StoreRefusedError:
             raise
         except OSError:

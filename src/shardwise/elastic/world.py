@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwise.base import plain
 from shardwise.elastic.errors import UserError
 
 # Set by our launcher for its children, in addition to torch's variables.
@@ -25,10 +26,7 @@ LOST = "SHARDWISE_LOST"  # who was lost before this generation of ranks began
 JOB = "SHARDWISE_JOB"  # id of the job, the same after a restart
 
 # Set by our launcher for the ranks of a replica that is a world of its own.
-REPLICA = "SHARDWISE_REPLICA"  # its number and the number of replicas, such as 2/4
-RESTARTS = "SHARDWISE_REPLICA_RESTARTS"  # how often it was restarted
-QUORUM = "SHARDWISE_QUORUM"  # address and port where the replicas meet
-QUORUM_TOKEN = "SHARDWISE_QUORUM_TOKEN"
+REPLICA = "SHARDWISE_REPLICA"  # the ReplicaWorld
 
 # Set by a program that runs ranks in workers of its own.
 WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
@@ -62,25 +60,24 @@ class World:
         return max(1, self.size // self.local_size)
 
 
-def find_world(environ: Mapping[str, str] | None = None) -> World | None:
+def find_world() -> World | None:
     """Return the world that the environment describes, or None if it describes none.
 
     Raises:
         UserError: a variable is missing, is not a number, or is out of range.
     """
-    env = os.environ if environ is None else environ
-    if "RANK" not in env and "WORLD_SIZE" not in env:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        if name not in env:
+        if name not in os.environ:
             raise UserError(
                 f"environment: found no {name}, expected RANK, WORLD_SIZE, MASTER_ADDR and "
                 "MASTER_PORT together; start with torchrun, or pass --nproc and set none of them"
             )
-    size = _number(env, "WORLD_SIZE", None, low=1)
-    rank = _number(env, "RANK", None, low=0, below=size)
-    local_size = _number(env, "LOCAL_WORLD_SIZE", size, low=1)
-    local_rank = _number(env, "LOCAL_RANK", rank, low=0, below=local_size)
+    size = _number("WORLD_SIZE", None, low=1)
+    rank = _number("RANK", None, low=0, below=size)
+    local_size = _number("LOCAL_WORLD_SIZE", size, low=1)
+    local_rank = _number("LOCAL_RANK", rank, low=0, below=local_size)
     return World(rank, size, local_rank, local_size)
 
 
@@ -109,23 +106,13 @@ class ReplicaWorld:
 
     def environment(self) -> dict[str, str]:
         """Return the variables that :func:`find_replica` reads."""
-        return {
-            REPLICA: f"{self.number}/{self.count}",
-            RESTARTS: str(self.restarts),
-            QUORUM: self.server,
-            QUORUM_TOKEN: self.token,
-        }
+        return {REPLICA: plain.written(self).decode()}
 
 
-def find_replica(environ: Mapping[str, str] | None = None) -> ReplicaWorld | None:
+def find_replica() -> ReplicaWorld | None:
     """Return the replica that this process is a rank of, if that is a world of its own."""
-    env = os.environ if environ is None else environ
-    if REPLICA not in env:
-        return None
-    number, _, count = env[REPLICA].partition("/")
-    return ReplicaWorld(
-        int(number), int(count), env[QUORUM], env.get(QUORUM_TOKEN, ""), int(env[RESTARTS])
-    )
+    text = os.environ.get(REPLICA)
+    return None if text is None else plain.read(ReplicaWorld, text.encode())
 
 
 @contextlib.contextmanager
@@ -145,9 +132,7 @@ def environment(**values: str) -> Iterator[None]:
 
 def usable_cores() -> int:
     """Return the number of cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def most_ranks() -> tuple[int, str]:
@@ -157,7 +142,7 @@ def most_ranks() -> tuple[int, str]:
         UserError: the variable by which the user says it is no number.
     """
     if MOST_RANKS in os.environ:
-        most = _number(os.environ, MOST_RANKS, None, low=1)
+        most = _number(MOST_RANKS, None, low=1)
         return most, f"at most {most}, as {MOST_RANKS} says"
     cores, memory = usable_cores(), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     most = max(1, min(_PER_CORE * cores, memory // _PER_RANK))
@@ -196,10 +181,8 @@ def job_id() -> str | None:
     return f"{run_id}, process {agent} on {socket.gethostname()}, started at tick {started}"
 
 
-def _number(
-    env: Mapping[str, str], name: str, default: int | None, *, low: int, below: int | None = None
-) -> int:
-    text = env.get(name, str(default))
+def _number(name: str, default: int | None, *, low: int, below: int | None = None) -> int:
+    text = os.environ.get(name, str(default))
     expected = f"at least {low}" if below is None else f"{low} to {below - 1}"
     if not text.isdecimal() or int(text) < low or (below is not None and int(text) >= below):
         raise UserError(f"environment: found {name}={text}, expected {expected}")

@@ -82,7 +82,7 @@ def make_mesh(
         dist.init_process_group()
     try:
         devices.check_type(device_type)
-    except devices.UnusableError as error:
+    except ValueError as error:
         raise ValueError(f"device_type on rank {dist.get_rank()}: {error}") from None
     make = functools.partial(init_device_mesh, device_type, shape, mesh_dim_names=names)
     if len(shape) == 1 and device_type == "cpu":
@@ -179,7 +179,7 @@ def check_member(mesh: DeviceMesh, what: str) -> None:
         )
     try:
         devices.check_type(kind)
-    except devices.UnusableError as error:
+    except ValueError as error:
         raise ValueError(
             f"{what} on rank {rank}: the mesh is on {kind!r} devices, {error}; make it with "
             f"init_device_mesh({devices.default_type()!r}, ...)"

@@ -307,7 +307,7 @@ class OptimizerOnShards(torch.optim.Optimizer):
         for each in entries:
             if state := cell.state_of(each.param):
                 self.state[each.param] = {
-                    key: _beside(each.param, value) if key in self._cut else value
+                    key: dtensor.placed_as(each.param, value) if key in self._cut else value
                     for key, value in state.items()
                 }
         return results
@@ -440,13 +440,6 @@ def _mesh(param: Tensor) -> DeviceMesh | None:
     if not isinstance(param, DTensor) or param.device_mesh.size() == 1:
         return None
     return param.device_mesh
-
-
-def _beside(param: Tensor, value: Tensor) -> Tensor:
-    """Return a state that is sharded as its parameter is."""
-    if not isinstance(param, DTensor):
-        return value
-    return dtensor.wrap_local(value, dtensor.with_dtype(dtensor.spec_of(param), value.dtype))
 
 
 def _cost(unit: Unit) -> int:

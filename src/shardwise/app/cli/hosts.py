@@ -16,7 +16,7 @@ from shardwise.app.cli.options import Options, keyword_only, with_options
 from shardwise.app.cli.run import HostsConfig
 from shardwise.base.units import show
 from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, Nodes, numbers_of_hosts
-from shardwise.elastic.network import format_endpoint, is_ipv6
+from shardwise.elastic.network import format_endpoint, is_address
 from shardwise.insight.schema.option import (
     Bounds,
     Config,
@@ -195,7 +195,7 @@ class LaunchLines(Config):
         require(are_names, "--hosts", ",".join(self.names), "names, each once")
         for host in self.names:
             expected = "names without ports; the port goes into --rdzv-port"
-            require(":" not in host or is_ipv6(host), "--hosts", host, expected)
+            require(":" not in host or is_address(host), "--hosts", host, expected)
         require(0 < self.rdzv_port < 65536, "--rdzv-port", self.rdzv_port, "1 to 65535")
         if self.nnodes is None:
             return

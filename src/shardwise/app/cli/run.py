@@ -24,7 +24,7 @@ from shardwise.app.recipes.rank import command_of
 from shardwise.base.units import counted, show
 from shardwise.elastic import program
 from shardwise.elastic.errors import UserError, say
-from shardwise.elastic.hosts import TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin, Terms, spans_hosts
+from shardwise.elastic.hosts import HERE, TOKEN, TOKEN_FILE, JobBackend, Nodes, OnJoin
 from shardwise.elastic.rank import StopSignals, importing, run_rank
 from shardwise.elastic.restarts import run_job
 from shardwise.elastic.world import (
@@ -171,7 +171,7 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
         return
     size = launch.world_size
     require(size is None, "--world-size", f"{size} without --dry-run", "--nproc, or torchrun's")
-    if spans_hosts(nodes):
+    if nodes is not None and nodes.count > 1:
         job.span_hosts()
     world = find_world()
     processes = check_nproc(launch.nproc, world)
@@ -196,7 +196,10 @@ def run(job: TrainingJob, launch: LaunchConfig) -> None:
     require(nodes is None or job.deadline is None, "--diloco-deadline", job.deadline, expected)
     # Several hosts may each have a disk of their own, and would each choose for themselves.
     chosen = job.choose_folder() if nodes is None else None
-    hosts = 1 if nodes is None else _expected_hosts(job, processes, nodes)
+    hosts = 1
+    if nodes is not None:
+        nodes = replace(nodes, why_not=lambda hosts: _why_not(job, _world(hosts, processes)))
+        hosts = nodes.most(nodes.count)[0] or nodes.count
     job.check(_world(hosts, processes))
     with contextlib.ExitStack() as held:
         if nodes is None or nodes.rank == 0:
@@ -247,27 +250,11 @@ def _launch(
 ) -> int:
     """Start this host's ranks of a training, and wait for them."""
     _say_starting(processes)
-    terms = None
-    if nodes is not None and nodes.least is not None:
-        terms = Terms(job.options(), lambda hosts: _why_not(job, _world(hosts, processes)))
-    on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
-    return _start(command, processes, nodes, max_restarts, terms, show, on_join)
-
-
-def _start(
-    command: Sequence[str],
-    processes: int,
-    nodes: Nodes | None,
-    max_restarts: int,
-    terms: Terms | None,
-    tell: Callable[[str], None],
-    on_join: OnJoin = OnJoin.RESTART,
-) -> int:
-    """Start this host's ranks, and wait for them; return their exit code."""
-    if nodes is None:
-        return run_job(lambda attempt: command, processes, max_restarts)
-    tell(_meeting(nodes))
-    return run_job(lambda attempt: command, processes, max_restarts, nodes, terms, on_join)
+    if nodes is not None:
+        on_join = OnJoin.STAY if job.config.train.diloco is None else OnJoin.RESTART
+        nodes = replace(nodes, options=job.options(), on_join=on_join)
+        show(_meeting(nodes))
+    return run_job(lambda attempt: command, processes, max_restarts, nodes or HERE)
 
 
 def _launch_replicas(
@@ -335,17 +322,6 @@ def _say_starting(processes: int) -> None:
 def _world(hosts: int, processes: int) -> World:
     """Return the world over n hosts, as its first rank sees it."""
     return World(0, hosts * processes, 0, processes)
-
-
-def _expected_hosts(job: TrainingJob, processes: int, nodes: Nodes) -> int:
-    """Return the number of hosts to check the configuration with: the largest one that fits."""
-    least = nodes.count if nodes.least is None else nodes.least
-    fitting = (
-        hosts
-        for hosts in range(nodes.count, least - 1, -1)
-        if _why_not(job, _world(hosts, processes)) is None
-    )
-    return next(fitting, nodes.count)
 
 
 def _why_not(job: TrainingJob, world: World) -> str | None:
@@ -422,8 +398,8 @@ def add_to(cli: typer.Typer, *_: str) -> None:
     )
 
     def act(given: Mapping[str, Any]) -> None:
-        words, terms = (_module if given["module"] else _file)(given["words"])
-        sys.exit(_run_script(words, terms, launch.read(given)))
+        words, options = (_module if given["module"] else _file)(given["words"])
+        sys.exit(_run_script(words, options, launch.read(given)))
 
     cli.command(
         "run",
@@ -432,7 +408,7 @@ def add_to(cli: typer.Typer, *_: str) -> None:
     )(with_options(act, [launch], _TEXT, [_WORDS, _MODULE]))
 
 
-def _file(words: list[str]) -> tuple[list[str], Terms]:
+def _file(words: list[str]) -> tuple[list[str], dict[str, str]]:
     """Check a script; return the words of a rank's command, and what hosts have to agree on."""
     path = Path(words[0])
     expected = "a Python file"
@@ -441,17 +417,17 @@ def _file(words: list[str]) -> tuple[list[str], Terms]:
     require(os.access(path, os.R_OK), "SCRIPT", f"{path}, which is not readable", expected)
     # Its arguments may differ between hosts, which may keep data in different folders.
     contents = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    return words, Terms({"SCRIPT": f"{path.name} with SHA-256 {contents}"})
+    return words, {"SCRIPT": f"{path.name} with SHA-256 {contents}"}
 
 
-def _module(words: list[str]) -> tuple[list[str], Terms]:
+def _module(words: list[str]) -> tuple[list[str], dict[str, str]]:
     name = words[0]
     is_name = all(part.isidentifier() for part in name.split("."))
     require(is_name, "--module", name, "the name of a module, such as my_package.train")
-    return ["-m", *words], Terms({"--module": name})
+    return ["-m", *words], {"--module": name}
 
 
-def _run_script(words: Sequence[str], terms: Terms, launch: LaunchConfig) -> int:
+def _run_script(words: Sequence[str], options: dict[str, str], launch: LaunchConfig) -> int:
     nodes, world = launch.nodes(), find_world()
     if world is not None:
         raise UserError(
@@ -459,5 +435,7 @@ def _run_script(words: Sequence[str], terms: Terms, launch: LaunchConfig) -> int
             "WORLD_SIZE; what has set them starts the ranks, so give it the script itself"
         )
     processes, command = check_nproc(launch.nproc, None), program.command_of(words)
-    # Standard output is the script's.
-    return _start(command, processes, nodes, launch.max_restarts, terms, say)
+    if nodes is not None:
+        nodes = replace(nodes, options=options)
+        say(_meeting(nodes))  # standard output is the script's
+    return run_job(lambda attempt: command, processes, launch.max_restarts, nodes or HERE)

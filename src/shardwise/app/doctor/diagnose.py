@@ -228,7 +228,6 @@ class HostGroup:
 
         nodes = self._nodes
         self._server = StoreServer(_listen(nodes), nodes.token)
-        self._server.start()
         self._admit(self._server)
 
     def _admit(self, server: StoreServer) -> None:
@@ -356,11 +355,11 @@ def _check_torch() -> None:
 
 def _connect(nodes: Nodes, name: str) -> GuardedStore:
     """Connect to host 0, and retry for ``--timeout``, since its command may start later."""
-    from shardwise.elastic.store import StoreRefusedError, connect
+    from shardwise.elastic.store import GuardedStore, StoreRefusedError, connect
 
     where = nodes.address, nodes.port, nodes.token, name, _ANSWER
     try:
-        return connect(*where, patience=nodes.timeout, pause=_RETRY)
+        return connect(lambda: GuardedStore(*where), patience=nodes.timeout, pause=_RETRY)
     except StoreRefusedError as error:
         text, _, advice = printable(str(error)).partition("; ")
         raise RendezvousError(text, advice) from None

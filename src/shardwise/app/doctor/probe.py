@@ -280,7 +280,7 @@ def _find(memory: PairLink) -> Probe:
     return Probe(
         memory=memory,
         kind="" if found is None else found.type,
-        models=[(model.name, model.memory) for model in devices.models()],
+        models=devices.models(),
         versions=devices.versions(),
         problem=devices.why_none(),
     )

@@ -19,6 +19,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -394,15 +395,11 @@ def _open_nameless(folder: Path) -> int:
     Raises:
         OSError: no file can be made in the folder.
     """
-    direct = getattr(os, "O_DIRECT", 0)
-    if hasattr(os, "O_TMPFILE"):
-        for flags in (direct, 0):
-            with contextlib.suppress(OSError):
-                return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-    # A file system without such files: a crash in the next line leaves an empty file behind.
-    file, name = tempfile.mkstemp(prefix=".shardwise-offload-", dir=folder)
-    os.unlink(name)
-    return file
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        number = os.dup(file.fileno())
+    with contextlib.suppress(OSError):
+        fcntl.fcntl(number, fcntl.F_SETFL, getattr(os, "O_DIRECT", 0))
+    return number
 
 
 def _close(threads: ThreadPoolExecutor, process: int) -> None:

@@ -19,9 +19,9 @@ WILL_NEED, DONT_NEED, HUGE_PAGE, POPULATE_READ = 3, 4, 14, 22
 
 _FUTEX_WAIT, _FUTEX_WAKE = 0, 1
 _EVERYONE = 2**31 - 1
-# The number of the system call. On other processors, writes may become visible in another order
-# than the program's, which the code that builds on this does not allow for.
-_FUTEX = {"x86_64": 202}
+# The number of the system call on x86-64. On other processors, writes may become visible in another
+# order than the program's, which the code that builds on this does not allow for.
+_FUTEX = 202
 
 
 @functools.cache
@@ -38,6 +38,10 @@ def libc() -> Any:
     found.mprotect.argtypes = [address, size, number]
     found.fallocate.argtypes = [number, number, offset, offset]
     found.syscall.restype = ctypes.c_long
+    found.syscall.argtypes = [
+        *(ctypes.c_long, address, number, ctypes.c_uint32),
+        *(address, address, number),
+    ]
     found.sync_file_range.argtypes = [number, offset, offset, ctypes.c_uint]
     return found
 
@@ -63,7 +67,7 @@ class _Timespec(ctypes.Structure):
 
 def has_futex() -> bool:
     """Whether this machine can sleep on shared memory, and shows writes in the program's order."""
-    return sys.platform == "linux" and platform.machine() in _FUTEX and sys.maxsize > 2**32
+    return sys.platform == "linux" and platform.machine() == "x86_64" and sys.maxsize > 2**32
 
 
 def wait_on(address: int, value: int, seconds: float) -> None:
@@ -75,16 +79,7 @@ def wait_on(address: int, value: int, seconds: float) -> None:
         OSError: the system refuses.
     """
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
-    result = libc().syscall(
-        ctypes.c_long(_FUTEX[platform.machine()]),
-        ctypes.c_void_p(address),
-        ctypes.c_int(_FUTEX_WAIT),
-        ctypes.c_uint32(value),
-        ctypes.byref(limit),
-        None,
-        ctypes.c_int(0),
-    )
-    if result < 0:
+    if libc().syscall(_FUTEX, address, _FUTEX_WAIT, value, ctypes.byref(limit), None, 0) < 0:
         code = ctypes.get_errno()
         if code not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise OSError(code, os.strerror(code))
@@ -92,15 +87,7 @@ def wait_on(address: int, value: int, seconds: float) -> None:
 
 def wake(address: int) -> None:
     """Wake all who sleep on the 32-bit number at ``address``."""
-    libc().syscall(
-        ctypes.c_long(_FUTEX[platform.machine()]),
-        ctypes.c_void_p(address),
-        ctypes.c_int(_FUTEX_WAKE),
-        ctypes.c_int(_EVERYONE),
-        None,
-        None,
-        ctypes.c_int(0),
-    )
+    libc().syscall(_FUTEX, address, _FUTEX_WAKE, _EVERYONE, None, None, 0)
 
 
 # -- pages of a file that is mapped ---------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwise.base.observe import Activity, Memory
 
@@ -139,8 +140,7 @@ class Log:
     exchanged: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Something that took time, or is predicted to.
 
     Attributes:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from shardwise._torch import c10d, dtensor, fake
 from shardwise.base import devices
 from shardwise.base.observe import Memory, observing
-from shardwise.base.places import OffloadPlace
+from shardwise.base.places import folder_of_place
 from shardwise.base.scratch import file
 from shardwise.diloco.average import sent_nbytes
 from shardwise.diloco.fragment import Fragment
@@ -239,11 +239,11 @@ class _Optimizer:
             trained = [shard for _, shard in self._shards]
         self.inner = make_optimizer(settings, model, trained)
         if self.inner is not None and settings.offload is not None:
-            place = OffloadPlace.parse(settings.offload)
-            stays = place.folder is None and settings.device_type == devices.CPU.type
+            on_host = folder_of_place(settings.offload) is None
+            stays = on_host and settings.device_type == devices.CPU.type
             store = None if stays else PlannedStore()
             self.inner = OffloadedOptimizer(
-                self.inner, place, Masters(_DTYPES[settings.master_dtype]), lambda _: store
+                self.inner, Masters(_DTYPES[settings.master_dtype]), lambda _: store
             )
         self.exchanged = 0
         self._outer: list[torch.Tensor] = []
@@ -485,7 +485,7 @@ def _offloaded_parameters(settings: Settings, model: nn.Module) -> frozenset[nn.
     if settings.device_type != devices.CPU.type:
         expected = "None for an accelerator: plans do not count the memory of its host"
         raise SettingsError("offload_parameters", settings.offload_parameters, expected)
-    if OffloadPlace.parse(settings.offload_parameters).folder is None:
+    if folder_of_place(settings.offload_parameters) is None:
         return frozenset()
     every = {p for p in model.parameters() if dtensor.plain(p).nbytes >= file.SMALLEST}
     return frozenset(every)

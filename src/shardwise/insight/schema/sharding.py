@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, fields, replace
 from typing import get_args
 
-from shardwise.base.places import OffloadPlace
+from shardwise.base.places import folder_of_place
 from shardwise.base.units import counted
 from shardwise.frontends.strategies import (
     HOST,
@@ -220,7 +220,7 @@ class StrategyConfig(Config):
         require(not alone, "--recompute-every", self.recompute_every, expected)
         for name, place in self._places.items():
             try:
-                OffloadPlace.parse(place)
+                folder_of_place(place)
             except ValueError:
                 expected = "host, or disk:FOLDER with a folder of a local disk"
                 raise OptionError(name, place, expected) from None
@@ -244,7 +244,7 @@ class StrategyConfig(Config):
         """
         StrategyConfig.check_values(self)
         for name, place in self._places.items():
-            folder = OffloadPlace.parse(place).folder
+            folder = folder_of_place(place)
             expected = "a folder that exists, where the local disk is mounted"
             require(folder is None or folder.is_dir(), name, f"{place}, no folder", expected)
 

@@ -171,7 +171,7 @@ class SharedClock:
     first: Reading
     last: Reading
 
-    def __call__(self, own: int) -> float:
+    def __call__(self, own: float) -> float:
         """Return the shared time of a time of this rank, in nanoseconds of its clock.
 
         It is 0 when the recording began on the first rank.

@@ -130,9 +130,8 @@ def _laid_out(
 def nested(slices: Iterable[_Slice]) -> list[list[_Slice]]:
     """Divide slices into lanes, in each of which any two are apart or one is inside the other."""
     lanes: list[list[_Slice]] = []
-    open_in: list[
-        list[float]
-    ] = []  # by lane, the ends of the slices that are open, outermost first
+    # By lane, the ends of the slices that are open, outermost first.
+    open_in: list[list[float]] = []
     for each in sorted(slices, key=lambda s: (s[0], -s[1])):
         begin, end = each[:2]
         for lane, ends in zip(lanes, open_in, strict=True):

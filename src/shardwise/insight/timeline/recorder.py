@@ -12,7 +12,7 @@ import itertools
 import platform
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,10 +41,9 @@ _ON_DEVICE = frozenset(
     }
 )
 
-_NO_WIRE = Route("", "", 0)
-
 Mark = devices.TimedEvent
-_Started = tuple[Activity, str, str, int, int, Route, int, int, Mark | None]
+#: A span, in nanoseconds of the host and with the thread's own number, and where the device begins.
+_Started = tuple[Span, Mark | None]
 
 
 def check_step(number: object) -> None:
@@ -140,11 +139,11 @@ class Recorder:
         self._now = now
         self._device = device
         self._open: dict[int, _Started] = {}
-        self._spans: deque[tuple[_Started, int | None, Mark | None]] = deque(maxlen=limit)
+        self._spans: deque[tuple[Span, Mark | None, Mark | None]] = deque(maxlen=limit)
         self._changes: deque[tuple[int, Memory, str, int]] = deque(maxlen=limit)
         self._ended = itertools.count()
         self._changed = itertools.count()
-        self._held: dict[Memory, int] = {}  # when the recording began, as far as it is known
+        self._held: Counter[Memory] = Counter()  # when the recording began, as far as it is known
         self._optimizers: dict[int, tuple[int, int]] = {}  # id: number of states, their bytes
         self._stepping: dict[int, int] = {}  # id of an optimizer: number of its activity
         self._steps: deque[_StepMark] = deque(maxlen=limit)
@@ -162,9 +161,9 @@ class Recorder:
             mark = self._device.mark()
         thread = threading.get_ident()
         now = self._now()
+        self._open[number] = Span(activity, name, now, None, dimension, nbytes, thread), mark
         if self._has_stepped and self._finds_steps and activity is Activity.FORWARD:
             self._begin_step(now)
-        self._open[number] = (activity, name, dimension, nbytes, thread, _NO_WIRE, 0, now, mark)
         return number
 
     def collective(
@@ -173,10 +172,9 @@ class Recorder:
         """Note that a collective is issued."""
         number = next(_numbers)
         thread = threading.get_ident()
-        self._open[number] = (
-            *(activity, name, wire.dimension, nbytes, thread, wire, launches),
-            *(self._now(), None),
-        )
+        over = wire.transport, launches, wire.members
+        issued = Span(activity, name, self._now(), None, wire.dimension, nbytes, thread, *over)
+        self._open[number] = issued, None
         return number
 
     def end(self, number: int) -> None:
@@ -184,8 +182,9 @@ class Recorder:
         started = self._open.pop(number, None)
         if started is None:
             return  # it began before the recording
-        mark = None if started[-1] is None or self._device is None else self._device.mark()
-        self._spans.append((started, self._now(), mark))
+        span, first = started
+        last = None if first is None or self._device is None else self._device.mark()
+        self._spans.append((span._replace(end=self._now()), first, last))
         next(self._ended)
 
     def memory(self, kind: Memory, name: str, nbytes: int) -> None:
@@ -237,7 +236,11 @@ class Recorder:
         Raises:
             RuntimeError: another observer watches this process.
         """
-        with watching(self), self._watching_optimizers():
+        with (
+            watching(self),
+            register_optimizer_step_pre_hook(self._before_optimizer),
+            register_optimizer_step_post_hook(self._after_optimizer),
+        ):
             if self._device is not None:
                 self._device.begin()
             self._began = self._now()
@@ -248,19 +251,6 @@ class Recorder:
                 if self._device is not None:
                     self._device.end()
 
-    @contextlib.contextmanager
-    def _watching_optimizers(self) -> Iterator[None]:
-        """Report the steps of all optimizers, until the end of the block."""
-        hooks = (
-            register_optimizer_step_pre_hook(self._before_optimizer),
-            register_optimizer_step_post_hook(self._after_optimizer),
-        )
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if observe.watchers()[0] is not self:
             return
@@ -268,11 +258,9 @@ class Recorder:
         self._stepping[id(optimizer)] = self.begin(Activity.OPTIMIZER, name, "", 0)
         if id(optimizer) not in self._optimizers:
             params = [param for group in optimizer.param_groups for param in group["params"]]
-            known = self._held.get(Memory.PARAMETERS, 0)
-            self._held[Memory.PARAMETERS] = known + sum(map(_nbytes, params))
             states = _states(optimizer)
-            known = self._held.get(Memory.OPTIMIZER, 0)
-            self._held[Memory.OPTIMIZER] = known + states
+            self._held[Memory.PARAMETERS] += sum(map(_nbytes, params))
+            self._held[Memory.OPTIMIZER] += states
             self._optimizers[id(optimizer)] = len(optimizer.state), states
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -293,7 +281,7 @@ class Recorder:
         rank: int,
         world_size: int,
         device: str,
-        shared: Callable[[int], float],
+        shared: Callable[[float], float],
         error: str = "",
         uncertainty: float = 0.0,
     ) -> RankTimeline:
@@ -308,33 +296,25 @@ class Recorder:
             uncertainty: seconds by which that clock may be off.
         """
         ended = list(self._spans)
-        begun = sorted(self._open.values(), key=lambda started: started[-2])
+        begun = sorted(self._open.values(), key=lambda started: started[0].begin)
         last = self._steps[-1].begin if self._steps else self._began
         # What did not end belongs to where the rank was last, or an exception ended it long ago.
-        unfinished = [(each, None, None) for each in begun if each[-2] >= last]
+        unfinished = [(span, first, None) for span, first in begun if span.begin >= last]
         threads: dict[int, int] = {}
 
-        def span(started: _Started, end: int | None, mark: Mark | None) -> Span:
-            activity, name, dimension, nbytes, thread, wire, launches, begin, first = started
+        def of_all(own: Span, first: Mark | None, mark: Mark | None) -> Span:
             on = None
             if (clock := self._device) is not None and first is not None and mark is not None:
                 came, left = (shared(round(clock.seconds(each) * 1e9)) for each in (first, mark))
                 on = came, left
-            return Span(
-                activity=activity,
-                name=name,
-                begin=shared(begin),
-                end=None if end is None else shared(end),
-                dimension=dimension,
-                nbytes=nbytes,
-                thread=threads.setdefault(thread, len(threads)),
-                transport=wire.transport,
-                launches=launches,
-                members=wire.members,
+            return own._replace(
+                begin=shared(own.begin),
+                end=None if own.end is None else shared(own.end),
+                thread=threads.setdefault(own.thread, len(threads)),
                 device=on,
             )
 
-        spans = sorted((span(*each) for each in (*ended, *unfinished)), key=lambda s: s.begin)
+        spans = sorted((of_all(*each) for each in (*ended, *unfinished)), key=lambda s: s.begin)
         dropped = next(self._ended) - len(self._spans) + next(self._changed) - len(self._changes)
         return RankTimeline(
             rank=rank,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import json
 import logging
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +40,7 @@ from shardwise.insight.timeline.meeting import (
 from shardwise.insight.timeline.page import page, trace
 from shardwise.insight.timeline.rank import RankTimeline
 from shardwise.insight.timeline.recorder import DeviceClock, Recorder
-from shardwise.insight.timeline.steps import Timeline, packed, together, unpacked
+from shardwise.insight.timeline.steps import Timeline, together
 from shardwise.transport.peers import Peers
 
 #: Spans, and changes of memory, that one rank keeps at most; and all ranks together.
@@ -69,7 +69,6 @@ class Recording:
         prediction: StepTime | None = None,
         patience: float = PATIENCE,
         now: Callable[[], int] = time.perf_counter_ns,
-        clock: str | None = None,
         model: nn.Module | None = None,
     ) -> None:
         if not 0 < patience < math.inf:
@@ -79,7 +78,6 @@ class Recording:
         self._prediction = prediction
         self._patience = patience
         self._now = now
-        self._clock = clock
         self._model = model
         self._recorder: Recorder | None = None
         self._rank, self._world_size = 0, 1
@@ -118,8 +116,6 @@ class Recording:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        assert self._recorder is not None
-        assert self._first is not None
         self._held.close()
         peers = _peers()
         if error is not None:
@@ -128,7 +124,7 @@ class Recording:
                     self._end(peers).come(_LEFT)  # so that no rank waits for this one
             # Whatever cannot be written now must not hide the error.
             with contextlib.suppress(OSError, CheckpointError):
-                self._leave(self._first, f"{type(error).__name__}: {error}")
+                self._leave(f"{type(error).__name__}: {error}")
             return
         try:
             if self._world_size == 1 or (peers is not None and self._all_have_come(peers)):
@@ -136,9 +132,9 @@ class Recording:
                 return
         except RuntimeError as lost:
             with contextlib.suppress(OSError, CheckpointError):
-                self._leave(self._first, f"{type(lost).__name__}: {lost}")
+                self._leave(f"{type(lost).__name__}: {lost}")
             raise
-        self._leave(self._first)
+        self._leave()
 
     def _begin(self, peers: Peers | None) -> Reading:
         """Meet the other ranks, and compare clocks. If any rank cannot begin, all of them raise."""
@@ -148,8 +144,7 @@ class Recording:
                 make_folder(self.folder)
             return own_clock(self._now)
         doing = "the beginning of a recording"
-        name = clock_of_host() if self._clock is None else self._clock
-        mine = _Arrival.after(observe.check_unobserved, ClockReport(name, self._now()))
+        mine = _Arrival.after(observe.check_unobserved, ClockReport(clock_of_host(), self._now()))
         turns = peers.once(first_turns)
         with peers.collective(doing):  # the store may go with the rank that keeps it
             meeting = turns.take(peers.store, peers.rank, range(peers.size))
@@ -216,32 +211,34 @@ class Recording:
     def _put_together(self, peers: Peers | None) -> None:
         """Gather what ranks have recorded on rank 0, and write it there."""
         if peers is None or not self._meeting:
-            mine = self._of_this_rank(own_clock(self._now))
+            mine = self._of_this_rank()
             ranks = [mine]
         else:
             last = read_clock(peers, self._clocks, f"{self._meeting}/end", self._now)
-            mine = self._of_this_rank(last)
+            mine = self._of_this_rank(last=last)
             parts: list[Any] | None = [b""] * peers.size if mine.rank == 0 else None
-            send = functools.partial(dist.gather_object, packed(mine), parts, 0, group=peers.group)
+            part = zlib.compress(plain.written(mine), 1)
+            send = functools.partial(dist.gather_object, part, parts, 0, group=peers.group)
             peers.call(send, "gathering what ranks have recorded")
-            ranks = [unpacked(part, rank) for rank, part in enumerate(parts or ())] or [mine]
+            ranks = [plain.read(RankTimeline, zlib.decompress(each)) for each in parts or ()]
+            ranks = ranks or [mine]
         self.timeline = Timeline(tuple(ranks), self._prediction)
         if self.folder is not None and mine.rank == 0:
             write(self.timeline, self.folder)
 
-    def _leave(self, last: Reading, error: str = "") -> None:
+    def _leave(self, error: str = "") -> None:
         """Keep what this rank knows, and write it by itself: peers may be gone."""
-        mine = self._of_this_rank(last, error)
+        mine = self._of_this_rank(error)
         self.timeline = Timeline((mine,), self._prediction)
         if self.folder is not None:
             leave(self.timeline, self.folder)
 
-    def _of_this_rank(self, last: Reading, error: str = "") -> RankTimeline:
+    def _of_this_rank(self, error: str = "", last: Reading | None = None) -> RankTimeline:
         assert self._recorder is not None
         assert self._first is not None
         if (peers := _peers()) is not None:  # it may have been made inside of the block
             self._rank, self._world_size = peers.rank, peers.size
-        shared = SharedClock(self._first, last)
+        shared = SharedClock(self._first, last or self._first)
         return self._recorder.timeline(
             rank=self._rank,
             world_size=self._world_size,
@@ -362,6 +359,7 @@ TIMELINE, TRACE, PAGE = "timeline.json", "trace.json", "timeline.html"
 
 _PARTS = "rank-*.json"
 _MOST_BYTES = 1 << 29  # a recording stops long before
+_MOST_MEMORY = 20  # bytes that each byte of a file takes in memory: rows are short, and many
 
 
 def write(timeline: Timeline, folder: str | Path) -> None:
@@ -376,8 +374,8 @@ def write(timeline: Timeline, folder: str | Path) -> None:
     """
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
-    replace_file(root / TIMELINE, _dumps(timeline.to_json()))
-    replace_file(root / TRACE, _dumps(trace(timeline)))
+    replace_file(root / TIMELINE, plain.written(timeline))
+    replace_file(root / TRACE, plain.written(trace(timeline)))
     # A name or an error may hold half a surrogate pair, which no encoding has.
     replace_file(root / PAGE, page(timeline).encode(errors="replace"))
 
@@ -398,7 +396,7 @@ def read(path: str | Path) -> Timeline:
     whole = root / TIMELINE if root.is_dir() else root
     if root.is_dir() and not os.path.lexists(whole):
         return read_parts(root)
-    return Timeline.from_json(_parsed(whole), str(whole))
+    return _parsed(whole)
 
 
 def read_parts(folder: Path) -> Timeline:
@@ -410,7 +408,7 @@ def read_parts(folder: Path) -> Timeline:
     parts = sorted(folder.glob(_PARTS))
     if not parts:
         refuse(str(folder), "no timeline", f"a folder with {TIMELINE}, or with {_PARTS}")
-    return together(Timeline.from_json(_parsed(part), str(part)) for part in parts)
+    return together(map(_parsed, parts))
 
 
 def make_folder(folder: Path) -> None:
@@ -435,7 +433,7 @@ def leave(mine: Timeline, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     [rank] = mine.ranks
-    replace_file(folder / f"rank-{rank.rank:05}.json", _dumps(mine.to_json()))
+    replace_file(folder / f"rank-{rank.rank:05}.json", plain.written(mine))
     with _one_at_a_time(folder):
         write(read_parts(folder), folder)
 
@@ -452,10 +450,6 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _dumps(value: Any) -> bytes:
-    """Return JSON without spaces."""
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _parsed(path: Path) -> Any:
-    return parse(read_small(path, _MOST_BYTES), str(path))
+def _parsed(path: Path) -> Timeline:
+    text = read_small(path, _MOST_BYTES)
+    return Timeline.from_json(parse(text, str(path), _MOST_MEMORY * len(text)), str(path))

@@ -19,8 +19,6 @@ nothing.
 from __future__ import annotations
 
 import enum
-import json
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +26,13 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from shardwise.base import units
+from shardwise.base import plain, units
+from shardwise.base.errors import CheckpointError
 from shardwise.base.observe import Activity
 from shardwise.checkpoint.disk.strict import Fields, refuse
 from shardwise.insight.planning.clock import StepTime
 from shardwise.insight.planning.events import Span
-from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Step, time_of
+from shardwise.insight.timeline.rank import COLLECTIVES, RankTimeline, Step
 
 
 class Part(enum.Enum):
@@ -95,14 +94,12 @@ class StepOfRank:
         step: the step.
         parts: seconds of each part; together the length of the step.
         waits: what it waited for, the longest first.
-        overlapped: seconds in which a collective was under way and the rank did not wait.
     """
 
     rank: int
     step: Step
     parts: Mapping[Part, float]
     waits: tuple[StepWait, ...]
-    overlapped: float
 
     @property
     def busy(self) -> float:
@@ -145,31 +142,6 @@ class StepOfAll:
         return sum(each.waited_for(rank) for each in self.ranks if each.rank != rank)
 
 
-def steps_of(ranks: Sequence[RankTimeline]) -> list[StepOfAll]:
-    """Divide the time of every step of every rank into parts.
-
-    Returns:
-        The steps that any rank recorded, in order.
-    """
-    found: dict[int, list[tuple[RankTimeline, Step, list[Span]]]] = defaultdict(list)
-    for rank in ranks:
-        for step in rank.steps:
-            found[step.number].append((rank, step, rank.of(step)))
-    steps = []
-    for number in sorted(found):
-        last = _last_to_come([(rank.rank, spans) for rank, _, spans in found[number]])
-        of_ranks = (_of_rank(rank.rank, step, spans, last) for rank, step, spans in found[number])
-        steps.append(StepOfAll(number, tuple(of_ranks)))
-    return steps
-
-
-def typical(steps: Sequence[StepOfAll]) -> StepOfAll:
-    """Return the step of median length. The first of several is left out: it warms up."""
-    later = steps[1:] or steps
-    middle = median(step.seconds for step in later)
-    return min(later, key=lambda step: abs(step.seconds - middle))
-
-
 # -- parts -----------------------------------------------------------------------------------------
 
 
@@ -192,25 +164,12 @@ def _of_rank(
         covered = _union([*covered, *_clipped(taken[part], step.begin, step.end)])
         parts[part] = _length(covered) - before
     parts[Part.OTHER] = max(0.0, step.seconds - _length(covered))
-    under_way = _union(
-        _clipped(
-            [_host_time(span) for span in spans if span.activity in COLLECTIVES],
-            step.begin,
-            step.end,
-        )
-    )
-    waiting = _union(_clipped(taken[Part.WAIT], step.begin, step.end))
-    overlapped = _length(_union([*under_way, *waiting])) - _length(waiting)
-    return StepOfRank(rank, step, parts, _waits(rank, step, spans, last), overlapped)
+    return StepOfRank(rank, step, parts, _waits(rank, step, spans, last))
 
 
 def _time(span: Span) -> _Interval:
     """When something took place: on the device, if that is known."""
-    return span.device if span.device is not None else _host_time(span)
-
-
-def _host_time(span: Span) -> _Interval:
-    return span.begin, span.begin if span.end is None else span.end
+    return span.device or (span.begin, span.begin if span.end is None else span.end)
 
 
 def _clipped(times: Iterable[_Interval], begin: float, end: float) -> list[_Interval]:
@@ -306,7 +265,8 @@ def _waits(
     return tuple(sorted(waits, key=lambda wait: -wait.seconds))
 
 
-_FORMAT = "shardwise timeline 1"
+_FORMAT = "shardwise timeline 2"
+_MOST_RANKS = 1 << 20
 #: The device of ranks whose clock counts what happens, a millisecond for each.
 SIMULATED = "simulated"
 
@@ -318,20 +278,38 @@ class Timeline:
     Attributes:
         ranks: the ranks whose recordings are known, in order.
         prediction: what a plan said that a step takes, if there is one.
+        format: of the file.
     """
 
     ranks: tuple[RankTimeline, ...]
     prediction: StepTime | None = None
+    format: str = _FORMAT
 
     @cached_property
     def steps(self) -> list[StepOfAll]:
-        """What the time of each step went into."""
-        return steps_of(self.ranks)
+        """The steps that any rank recorded, in order, and what the time of each went into."""
+        found: dict[int, list[tuple[RankTimeline, Step, list[Span]]]] = defaultdict(list)
+        for rank in self.ranks:
+            for step in rank.steps:
+                found[step.number].append((rank, step, rank.of(step)))
+        steps = []
+        for number, recorded in sorted(found.items()):
+            last = _last_to_come([(rank.rank, spans) for rank, _, spans in recorded])
+            of_ranks = (_of_rank(rank.rank, step, spans, last) for rank, step, spans in recorded)
+            steps.append(StepOfAll(number, tuple(of_ranks)))
+        return steps
 
     @property
     def typical(self) -> StepOfAll | None:
-        """The step of median length; ``None`` if no step was recorded."""
-        return typical(self.steps) if self.steps else None
+        """The step of median length; ``None`` if no step was recorded.
+
+        The first of several is left out: it warms up.
+        """
+        later = self.steps[1:] or self.steps
+        if not later:
+            return None
+        middle = median(step.seconds for step in later)
+        return min(later, key=lambda step: abs(step.seconds - middle))
 
     @property
     def missing(self) -> list[int]:
@@ -363,31 +341,26 @@ class Timeline:
             words.append(f"{units.seconds(self.prediction.seconds)} were predicted")
         return ", ".join(words)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        predicted = self.prediction
-        return {
-            "format": _FORMAT,
-            "ranks": [rank.to_json() for rank in self.ranks],
-            "prediction": None if predicted is None else prediction_to_json(predicted),
-        }
-
     @classmethod
     def from_json(cls, value: Any, where: str) -> Timeline:
-        """Read what :meth:`to_json` returned.
+        """Read a timeline that was written as plain values, of a file that may be damaged.
 
         Raises:
             CheckpointError: it is something else; the message names the file.
         """
-        fields = Fields(value, where)
-        if fields.text("format") != _FORMAT:
-            refuse(where, f"the format {value['format']!r}", _FORMAT)
-        ranks = [RankTimeline.from_json(each, where) for each in fields.items("ranks", 1 << 20)]
-        predicted = value.get("prediction")
-        return cls(
-            tuple(sorted(ranks, key=lambda rank: rank.rank)),
-            None if predicted is None else prediction_from_json(predicted, where),
-        )
+        found = Fields(value, where).text("format")
+        if found != _FORMAT:
+            refuse(where, f"the format {found!r}", _FORMAT)
+        try:
+            timeline = plain.converted(cls, value)
+        except ValueError as error:
+            raise CheckpointError(f"{where}: {error}") from None
+        for rank in timeline.ranks:
+            if not 0 <= rank.rank < rank.world_size <= _MOST_RANKS:
+                refuse(where, f"rank {rank.rank} of {rank.world_size}", "a rank of a world")
+            if any(step.end < step.begin for step in rank.steps):
+                refuse(where, f"a step of rank {rank.rank} that ends first", "a begin and an end")
+        return together([timeline])
 
 
 def together(timelines: Iterable[Timeline]) -> Timeline:
@@ -398,44 +371,6 @@ def together(timelines: Iterable[Timeline]) -> Timeline:
         known |= {rank.rank: rank for rank in each.ranks}
         prediction = prediction or each.prediction
     return Timeline(tuple(known[rank] for rank in sorted(known)), prediction)
-
-
-def packed(rank: RankTimeline) -> bytes:
-    """Return a rank's part for another rank, compressed."""
-    return zlib.compress(json.dumps(rank.to_json()).encode(), 1)
-
-
-def unpacked(content: bytes, rank: int) -> RankTimeline:
-    """Return what :func:`packed` packed, on the rank ``rank``."""
-    return RankTimeline.from_json(json.loads(zlib.decompress(content)), f"rank {rank}")
-
-
-def prediction_to_json(predicted: StepTime) -> dict[str, Any]:
-    """Return a prediction as plain values."""
-    parts = ("seconds", "compute", "exposed", "optimizer", "host", "tokens_per_second", "mfu")
-    return {
-        **{name: getattr(predicted, name) for name in (*parts, "bound_by")},
-        "spans": [[s.activity.value, s.name, s.dimension, s.begin, s.end] for s in predicted.spans],
-    }
-
-
-def prediction_from_json(value: Any, where: str) -> StepTime:
-    """Read what :func:`prediction_to_json` returned.
-
-    Raises:
-        CheckpointError: it is something else; the message names the file.
-    """
-    try:
-        spans = [
-            Span(Activity(activity), str(name), time_of(begin), time_of(end), str(dimension))
-            for activity, name, dimension, begin, end in value["spans"]
-        ]
-        numbers: dict[str, Any] = {
-            name: time_of(each) for name, each in value.items() if name not in ("spans", "bound_by")
-        }
-        return StepTime(**numbers, bound_by=str(value["bound_by"]), spans=tuple(spans))
-    except (KeyError, TypeError, ValueError, AttributeError):
-        refuse(f"{where}, 'prediction'", "other values", "what a recording writes")
 
 
 def _share(seconds: float, step: StepOfAll) -> str:

@@ -138,10 +138,7 @@ class Masters:
     @staticmethod
     def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return a copy in another dtype."""
-        local = dtensor.plain(tensor).to(dtype, copy=True)
-        if not isinstance(tensor, DTensor):
-            return local
-        return dtensor.wrap_local(local, dtensor.with_dtype(dtensor.spec_of(tensor), dtype))
+        return dtensor.placed_as(tensor, dtensor.plain(tensor).to(dtype, copy=True))
 
 
 def _follow(master: torch.Tensor, param: torch.Tensor) -> None:

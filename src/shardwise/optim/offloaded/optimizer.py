@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -16,7 +17,7 @@ from shardwise._torch import dtensor
 from shardwise.base import devices
 from shardwise.base.errors import OffloadError
 from shardwise.base.optim_names import parameters_in_order
-from shardwise.base.places import OffloadPlace
+from shardwise.base.places import folder_of_place
 from shardwise.base.portions import portions
 from shardwise.optim.around import AroundOptimizer, PartialSteps, needs_closure
 from shardwise.optim.forms import OwnStates, taking_states
@@ -88,10 +89,8 @@ def offload(
             f"offload: found masters={masters!r}, expected a floating-point dtype such as "
             "torch.float32, or None"
         )
-    place = OffloadPlace.parse(to)
-    return OffloadedOptimizer(
-        optimizer, place, Masters(masters), functools.partial(_store_for, place), staging
-    )
+    make_store = functools.partial(_store_for, folder_of_place(to))
+    return OffloadedOptimizer(optimizer, Masters(masters), make_store, staging)
 
 
 class OffloadedOptimizer(AroundOptimizer):
@@ -102,7 +101,6 @@ class OffloadedOptimizer(AroundOptimizer):
 
     Args:
         inner: the optimizer.
-        place: where states are kept.
         masters: what it updates in place of parameters.
         make_store: makes what keeps states, for parameters like a given one; ``None`` if they stay
             where they are.
@@ -110,18 +108,15 @@ class OffloadedOptimizer(AroundOptimizer):
 
     Attributes:
         inner: the optimizer.
-        place: where states are kept.
     """
 
     def __init__(
         self,
         inner: torch.optim.Optimizer,
-        place: OffloadPlace,
         masters: Masters,
         make_store: Callable[[torch.Tensor], Store | None],
         staging: int = STAGING,
     ) -> None:
-        self.place = place
         self._masters = masters
         self._make_store = make_store
         self._staging = staging
@@ -382,9 +377,9 @@ class OffloadedOptimizer(AroundOptimizer):
         return state
 
 
-def _store_for(place: OffloadPlace, param: torch.Tensor) -> Store | None:
-    if place.folder is not None:
-        return DiskStore(place.folder, param.device)
+def _store_for(folder: Path | None, param: torch.Tensor) -> Store | None:
+    if folder is not None:
+        return DiskStore(folder, param.device)
     return None if param.device.type == devices.CPU.type else HostStore(param.device)
 
 

@@ -97,13 +97,11 @@ class StagedEntries:
     Attributes:
         block: the memory.
         pieces: the entries.
-        views: the tensors in the block, piece by piece, once a step has asked for them.
         moved: waits for what was started last: to read them, or to write them.
     """
 
     block: StagingBlock
     pieces: list[StagedEntry]
-    views: list[torch.Tensor]
     moved: Wait
 
 
@@ -178,8 +176,9 @@ class OffloadedStates:
         Raises:
             OffloadError: it cannot be written.
         """
-        pieces, views = [], []
-        for piece, view in zip(loan.pieces, loan.views, strict=True):
+        pieces = []
+        for piece in loan.pieces:
+            view = piece.entry.shown
             found = self._inner.state.get(piece.param, {}).get(piece.key)
             if found is not view:
                 if found is None or kept_form(found) != piece.entry.form:
@@ -188,8 +187,7 @@ class OffloadedStates:
                 dtensor.plain(view).copy_(dtensor.plain(found))
                 self._inner.state[piece.param][piece.key] = view
             pieces.append(piece)
-            views.append(view)
-        loan.pieces, loan.views = pieces, views
+        loan.pieces = pieces
         self._put(loan)
 
     def keep(self, params: Iterable[torch.Tensor]) -> None:
@@ -212,10 +210,10 @@ class OffloadedStates:
                     at += form.nbytes
         if not pieces:
             return
-        loan = StagedEntries(self._room(at), pieces, [], lambda: None)
+        loan = StagedEntries(self._room(at), pieces, lambda: None)
         self._show(loan)
-        for view, value in zip(loan.views, values, strict=True):
-            dtensor.plain(view).copy_(dtensor.plain(value))
+        for piece, value in zip(pieces, values, strict=True):
+            dtensor.plain(piece.entry.shown).copy_(dtensor.plain(value))
         self._put(loan)
 
     def make_entry(self, form: Form) -> Entry:
@@ -289,7 +287,7 @@ class OffloadedStates:
         return pieces
 
     def _fetch(self, pieces: list[StagedEntry], block: StagingBlock) -> StagedEntries:
-        return StagedEntries(block, pieces, [], self._store.fetch(block, _parts(pieces)))
+        return StagedEntries(block, pieces, self._store.fetch(block, _parts(pieces)))
 
     def _put(self, loan: StagedEntries) -> None:
         loan.moved = self._store.put(loan.block, _parts(loan.pieces))
@@ -297,9 +295,8 @@ class OffloadedStates:
 
     def _show(self, loan: StagedEntries) -> None:
         """Replace states by tensors in the block."""
-        memory = loan.block.memory
-        loan.views = [piece.entry.form.over(memory[piece.at :]) for piece in loan.pieces]
-        for piece, view in zip(loan.pieces, loan.views, strict=True):
+        for piece in loan.pieces:
+            view = piece.entry.form.over(loan.block.memory[piece.at :])
             self._inner.state[piece.param][piece.key] = piece.entry.shown = view
 
     def _room(self, nbytes: int) -> StagingBlock:
@@ -322,9 +319,9 @@ class OffloadedStates:
         loan = self._behind[0]  # also after an interrupt
         with observe.during(Activity.COPY, _STATES):
             loan.moved()
-        for piece, view in zip(loan.pieces, loan.views, strict=True):
+        for piece in loan.pieces:
             state = self._inner.state.get(piece.param, {})
-            if state.get(piece.key) is view:
+            if state.get(piece.key) is piece.entry.shown:
                 state[piece.key] = piece.entry.home
             piece.entry.shown = piece.entry.home
         self._behind.popleft()

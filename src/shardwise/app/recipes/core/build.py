@@ -23,7 +23,7 @@ from shardwise import (
     optim,
 )
 from shardwise.app.recipes.core.recipe import Task, TrainContext
-from shardwise.base.places import OffloadPlace
+from shardwise.base.places import folder_of_place
 from shardwise.elastic.errors import UserError
 from shardwise.frontends.blocks import batch_norms, checkpoint_blocks, shard_blocks, store_in
 from shardwise.insight.schema.sharding import (
@@ -81,7 +81,7 @@ def shard(
     )
     offload: OffloadPolicy = OffloadPolicy()
     if config.offload_parameters is not None:
-        folder = OffloadPlace.parse(config.offload_parameters).folder
+        folder = folder_of_place(config.offload_parameters)
         offload = CPUOffloadPolicy() if folder is None else DiskOffloadPolicy(folder)
     store_in(model, DTYPES[config.shard_dtype])
     precision = MixedPrecisionPolicy(

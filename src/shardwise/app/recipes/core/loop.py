@@ -16,7 +16,6 @@ One step, on every rank:
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -39,7 +38,7 @@ from shardwise.app.recipes.core.journal import Journal, StepMetrics, command_lin
 from shardwise.app.recipes.core.position import Position, TrainingSpan
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Gathers, Task, TrainContext
 from shardwise.app.runs.metrics import RankStep
-from shardwise.base import devices, observe
+from shardwise.base import devices, observe, plain
 from shardwise.base.errors import CheckpointError
 from shardwise.checkpoint.ranks.moving import Departure, hand_over
 from shardwise.elastic.errors import MovedOn, Parted, Stopped, UserError, signal_name
@@ -421,12 +420,12 @@ def read_prediction() -> StepTime | None:
     planned = os.environ.get(PLAN_FILE)
     if planned is None:
         return None
-    from shardwise.insight.timeline.steps import prediction_from_json
+    from shardwise.insight.planning.clock import StepTime
 
     path = Path(planned).with_name(PREDICTION)
     try:
-        return prediction_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
-    except (OSError, ValueError, CheckpointError):
+        return plain.read(StepTime, path.read_bytes())
+    except (OSError, ValueError):
         return None
 
 

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from shardwise.app.recipes.core.build import DTYPES, divided_groups
 from shardwise.app.recipes.core.recipe import PLAN_FILE, PREDICTION, Example
-from shardwise.base import devices
+from shardwise.base import devices, plain
 from shardwise.base.units import binary_size, counted
 from shardwise.elastic.errors import UserError
 from shardwise.elastic.world import World, environment
@@ -54,7 +54,6 @@ from shardwise.insight.schema.training import (
     SgdConfig,
     TrainConfig,
 )
-from shardwise.insight.timeline.steps import prediction_to_json
 
 
 def plan_training(
@@ -198,8 +197,7 @@ def kept_for_the_run(plan: ModelPlan) -> Iterator[None]:
         path = Path(folder) / "plan.json"
         path.write_text(json.dumps(plan.to_json()), encoding="utf-8")
         if plan.step is not None:
-            text = json.dumps(prediction_to_json(plan.step))
-            path.with_name(PREDICTION).write_text(text, encoding="utf-8")
+            path.with_name(PREDICTION).write_bytes(plain.written(plan.step))
         with environment(**{PLAN_FILE: str(path)}):
             yield
 
