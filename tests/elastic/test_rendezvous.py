@@ -144,7 +144,7 @@ class Place:
 
     @property
     def serves(self) -> bool:
-        return self.rendezvous._serves
+        return self.rendezvous._state is not None
 
 
 _said: dict[threading.Thread, list[str]] = {}  # the lines for users, by host

@@ -537,7 +537,7 @@ class Rendezvous(RendezvousHandler):
 
     def _is_needed(self) -> bool:
         """Whether other hosts have not read yet what follows, in the store that is served here."""
-        if not self._serves or self._server is None:
+        if self._state is None or self._server is None:
             return False
         seen = self._seen
         if seen.is_over:
@@ -638,11 +638,6 @@ class Rendezvous(RendezvousHandler):
                 losses[host.id] = HostLoss.SILENT, f"no sign of life for {SILENCE:.0f} s"
         return losses
 
-    @property
-    def _serves(self) -> bool:
-        """Whether this host serves the rendezvous."""
-        return self._state is not None and self._server is not None
-
     def _go_where_they_meet(self) -> None:
         """Go on from ``--rdzv`` to where the hosts meet now, if they have moved.
 
@@ -665,7 +660,7 @@ class Rendezvous(RendezvousHandler):
         """Show hosts that come to ``--rdzv`` where the hosts meet now, which this host serves."""
         nodes = self.nodes
         name, here = f"guide {self._id}", self._here()
-        while self._serves and not self._closing.wait(_GUIDING):
+        while self._state is not None and not self._closing.wait(_GUIDING):
             with contextlib.suppress(OSError):
                 guide = GuardedStore(nodes.address, nodes.port, nodes.token, name, _ATTEMPT)
                 with contextlib.closing(guide):
