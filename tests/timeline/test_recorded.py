@@ -92,7 +92,7 @@ def test_parts_of_equal_work_are_one_equation() -> None:
     with pytest.raises(ValueError, match="zip"):
         equations(twice, ranks)  # a timeline of another training
     both = replace(ranks[0], spans=tuple(s for s in ranks[0].spans if s.begin < 3))
-    spans = (*both.spans, replace(both.spans[0], activity=Activity.OPTIMIZER, begin=3, end=3))
+    spans = (*both.spans, both.spans[0]._replace(activity=Activity.OPTIMIZER, begin=3, end=3))
     step = log(*EVENTS[:5], *EVENTS[:5], replace(OP, phase=StepPhase.OPTIMIZER))
     found = equations(step, [replace(both, spans=spans)])
     assert [seconds for _, seconds in found] == [1.5, 3]

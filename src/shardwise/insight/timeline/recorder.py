@@ -42,8 +42,9 @@ _ON_DEVICE = frozenset(
 )
 
 Mark = devices.TimedEvent
-#: A span, in nanoseconds of the host and with the thread's own number, and where the device begins.
-_Started = tuple[Span, Mark | None]
+#: The fields of a span, in nanoseconds of the host and with the thread's own number, and where the
+#: device begins. To make a span takes longer, and is for later.
+_Started = tuple[tuple[Any, ...], Mark | None]
 
 
 def check_step(number: object) -> None:
@@ -139,7 +140,7 @@ class Recorder:
         self._now = now
         self._device = device
         self._open: dict[int, _Started] = {}
-        self._spans: deque[tuple[Span, Mark | None, Mark | None]] = deque(maxlen=limit)
+        self._spans: deque[tuple[_Started, int | None, Mark | None]] = deque(maxlen=limit)
         self._changes: deque[tuple[int, Memory, str, int]] = deque(maxlen=limit)
         self._ended = itertools.count()
         self._changed = itertools.count()
@@ -161,7 +162,7 @@ class Recorder:
             mark = self._device.mark()
         thread = threading.get_ident()
         now = self._now()
-        self._open[number] = Span(activity, name, now, None, dimension, nbytes, thread), mark
+        self._open[number] = (activity, name, now, None, dimension, nbytes, thread), mark
         if self._has_stepped and self._finds_steps and activity is Activity.FORWARD:
             self._begin_step(now)
         return number
@@ -172,9 +173,13 @@ class Recorder:
         """Note that a collective is issued."""
         number = next(_numbers)
         thread = threading.get_ident()
-        over = wire.transport, launches, wire.members
-        issued = Span(activity, name, self._now(), None, wire.dimension, nbytes, thread, *over)
-        self._open[number] = issued, None
+        self._open[number] = (
+            (
+                *(activity, name, self._now(), None, wire.dimension, nbytes, thread),
+                *(wire.transport, launches, wire.members),
+            ),
+            None,
+        )
         return number
 
     def end(self, number: int) -> None:
@@ -182,9 +187,8 @@ class Recorder:
         started = self._open.pop(number, None)
         if started is None:
             return  # it began before the recording
-        span, first = started
-        last = None if first is None or self._device is None else self._device.mark()
-        self._spans.append((span._replace(end=self._now()), first, last))
+        mark = None if started[1] is None or self._device is None else self._device.mark()
+        self._spans.append((started, self._now(), mark))
         next(self._ended)
 
     def memory(self, kind: Memory, name: str, nbytes: int) -> None:
@@ -296,25 +300,26 @@ class Recorder:
             uncertainty: seconds by which that clock may be off.
         """
         ended = list(self._spans)
-        begun = sorted(self._open.values(), key=lambda started: started[0].begin)
+        begun = sorted(self._open.values(), key=lambda started: started[0][2])
         last = self._steps[-1].begin if self._steps else self._began
         # What did not end belongs to where the rank was last, or an exception ended it long ago.
-        unfinished = [(span, first, None) for span, first in begun if span.begin >= last]
+        unfinished = [(each, None, None) for each in begun if each[0][2] >= last]
         threads: dict[int, int] = {}
 
-        def of_all(own: Span, first: Mark | None, mark: Mark | None) -> Span:
-            on = None
+        def span(started: _Started, end: int | None, mark: Mark | None) -> Span:
+            fields, first = started
+            own, on = Span(*fields), None
             if (clock := self._device) is not None and first is not None and mark is not None:
                 came, left = (shared(round(clock.seconds(each) * 1e9)) for each in (first, mark))
                 on = came, left
             return own._replace(
                 begin=shared(own.begin),
-                end=None if own.end is None else shared(own.end),
+                end=None if end is None else shared(end),
                 thread=threads.setdefault(own.thread, len(threads)),
                 device=on,
             )
 
-        spans = sorted((of_all(*each) for each in (*ended, *unfinished)), key=lambda s: s.begin)
+        spans = sorted((span(*each) for each in (*ended, *unfinished)), key=lambda s: s.begin)
         dropped = next(self._ended) - len(self._spans) + next(self._changed) - len(self._changes)
         return RankTimeline(
             rank=rank,

@@ -59,7 +59,7 @@ class Masters:
         if before == after or not state:
             return state
         fitted = {
-            key: self._with_dtype(value, after)
+            key: _with_dtype(value, after)
             if key != "step"  # of torch's optimizers; it is like a parameter of one element
             and isinstance(value, torch.Tensor)
             and value.dtype == before
@@ -68,7 +68,7 @@ class Masters:
             for key, value in rest.items()
         }
         if master is not None and self.has(param):
-            fitted[MASTER] = self._with_dtype(master, after)
+            fitted[MASTER] = _with_dtype(master, after)
         return fitted
 
     def lend(
@@ -83,18 +83,20 @@ class Masters:
         Returns:
             Stand-ins and masters of those parameters that have one, and a gradient.
         """
-        lent = {}
+        lent: dict[torch.Tensor, _Lent] = {}
+        if self.dtype is None:
+            return lent
         for param in params:
             if param.grad is None or not self.has(param):
                 continue
             state = states.pop(param, {})
             master = state.pop(MASTER, None)
             if master is None:
-                master = self._wide(param.detach())
+                master = _with_dtype(param.detach(), self.dtype)
             else:
                 _follow(dtensor.plain(master), dtensor.plain(param.detach()))
             stand_in = self._stand_in_for(param, master)
-            stand_in.grad = self._wide(param.grad)
+            stand_in.grad = _with_dtype(param.grad, self.dtype)
             if state:  # optimizers take an empty one for their sign to begin
                 states[stand_in] = state
             lent[param] = stand_in, master
@@ -130,15 +132,10 @@ class Masters:
         self._stand_ins[param] = made
         return made
 
-    def _wide(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a parameter or a gradient in the dtype of masters."""
-        assert self.dtype is not None
-        return self._with_dtype(tensor, self.dtype)
 
-    @staticmethod
-    def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return a copy in another dtype."""
-        return dtensor.placed_as(tensor, dtensor.plain(tensor).to(dtype, copy=True))
+def _with_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy in another dtype."""
+    return dtensor.placed_as(tensor, dtensor.plain(tensor).to(dtype, copy=True))
 
 
 def _follow(master: torch.Tensor, param: torch.Tensor) -> None:

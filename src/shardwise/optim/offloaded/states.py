@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,10 +62,7 @@ class Entry:
     form: Form
     memory: torch.Tensor
     home: torch.Tensor
-    shown: torch.Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shown = self.home
+    shown: torch.Tensor
 
     @property
     def address(self) -> int:
@@ -223,7 +220,8 @@ class OffloadedStates:
             OffloadError: there is no room.
         """
         memory = self._store.allocate(form.nbytes)
-        return Entry(form, memory, form.over(memory))
+        home = form.over(memory)
+        return Entry(form, memory, home, shown=home)
 
     def settle(self) -> None:
         """Bring every state home: finish all writes, and forget what was read ahead.
