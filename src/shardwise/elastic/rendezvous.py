@@ -764,7 +764,11 @@ class Rendezvous(RendezvousHandler):
             needed, least = 0, 2 * _CLAIMING * any(host.id not in dead for host in gone)
         began = self._clock.now()
         while True:
-            came = [id_ for id_ in others if self._votes_here(store, id_)]
+            try:
+                came = [id_ for id_ in others if self._votes_here(store, id_)]
+            except _FAILURES:  # its command ends meanwhile
+                store.close()
+                return False
             waited = self._clock.now() - began
             enough = 2 * (1 + len(came)) > needed
             is_complete = len(came) == len(others) and waited >= least
