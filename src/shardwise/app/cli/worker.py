@@ -37,4 +37,4 @@ def train(arguments: Sequence[str], job: str) -> None:
             words = ["train", *arguments]
             commands(words)(words, standalone_mode=False)
         except UsageError as error:
-            raise UserError(describe(error, arguments)) from None
+            raise UserError(describe(error)) from None

@@ -23,8 +23,7 @@ from shardwise.elastic.errors import UserError
 
 T = TypeVar("T")
 
-#: Keys of ``dataclasses.field(metadata=...)``.
-OPTION, GROUP = "option", "group"
+OPTION = "option"  # key of ``dataclasses.field(metadata=...)``
 
 # Panels of --help.
 HOSTS, MODEL, TRAINING, SHARDING = "Several hosts", "Model and data", "Training", "Sharding"
@@ -144,21 +143,6 @@ class Option:
     completions: tuple[str, ...] = ()
     takes_arguments: bool = False
     fixed: bool = False
-
-
-@dataclass(frozen=True)
-class Group:
-    """Settings that go with one value of another setting; None for all other values.
-
-    Attributes:
-        default: the settings and their defaults, a frozen dataclass.
-        setting: name of the field that decides, in the configuration or one that it holds.
-        value: the value that they go with.
-    """
-
-    default: Any
-    setting: str
-    value: enum.Enum
 
 
 def option(text: str, panel: str | None = None, **settings: Any) -> dict[str, Option]:

@@ -21,7 +21,6 @@ from shardwise.elastic.world import World, most_ranks
 from shardwise.frontends.strategies import Strategy
 from shardwise.insight.schema.option import (
     DILOCO,
-    GROUP,
     HOSTS,
     OUTPUT,
     SEEDS,
@@ -29,7 +28,6 @@ from shardwise.insight.schema.option import (
     Config,
     Count,
     Fraction,
-    Group,
     Natural,
     NotNegative,
     OptionError,
@@ -445,10 +443,7 @@ class TrainConfig(StepConfig):
         shown="torch's, 1800",
     )
     sharding: ShardingConfig = field(default=ShardingConfig())
-    diloco: DilocoConfig | None = field(
-        default=None,
-        metadata={GROUP: Group(DilocoConfig(), "strategy", Strategy.DILOCO)},
-    )
+    diloco: DilocoConfig | None = None
     output: OutputConfig
 
     def examples_per_step(self, world_size: int) -> int:
