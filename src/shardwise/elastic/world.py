@@ -30,7 +30,7 @@ RESTARTS = "SHARDWISE_REPLICA_RESTARTS"  # how often it was restarted
 QUORUM = "SHARDWISE_QUORUM"  # address and port where the replicas meet
 QUORUM_TOKEN = "SHARDWISE_QUORUM_TOKEN"
 
-# Set by a program that runs ranks in workers of its own.
+# Set while a worker of another program is a rank: it neither ends its process nor handles signals.
 WORKER_JOB = "SHARDWISE_WORKER_JOB"  # id of the job, the same after a restart
 
 

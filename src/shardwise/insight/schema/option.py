@@ -283,7 +283,7 @@ def fixed_defaults(config: Any) -> dict[str, Any]:
         for setting in fields(each):
             if OPTION in setting.metadata and setting.metadata[OPTION].fixed:
                 default = None if setting.default is MISSING else setting.default
-                found[setting.name] = _plain(default)
+                found[setting.name] = as_json(default)
     return found
 
 
@@ -312,34 +312,12 @@ def read_text(option: str, text: str, reads: Callable[[str], Any]) -> Any:
         raise OptionError(option, text, f"one of {names}") from None
 
 
-def view(*configs: Any, of: type, **own: Any) -> dict[str, Any]:
-    """Return the fields that a kind of configuration shares with others, by their names.
-
-    Args:
-        configs: the others; the first one that has a field gives it.
-        of: the kind.
-        own: fields that it does not share.
-    """
-    kind: Any = of
-    names = kind.__dataclass_fields__.keys() - own.keys()
-    shared: dict[str, Any] = {}
-    for config in reversed(configs):
-        found = names & config.__dataclass_fields__.keys()
-        shared |= {name: getattr(config, name) for name in found}
-    return {**shared, **own}
-
-
-def as_json(config: Any) -> dict[str, Any]:
-    """Return a configuration as plain values that JSON can hold."""
-    values: dict[str, Any] = _plain(config)
-    return values
-
-
-def _plain(value: Any) -> Any:
+def as_json(value: Any) -> Any:
+    """Return a configuration, or a value in one, as plain values that JSON can hold."""
     if isinstance(value, Config):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
+        return {each.name: as_json(getattr(value, each.name)) for each in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [as_json(each) for each in value]
     if isinstance(value, enum.Enum):
         return value.value
     return value if isinstance(value, str | int | float | None) else str(value)
