@@ -14,7 +14,7 @@ import contextlib
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -214,10 +214,18 @@ def _kinds_of(config: type[Any]) -> Mapping[str, _FieldKind]:
         kind = hint if bounds is None else get_args(hint)[0]
         reads = setting.reads if callable(setting.reads) else None
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
-            reads = reads or kind
+            reads = reads or partial(_member, kind)
         name = (setting.name or option_name(each.name)).partition("/")[0]
         found[each.name] = _FieldKind(name, kind, bounds, reads)
     return found
+
+
+def _member(kind: Any, text: str) -> enum.Enum:
+    """Return the member of an enum that a text stands for."""
+    members: dict[str, enum.Enum] = {str(each.value): each for each in kind}
+    if text not in members:
+        raise NotPossibleError("", text, f"one of {', '.join(members)}")
+    return members[text]
 
 
 @dataclass(frozen=True)
@@ -232,7 +240,8 @@ class Config:
         for name, kind in kinds_of(self).items():
             value = getattr(self, name)
             if kind.reads is not None and type(value) is str:
-                object.__setattr__(self, name, read_text(kind.name, value, kind.reads))
+                with naming(kind.name):
+                    object.__setattr__(self, name, kind.reads(value))
 
     def check_bounds(self) -> None:
         """Check every number of this, and of the configurations within, against its bounds.
@@ -294,22 +303,6 @@ def naming(option: str, hint: str = "") -> Iterator[None]:
         yield
     except NotPossibleError as error:
         raise OptionError(option, error.found, error.expected + hint) from error.__cause__
-
-
-def read_text(option: str, text: str, reads: Callable[[str], Any]) -> Any:
-    """Return the value that a text stands for.
-
-    Raises:
-        OptionError: there is none.
-    """
-    try:
-        return reads(text)
-    except NotPossibleError as error:
-        raise OptionError(option, error.found, error.expected) from None
-    except ValueError:
-        choices: Any = reads  # an enum: no other function raises this
-        names = ", ".join(str(each.value) for each in choices)
-        raise OptionError(option, text, f"one of {names}") from None
 
 
 def as_json(value: Any) -> Any:
