@@ -314,17 +314,15 @@ class Options(Generic[C]):
         Raises:
             OptionError: options contradict each other.
         """
-        config = self.default if default is None else default
-        changes: dict[Keys, Any] = {}
+        config: Any = self.default if default is None else default
         for setting in self.settings():
             value = _said(setting, given)
             if value is None:
                 value = (file or {}).get(setting.key)
             if value is not None:
-                changes[setting.keys] = value
-        changed: Any = _changed(config, changes)
-        changed.check_bounds()
-        return cast("C", changed)
+                config = _changed(config, setting.keys, value)
+        config.check_bounds()
+        return cast("C", config)
 
     def settings(self) -> Iterator[Setting]:
         """Return all settings that are options, in the order of the fields."""
@@ -456,13 +454,9 @@ def _said(setting: Setting, given: Mapping[str, Any]) -> Any:
     return (*value, *(given[_ARGUMENTS] or () if setting.option.takes_arguments else ()))
 
 
-def _changed(config: Any, changes: Mapping[Keys, Any]) -> Any:
-    """Return a configuration with other values of some settings, wherever they are in it."""
-    own: dict[str, Any] = {keys[0]: value for keys, value in changes.items() if len(keys) == 1}
-    inner: dict[str, dict[Keys, Any]] = {}
-    for keys, value in changes.items():
-        if len(keys) > 1:
-            inner.setdefault(keys[0], {})[keys[1:]] = value
-    for name, within in inner.items():
-        own[name] = _changed(own.get(name, getattr(config, name)), within)
-    return dataclasses.replace(config, **own)
+def _changed(config: Any, keys: Keys, value: Any) -> Any:
+    """Return a configuration with another value of a setting, wherever that is in it."""
+    name, *within = keys
+    if within:
+        value = _changed(getattr(config, name), tuple(within), value)
+    return dataclasses.replace(config, **{name: value})
